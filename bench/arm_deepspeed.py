@@ -1,6 +1,7 @@
 """One run of R1 under DeepSpeed ZeRO-Infinity on the CPU, tuned by hand; prints one JSON line.
 
-Started by compare_deepspeed.py inside DeepSpeed's own environment. Everything rests on NVMe, or in RAM (--offload cpu).
+Started by compare_deepspeed.py inside DeepSpeed's own environment. Everything rests on NVMe, or in
+RAM (--offload cpu).
 """
 
 from __future__ import annotations
@@ -31,12 +32,18 @@ def single_process_environment() -> None:
     """Be rank 0 of 1 without a launcher. Set before anything asks for the accelerator."""
     port = str(find_free_port())
     os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_SIZE="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=port,
     )
 
 
 def unlink_shared_memory() -> None:
-    """Take away the name of the 69 MB buffer that DeepSpeed leaves in shared memory; the mapping stays in use."""
+    """Take away the name of the 69 MB buffer that DeepSpeed leaves in shared memory; the mapping
+    stays in use."""
     for path in Path("/dev/shm").glob(
         f"deepspeed_allreduce_buffer_{os.getuid()}_*_{os.environ['MASTER_PORT']}_*"
     ):
@@ -53,7 +60,9 @@ def build_ops() -> None:
 
     for builder in (AsyncIOBuilder(), CPUAdamBuilder(), ShareMemCommBuilder()):
         if not builder.is_compatible(verbose=True):
-            raise SystemExit(f"DeepSpeed cannot build {builder.NAME} here: install libaio-dev, g++ and ninja")
+            raise SystemExit(
+                f"DeepSpeed cannot build {builder.NAME} here: install libaio-dev, g++ and ninja"
+            )
         builder.load(verbose=False)
 
 
@@ -68,7 +77,10 @@ def tuned_config(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
         "gradient_accumulation_steps": workload.micro_batches,
         "gradient_clipping": workload.clip,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": workload.lr, "weight_decay": workload.weight_decay}},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": workload.lr, "weight_decay": workload.weight_decay},
+        },
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 20_000_000,
@@ -108,14 +120,17 @@ def cpu_config(workload: r1.Workload) -> dict[str, Any]:
 
 
 def build_engine(workload: r1.Workload, swap_dir: str, offload: str) -> Any:
-    """The DeepSpeed engine around R1. Parameters go to their tier as they are built: no further full copy exists in RAM."""
+    """The DeepSpeed engine around R1. Parameters go to their tier as they are built: no further
+    full copy exists in RAM."""
     config = tuned_config(workload, swap_dir) if offload == "nvme" else cpu_config(workload)
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = r1.construct(workload)
     for name, parameter in model.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter, modifier_rank=0):
             r1.fill(name, parameter.data, workload.seed)
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config
+    )
     r1.renew_rotary(model)
     return engine
 
@@ -147,14 +162,26 @@ def run(workload: r1.Workload, swap_dir: str, offload: str) -> dict[str, Any]:
         parameters=workload.parameters,
         setup_s=time.perf_counter() - began,
     )
-    return {"arm": "deepspeed", "version": deepspeed.__version__, "torch": torch.__version__, **record}
+    return {
+        "arm": "deepspeed",
+        "version": deepspeed.__version__,
+        "torch": torch.__version__,
+        **record,
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", help="swap directory")
-    parser.add_argument("--build-ops", action="store_true", help="only compile DeepSpeed's extensions")
-    parser.add_argument("--offload", default="nvme", choices=("nvme", "cpu"), help="where everything rests (%(default)s)")
+    parser.add_argument(
+        "--build-ops", action="store_true", help="only compile DeepSpeed's extensions"
+    )
+    parser.add_argument(
+        "--offload",
+        default="nvme",
+        choices=("nvme", "cpu"),
+        help="where everything rests (%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     single_process_environment()
@@ -169,7 +196,8 @@ def main() -> int:
         unlink_shared_memory()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    # Its I/O threads are still there when the interpreter goes, and now and then the process aborts then, after all is said.
+    # Its I/O threads are still there when the interpreter goes, and now and then the process aborts
+    # then, after all is said.
     sys.stdout.flush()
     os._exit(0)
 

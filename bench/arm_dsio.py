@@ -1,10 +1,12 @@
-"""DeepSpeed's I/O engine (`aio_handle`, what its tool ds_io measures) on one file; prints one JSON line.
+"""DeepSpeed's I/O engine (`aio_handle`, what its tool ds_io measures) on one file; prints one JSON
+line.
 
-Started by compare_io.py inside DeepSpeed's own environment. Blocks of 1 MiB, depth 32, blocks submitted together
-(single_submit False), submission and completion overlapping (overlap_events True), a page-locked buffer as large as the file.
+Started by compare_io.py inside DeepSpeed's own environment. Blocks of 1 MiB, depth 32, blocks
+submitted together (single_submit False), submission and completion overlapping (overlap_events
+True), a page-locked buffer as large as the file.
 
-A mixed pass reads one half of the file and writes the other at the same time, through two handles, as DeepSpeed's own
-pipelined swapper does: one handle would run its operations one after the other.
+A mixed pass reads one half of the file and writes the other at the same time, through two handles,
+as DeepSpeed's own pipelined swapper does: one handle would run its operations one after the other.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def cpu_s() -> float:
 class Engine:
     """Two handles over one page-locked buffer, and a pass of each kind with them."""
 
-    def __init__(self, parallel: int, buffer: torch.Tensor, handles: Sequence[Any], file: str) -> None:
+    def __init__(
+        self, parallel: int, buffer: torch.Tensor, handles: Sequence[Any], file: str
+    ) -> None:
         self.parallel = parallel
         self.reader, self.writer = handles
         self.buffer = buffer

@@ -1,4 +1,5 @@
-"""One rank of a training over two nodes, started by hosts.py under torchrun; rank 0 prints one JSON line."""
+"""One rank of a training over two nodes, started by hosts.py under torchrun; rank 0 prints one JSON
+line."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
     mesh = init_device_mesh("cpu", (NODES, world // NODES), mesh_dim_names=("nodes", "ranks"))
     policy = inf.Policy(params="cpu", optim="cpu", mesh=mesh, **SWITCHES[arm])
     began = time.perf_counter()
-    model = inf.offload(r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed))
+    model = inf.offload(
+        r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed)
+    )
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
     batches = r1.micro_batches(dataclasses.replace(workload, seed=workload.seed + rank))
@@ -69,7 +72,8 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         return total / len(batches)
 
     def counts() -> tuple[int, dict[str, float]]:
-        """What was sent, when no rank sends: what the engine gathers ahead of the next forward goes on after a step."""
+        """What was sent, when no rank sends: what the engine gathers ahead of the next forward goes
+        on after a step."""
         before = -SMALL_BYTES
         while link_bytes(link) - before >= SMALL_BYTES:
             before = link_bytes(link)
@@ -113,8 +117,12 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         "m_bytes": 2 * workload.parameters,
         "link_bytes_per_step": sum(head["link"] for head in heads),
         "link_bytes_per_step_by_node": [head["link"] for head in heads],
-        "engine_per_step": {name: sum(each["engine"][name] for each in found) for name in mine["engine"]},
-        "losses": [sum(values) / world for values in zip(*(each["losses"] for each in found), strict=True)],
+        "engine_per_step": {
+            name: sum(each["engine"][name] for each in found) for name in mine["engine"]
+        },
+        "losses": [
+            sum(values) / world for values in zip(*(each["losses"] for each in found), strict=True)
+        ],
         "peak_rss_bytes": max(each["peak_rss_bytes"] for each in found),
         "torch": torch.__version__,
     }
@@ -129,7 +137,9 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    record = train(dataclasses.replace(r1.from_arguments(args), vocab=args.vocab), args.arm, args.link)
+    record = train(
+        dataclasses.replace(r1.from_arguments(args), vocab=args.vocab), args.arm, args.link
+    )
     if record is not None:
         meter.report(record)
     dist.destroy_process_group()

@@ -1,4 +1,5 @@
-"""One run of R1 under infinity, by default with everything on NVMe and the smallest RAM budget; prints one JSON line."""
+"""One run of R1 under infinity, by default with everything on NVMe and the smallest RAM budget;
+prints one JSON line."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from infinity._src.perf.roofline import AtRest, traffic
 
 
 class Always:
-    """A history that finds every step worth speculating: what `infinity._src.optim.speculative_update` would do if it never gave up."""
+    """A history that finds every step worth speculating: what
+    `infinity._src.optim.speculative_update` would do if it never gave up."""
 
     speculates = True
 
@@ -39,11 +41,14 @@ class Training:
 
 
 def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) -> Training:
-    """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two generations.
+    """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two
+    generations.
 
     always: speculate in every step, whatever the last ones showed.
     """
-    model = inf.offload(r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed))
+    model = inf.offload(
+        r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed)
+    )
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
     if always:
@@ -81,9 +86,12 @@ def counters(handle: Any) -> dict[str, float]:
 
 
 def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
-    """What a step has to move, by update mode, from what rests on NVMe: without what withdrawn updates moved in vain."""
+    """What a step has to move, by update mode, from what rests on NVMe: without what withdrawn
+    updates moved in vain."""
     plan, params, optim, grads = handle.parts.tiers.planner.plan, 0, 0, 0
-    for flat, state_format, masks in zip(handle.parts.split.flats, plan.formats, plan.nvme_masks, strict=True):
+    for flat, state_format, masks in zip(
+        handle.parts.split.flats, plan.formats, plan.nvme_masks, strict=True
+    ):
         for numel, mask in zip(handle.parts.tiers.store[flat].records["numel"], masks, strict=True):
             for index, section in enumerate(state_format.sections):
                 size = section.size_bytes(int(numel)) if mask >> index & 1 else 0
@@ -94,7 +102,10 @@ def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
                 else:
                     params += size
     rests = AtRest(params, optim, grads)
-    return {mode: dataclasses.asdict(traffic(rests, mode, workload.micro_batches)) for mode in ("deferred", "backward")}
+    return {
+        mode: dataclasses.asdict(traffic(rests, mode, workload.micro_batches))
+        for mode in ("deferred", "backward")
+    }
 
 
 def run(workload: r1.Workload, policy: inf.Policy, *, always: bool) -> dict[str, Any]:
@@ -134,34 +145,71 @@ def run(workload: r1.Workload, policy: inf.Policy, *, always: bool) -> dict[str,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the policy; `policy_of` reads them back."""
-    parser.add_argument("--verify", default="full", choices=("full", "sample", "off"), help="checksums (%(default)s)")
-    parser.add_argument("--tier", default="nvme", choices=("nvme", "cpu", "device"),
-                        help="where everything may rest; device: parameters, with states in RAM (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--verify",
+        default="full",
+        choices=("full", "sample", "off"),
+        help="checksums (%(default)s)",
+    )
+    parser.add_argument(
+        "--tier",
+        default="nvme",
+        choices=("nvme", "cpu", "device"),
+        help="where everything may rest; device: parameters, with states in RAM (%(default)s)",
+    )
     parser.add_argument("--ram", default="min", help="Policy(ram=) (%(default)s)")
-    parser.add_argument("--state", default="exact", choices=("exact", "bf16", "compact"), help="(%(default)s)")
-    parser.add_argument("--update", default="deferred", choices=("deferred", "backward", "delayed"), help="(%(default)s)")
-    parser.add_argument("--nonfinite", default="raise", choices=("raise", "ignore"), help="(%(default)s)")
-    parser.add_argument("--generations", type=int, default=1, choices=(1, 2), help="of the states (%(default)s)")
-    parser.add_argument("--durable", default="off", choices=("off", "on"), help="Policy(durable=) (%(default)s)")
-    parser.add_argument("--durable-every", type=int, default=1, help="steps from commit to commit (%(default)s)")
+    parser.add_argument(
+        "--state", default="exact", choices=("exact", "bf16", "compact"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--update",
+        default="deferred",
+        choices=("deferred", "backward", "delayed"),
+        help="(%(default)s)",
+    )
+    parser.add_argument(
+        "--nonfinite", default="raise", choices=("raise", "ignore"), help="(%(default)s)"
+    )
+    parser.add_argument(
+        "--generations", type=int, default=1, choices=(1, 2), help="of the states (%(default)s)"
+    )
+    parser.add_argument(
+        "--durable", default="off", choices=("off", "on"), help="Policy(durable=) (%(default)s)"
+    )
+    parser.add_argument(
+        "--durable-every", type=int, default=1, help="steps from commit to commit (%(default)s)"
+    )
 
 
 def policy_of(args: argparse.Namespace) -> inf.Policy:
     """The policy that parsed arguments ask for."""
     nvme = [args.dir] if args.tier == "nvme" else ()
     return inf.Policy(
-        params=args.tier, optim="cpu" if args.tier == "device" else args.tier, nvme=nvme, ram=args.ram, verify=args.verify, state=args.state,
-        update=args.update, delayed_warmup=0, on_nonfinite=args.nonfinite, generations=args.generations, durable=args.durable == "on",
+        params=args.tier,
+        optim="cpu" if args.tier == "device" else args.tier,
+        nvme=nvme,
+        ram=args.ram,
+        verify=args.verify,
+        state=args.state,
+        update=args.update,
+        delayed_warmup=0,
+        on_nonfinite=args.nonfinite,
+        generations=args.generations,
+        durable=args.durable == "on",
         durable_every=args.durable_every,
-    )  # fmt: skip
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="swap directory")
     add_arguments(parser)
-    parser.add_argument("--speculate", default="adaptive", choices=("adaptive", "always"),
-                        help="with update=backward and generations=2: give up when it is in vain, or never (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--speculate",
+        default="adaptive",
+        choices=("adaptive", "always"),
+        help="with update=backward and generations=2: give up when it is in vain, or never (%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     meter.report(run(r1.from_arguments(args), policy_of(args), always=args.speculate == "always"))

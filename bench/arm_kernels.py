@@ -1,8 +1,10 @@
-"""One update kernel, timed round by round; started by bench_kernels.py, which says "go" on its standard input.
+"""One update kernel, timed round by round; started by bench_kernels.py, which says "go" on its
+standard input.
 
-Holds the states of `--numel` parameters, makes one warm-up update, and prints "ready". For every line that comes it updates all
-of them once and prints one JSON line: seconds on the wall, and of CPU. bf16 gradients in, bf16 parameters out; what an arm
-needs to cast for that is a part of its time. Runs in any interpreter that has the arm's library.
+Holds the states of `--numel` parameters, makes one warm-up update, and prints "ready". For every
+line that comes it updates all of them once and prints one JSON line: seconds on the wall, and of
+CPU. bf16 gradients in, bf16 parameters out; what an arm needs to cast for that is a part of its
+time. Runs in any interpreter that has the arm's library.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _KEPT: list[object] = []
 
 
 def _noise(numel: int) -> np.ndarray[Any, Any]:
-    return np.resize(np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32), numel)
+    return np.resize(
+        np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32), numel
+    )
 
 
 def _in_parts(numel: int, threads: int, part: Callable[[int, int], Update]) -> Update:
@@ -43,11 +47,15 @@ def _encoded(kind: Any, master: np.ndarray[Any, Any]) -> list[np.ndarray[Any, An
     from infinity._src.kernels.state_codec import encode_sections
 
     values = torch.from_numpy(master)
-    return [section.numpy().copy() for section in encode_sections(kind, values, [values * 0.01, values.square() * 1e-4])]
+    return [
+        section.numpy().copy()
+        for section in encode_sections(kind, values, [values * 0.01, values.square() * 1e-4])
+    ]
 
 
 def ours(state: str, numel: int, threads: int) -> Update:
-    """inf_update on sections in memory; `verified`: the executor's pass, with checksums before and after, on `exact`."""
+    """inf_update on sections in memory; `verified`: the executor's pass, with checksums before and
+    after, on `exact`."""
     from infinity._src.kernels.hyper import hyper_row_adamw
     from infinity._src.native import ffi, lib
     from infinity.aio import Format, GradDtype
@@ -71,8 +79,13 @@ def ours(state: str, numel: int, threads: int) -> Update:
             for item, section in zip(kind.sections, sections, strict=True)
         ]
         addresses = ffi.new("uint8_t *[6]", [*places, *[ffi.NULL] * (6 - len(places))])
-        source, hyper = ffi.cast("void *", grad[low:].ctypes.data), ffi.cast("inf_hyper *", row.ctypes.data)
-        return lambda: lib.inf_update(int(kind), addresses, source, int(GradDtype.BF16), high - low, low, hyper)
+        source, hyper = (
+            ffi.cast("void *", grad[low:].ctypes.data),
+            ffi.cast("inf_hyper *", row.ctypes.data),
+        )
+        return lambda: lib.inf_update(
+            int(kind), addresses, source, int(GradDtype.BF16), high - low, low, hyper
+        )
 
     _KEPT.append((sections, grad, row))
     return _in_parts(numel, threads, part)
@@ -88,7 +101,9 @@ def verified(numel: int, threads: int) -> Update:
     master = _noise(numel)
     sections = _encoded(Format.SPLIT, master)
     grad = (master.view(np.uint32) >> 16).astype(np.uint16)
-    hypers = hyper_row_adamw(lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10).reshape(1)
+    hypers = hyper_row_adamw(
+        lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=DECAY, step=10
+    ).reshape(1)
 
     def chunk(low: int, high: int) -> Update:
         record, seg = np.zeros((), CHUNK), np.zeros(1, SEG)
@@ -96,8 +111,15 @@ def verified(numel: int, threads: int) -> Update:
         record["numel"], record["format"], record["section_count"] = high - low, Format.SPLIT, 4
         record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
         record["itemsize"][:4] = [item.itemsize for item in Format.SPLIT.sections]
-        record["section_at"][:4], record["run_bytes"] = [(high - low) * at for at in (0, 2, 4, 8)], (high - low) * 12
-        seg["numel"], seg["grad"], seg["grad_dtype"] = high - low, grad[low:].ctypes.data, GradDtype.BF16
+        record["section_at"][:4], record["run_bytes"] = (
+            [(high - low) * at for at in (0, 2, 4, 8)],
+            (high - low) * 12,
+        )
+        seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            high - low,
+            grad[low:].ctypes.data,
+            GradDtype.BF16,
+        )
         plan = ffi.cast("inf_chunk *", record.ctypes.data)
         places = [ffi.cast("uint8_t *", section[low:].ctypes.data) for section in sections]
         addresses = ffi.new("uint8_t *[6]", [*places, ffi.NULL, ffi.NULL])
@@ -108,9 +130,17 @@ def verified(numel: int, threads: int) -> Update:
 
         def run() -> None:
             code = lib.inf_chunk_update(
-                plan, addresses, ffi.cast("inf_seg *", seg.ctypes.data), 1, ffi.cast("inf_hyper *", hypers.ctypes.data), 1,
-                ffi.NULL, 1, 0, ffi.cast("uint32_t *", scratch.ctypes.data),
-            )  # fmt: skip
+                plan,
+                addresses,
+                ffi.cast("inf_seg *", seg.ctypes.data),
+                1,
+                ffi.cast("inf_hyper *", hypers.ctypes.data),
+                1,
+                ffi.NULL,
+                1,
+                0,
+                ffi.cast("uint32_t *", scratch.ctypes.data),
+            )
             assert code == -1, f"the pass refuses its own checksums: {code}"
 
         return run
@@ -124,7 +154,8 @@ def verified(numel: int, threads: int) -> Update:
 
 
 def others(name: str, numel: int, threads: int) -> Update:
-    """torch.optim.AdamW(fused=True) or DeepSpeedCPUAdam on fp32 parameters, with the casts that bf16 needs."""
+    """torch.optim.AdamW(fused=True) or DeepSpeedCPUAdam on fp32 parameters, with the casts that
+    bf16 needs."""
     import torch
 
     torch.set_num_threads(threads)

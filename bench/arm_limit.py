@@ -1,4 +1,5 @@
-"""What a step of R1 cannot beat on this machine now: forward and backward alone, and the memory's bandwidth; one JSON line."""
+"""What a step of R1 cannot beat on this machine now: forward and backward alone, and the memory's
+bandwidth; one JSON line."""
 
 from __future__ import annotations
 

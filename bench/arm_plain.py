@@ -1,7 +1,7 @@
 """One run of R1 under plain torch, all in RAM; prints one JSON line.
 
-bf16 parameters, fp32 masters and torch's fused AdamW on them: what a user writes who has the memory. With --optimizer=none
-only forward, backward and clipping: the floor of computation.
+bf16 parameters, fp32 masters and torch's fused AdamW on them: what a user writes who has the
+memory. With --optimizer=none only forward, backward and clipping: the floor of computation.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ class Training:
     def states(self) -> dict[str, Any]:
         """Everything that training goes on from."""
         assert self.optimizer is not None
-        return {"params": {k: v.detach() for k, v in self.params.items()}, "masters": [m.detach() for m in self.masters],
-                "optimizer": self.optimizer.state_dict()}  # fmt: skip
+        return {
+            "params": {k: v.detach() for k, v in self.params.items()},
+            "masters": [m.detach() for m in self.masters],
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     @torch.no_grad()
     def load_states(self, states: dict[str, Any]) -> None:
@@ -48,7 +51,10 @@ class Training:
         """Bytes of all tensors of the states."""
         assert self.optimizer is not None
         kept = [value for state in self.optimizer.state.values() for value in state.values()]
-        return sum(each.numel() * each.element_size() for each in (*self.params.values(), *self.masters, *kept))
+        return sum(
+            each.numel() * each.element_size()
+            for each in (*self.params.values(), *self.masters, *kept)
+        )
 
 
 def build(workload: r1.Workload, optimizer_name: str) -> Training:
@@ -58,12 +64,16 @@ def build(workload: r1.Workload, optimizer_name: str) -> Training:
     for name, parameter in model.named_parameters():
         r1.fill(name, parameter.data, workload.seed)
     params = list(model.parameters())
-    masters = [] if optimizer_name == "none" else [parameter.detach().float() for parameter in params]
+    masters = (
+        [] if optimizer_name == "none" else [parameter.detach().float() for parameter in params]
+    )
     for master in masters:
         master.requires_grad_()
         master.grad = torch.zeros_like(master)
     optimizer = (
-        torch.optim.AdamW(masters, lr=workload.lr, weight_decay=workload.weight_decay, fused=True) if masters else None
+        torch.optim.AdamW(masters, lr=workload.lr, weight_decay=workload.weight_decay, fused=True)
+        if masters
+        else None
     )
     batches = r1.micro_batches(workload)
 
@@ -109,7 +119,9 @@ def run(workload: r1.Workload, optimizer_name: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", help="not used")
-    parser.add_argument("--optimizer", default="adamw", choices=("adamw", "none"), help="(%(default)s)")
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=("adamw", "none"), help="(%(default)s)"
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     meter.report(run(r1.from_arguments(args), args.optimizer))

@@ -1,7 +1,9 @@
 """One measurement of predict.py, in a process of its own; prints one JSON line.
 
-    plain    forward and backward of one micro-batch with everything in RAM and no optimizer, and the memory's bandwidth
-    step     a training step of R1 under a policy, on drives that the seam may slow down, and what the planner says of it
+plain    forward and backward of one micro-batch with everything in RAM and no optimizer, and the
+memory's bandwidth
+step     a training step of R1 under a policy, on drives that the seam may slow down, and what the
+planner says of it
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ PLAIN_ROUNDS = 3
 
 
 def plain(workload: r1.Workload) -> dict[str, Any]:
-    """Median seconds of forward and of backward of one micro-batch; bytes per second through memory (read and written)."""
+    """Median seconds of forward and of backward of one micro-batch; bytes per second through memory
+    (read and written)."""
     model = r1.build_on_meta(workload).to_empty(device="cpu")
     r1.renew_rotary(model)
     for name, parameter in model.named_parameters():
@@ -47,7 +50,10 @@ def plain(workload: r1.Workload) -> dict[str, Any]:
         forwards.append(middle - start)
         backwards.append(time.perf_counter() - middle)
         model.zero_grad()
-    source, target = torch.ones(COPY_BYTES, dtype=torch.uint8), torch.ones(COPY_BYTES, dtype=torch.uint8)
+    source, target = (
+        torch.ones(COPY_BYTES, dtype=torch.uint8),
+        torch.ones(COPY_BYTES, dtype=torch.uint8),
+    )
     copies = []
     for _ in range(5):
         start = time.perf_counter()
@@ -61,7 +67,8 @@ def plain(workload: r1.Workload) -> dict[str, Any]:
 
 
 def budget_of(shape: ModelShape, machine: Machine, job: Job, ram: str) -> int | str:
-    """The bytes that a configuration's `ram` means: "min", or a share of what everything would take."""
+    """The bytes that a configuration's `ram` means: "min", or a share of what everything would
+    take."""
     if ram == "min":
         return ram
     whole = predict(shape, machine, job).ram.bytes
@@ -120,13 +127,22 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
         return total / len(batches)
 
     record = meter.measure(
-        one, flush=handle.flush, warmup=workload.warmup, steps=workload.steps, parameters=workload.parameters,
+        one,
+        flush=handle.flush,
+        warmup=workload.warmup,
+        steps=workload.steps,
+        parameters=workload.parameters,
         setup_s=time.perf_counter() - began,
-    )  # fmt: skip
+    )
     stats = handle.stats()
     handle.close()
     found = predict(shape, describe(machine, stats.ram_bytes), job)
-    return {**record, **told(found, workload), "ram_bytes": stats.ram_bytes, "nvme_bytes": stats.nvme_bytes}
+    return {
+        **record,
+        **told(found, workload),
+        "ram_bytes": stats.ram_bytes,
+        "nvme_bytes": stats.nvme_bytes,
+    }
 
 
 def describe(machine: Machine, ram_bytes: int) -> Machine:
@@ -154,14 +170,20 @@ def told(found: Prediction, workload: r1.Workload) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=("plain", "step"))
     parser.add_argument("--dir", type=Path, default=Path(), help="swap directory (step)")
     parser.add_argument("--config", default="{}", help="the configuration as JSON (step)")
     r1.add_arguments(parser)
     args = parser.parse_args()
     workload = r1.from_arguments(args)
-    meter.report(plain(workload) if args.part == "plain" else step(json.loads(args.config), workload, str(args.dir)))
+    meter.report(
+        plain(workload)
+        if args.part == "plain"
+        else step(json.loads(args.config), workload, str(args.dir))
+    )
     return 0
 
 

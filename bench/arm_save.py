@@ -1,6 +1,8 @@
-"""What a save of R1 costs under infinity while it trains on, and what restoring takes in a fresh engine; one JSON line.
+"""What a save of R1 costs under infinity while it trains on, and what restoring takes in a fresh
+engine; one JSON line.
 
-    --stage save      steps alone, then steps with a save under way, as often as asked for; two losses after the last save
+    --stage save      steps alone, then steps with a save under way, as often as asked for; two
+    losses after the last save
     --stage restore   a fresh engine in the same directories, `inf.restore`, the same two steps
 
 Both stages are processes of their own, started by checkpoints.py.
@@ -38,7 +40,8 @@ def timed(step: Any) -> tuple[float, float]:
 def stall_s(call_s: float, steps: list[float], alone: list[float]) -> float:
     """What training lost: the call and the steps beside it, less as many steps alone.
 
-    The call waits for the update before it, which the step after it would have waited for: neither is counted twice.
+    The call waits for the update before it, which the step after it would have waited for: neither
+    is counted twice.
     """
     return call_s + sum(steps) - len(steps) * statistics.fmean(alone)
 
@@ -55,7 +58,8 @@ def one_save(training: arm_infinity.Training, target: Path, least: int) -> dict[
     def watch() -> None:
         save.wait()
         ended.append(time.perf_counter())
-        links.extend(path.stat().st_nlink for path in target.glob("data*"))  # a run lets go of its names later
+        # a run lets go of its names later
+        links.extend(path.stat().st_nlink for path in target.glob("data*"))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -78,7 +82,9 @@ def one_save(training: arm_infinity.Training, target: Path, least: int) -> dict[
     }
 
 
-def save_stage(training: arm_infinity.Training, workload: r1.Workload, target: Path, saves: int) -> dict[str, Any]:
+def save_stage(
+    training: arm_infinity.Training, workload: r1.Workload, target: Path, saves: int
+) -> dict[str, Any]:
     """Train, save, train. Blocks until done; the last save's checkpoint stays."""
     for _ in range(workload.warmup):
         training.step()
@@ -89,13 +95,22 @@ def save_stage(training: arm_infinity.Training, workload: r1.Workload, target: P
         alone.append([timed(training.step)[0] for _ in range(workload.steps)])
     for before, after, save in zip(alone, alone[1:], found, strict=False):
         save["stall_s"] = stall_s(save["call_s"], save["step_s"], before + after)
-    return {"alone_s": alone, "saves": found, "following": found[-1]["following"], "peak_rss_bytes": meter.peak_rss_bytes()}
+    return {
+        "alone_s": alone,
+        "saves": found,
+        "following": found[-1]["following"],
+        "peak_rss_bytes": meter.peak_rss_bytes(),
+    }
 
 
 def durable_stage(training: arm_infinity.Training) -> dict[str, Any]:
-    """The losses that a run restored from the swap directory must repeat; then that run is what the directory holds."""
+    """The losses that a run restored from the swap directory must repeat; then that run is what the
+    directory holds."""
     training.handle.flush()
-    return {"committed": training.handle.pipeline.steps, "commit_s": training.handle.stats().commit_s}
+    return {
+        "committed": training.handle.pipeline.steps,
+        "commit_s": training.handle.stats().commit_s,
+    }
 
 
 def restore_stage(training: arm_infinity.Training, source: Path) -> dict[str, Any]:
@@ -113,9 +128,16 @@ def restore_stage(training: arm_infinity.Training, source: Path) -> dict[str, An
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", required=True, help="swap directory")
-    parser.add_argument("--stage", required=True, choices=("save", "restore", "resume"), help="resume: a durable run, from --dir")
+    parser.add_argument(
+        "--stage",
+        required=True,
+        choices=("save", "restore", "resume"),
+        help="resume: a durable run, from --dir",
+    )
     parser.add_argument("--target", type=Path, required=True, help="the checkpoint's directory")
     parser.add_argument("--saves", type=int, default=1, help="saves in a row (%(default)s)")
     arm_infinity.add_arguments(parser)

@@ -1,6 +1,7 @@
 """What `save_checkpoint` and `load_checkpoint` of R1 cost under DeepSpeed ZeRO-3; one JSON line.
 
-Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stands still for all of a save.
+Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stands still for all of
+a save.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def kinds_of(target: Path) -> dict[str, int]:
 
 
 def save_once(engine: Any, target: Path, tag: str) -> dict[str, Any]:
-    """Save, and sync what it leaves in the page cache: that is told apart, since DeepSpeed does not wait for it."""
+    """Save, and sync what it leaves in the page cache: that is told apart, since DeepSpeed does not
+    wait for it."""
     target.mkdir(exist_ok=True)
     start = time.perf_counter()
     engine.save_checkpoint(str(target), tag=tag)
@@ -82,9 +84,17 @@ def run(args: argparse.Namespace, workload: r1.Workload) -> dict[str, Any]:
         path, _ = engine.load_checkpoint(str(args.target), tag=f"save{args.saves - 1}")
         if path is None:
             raise RuntimeError("load_checkpoint found nothing that it can load")
-        record |= {"restore_s": time.perf_counter() - start, "bytes_read": meter.io_bytes()[0] - read}
+        record |= {
+            "restore_s": time.perf_counter() - start,
+            "bytes_read": meter.io_bytes()[0] - read,
+        }
     record["following"] = [step() for _ in range(FOLLOWING)]
-    return {**record, "version": deepspeed.__version__, "torch": torch.__version__, "peak_rss_bytes": meter.peak_rss_bytes()}
+    return {
+        **record,
+        "version": deepspeed.__version__,
+        "torch": torch.__version__,
+        "peak_rss_bytes": meter.peak_rss_bytes(),
+    }
 
 
 def main() -> int:
@@ -93,7 +103,12 @@ def main() -> int:
     parser.add_argument("--stage", required=True, choices=("save", "restore"))
     parser.add_argument("--target", type=Path, required=True, help="the checkpoint's directory")
     parser.add_argument("--saves", type=int, default=1, help="saves in a row (%(default)s)")
-    parser.add_argument("--offload", default="nvme", choices=("nvme", "cpu"), help="where everything rests (%(default)s)")
+    parser.add_argument(
+        "--offload",
+        default="nvme",
+        choices=("nvme", "cpu"),
+        help="where everything rests (%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     arm_deepspeed.single_process_environment()

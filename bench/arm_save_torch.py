@@ -1,6 +1,8 @@
-"""What `torch.save` and `torch.load` of R1's states cost a plain loop that has everything in RAM; one JSON line.
+"""What `torch.save` and `torch.load` of R1's states cost a plain loop that has everything in RAM;
+one JSON line.
 
-The same states as infinity's: bf16 parameters, fp32 masters, both moments. Saved to the drive that is measured, and synced.
+The same states as infinity's: bf16 parameters, fp32 masters, both moments. Saved to the drive that
+is measured, and synced.
 """
 
 from __future__ import annotations
@@ -63,11 +65,17 @@ def main() -> int:
             start = time.perf_counter()
             training.step()
             alone.append(time.perf_counter() - start)
-        record |= {"alone_s": [alone], "saves": [save_once(training, args.target) for _ in range(args.saves)]}
+        record |= {
+            "alone_s": [alone],
+            "saves": [save_once(training, args.target) for _ in range(args.saves)],
+        }
     else:
         read, start = meter.io_bytes()[0], time.perf_counter()
         training.load_states(torch.load(args.target / NAME, weights_only=True))
-        record |= {"restore_s": time.perf_counter() - start, "bytes_read": meter.io_bytes()[0] - read}
+        record |= {
+            "restore_s": time.perf_counter() - start,
+            "bytes_read": meter.io_bytes()[0] - read,
+        }
     record["following"] = [training.step() for _ in range(FOLLOWING)]
     meter.report({**record, "peak_rss_bytes": meter.peak_rss_bytes()})
     return 0

@@ -1,7 +1,9 @@
-"""STORE, FETCH and UPDATE of whole chunks through the executor with one setting of `verify`; prints one JSON line.
+"""STORE, FETCH and UPDATE of whole chunks through the executor with one setting of `verify`; prints
+one JSON line.
 
-Started by cost_of_verify.py. Chunks are those of the `exact` state (4.5 MiB, 12 bytes per parameter); what is stored, fetched
-and the gradients lie in memory that is larger than any cache, as in training.
+Started by cost_of_verify.py. Chunks are those of the `exact` state (4.5 MiB, 12 bytes per
+parameter); what is stored, fetched and the gradients lie in memory that is larger than any cache,
+as in training.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class Pass:
         chunks["sums_ptr"] = self.sums.ctypes.data + np.arange(count) * self.sums[0].nbytes
         self.ids = executor.define(chunks)
         # Each job's memory: one of the chunks of memory, its sections one after the other.
-        self.places = (memory + np.arange(count) % MEMORY_CHUNKS * CHUNK_BYTES)[:, None] + starts[None, :]
+        self.places = (memory + np.arange(count) % MEMORY_CHUNKS * CHUNK_BYTES)[:, None] + starts[
+            None, :
+        ]
 
     def jobs(self, kind: aio.JobKind) -> npt.NDArray[np.void]:
         jobs = np.zeros(self.count, dtype=aio.JOB)
@@ -101,7 +105,8 @@ class Pass:
 
 
 def states(memory: aio.Slab) -> None:
-    """Fill the memory with plausible states: finite parameters, small positive second moments, no denormals."""
+    """Fill the memory with plausible states: finite parameters, small positive second moments, no
+    denormals."""
     rng = np.random.default_rng(0)
     for place in memory.array(np.uint8).reshape(MEMORY_CHUNKS, CHUNK_BYTES):
         hi, lo, first, second = np.split(place, np.cumsum(ITEMSIZES)[:-1] * CHUNK_NUMEL)
@@ -112,7 +117,8 @@ def states(memory: aio.Slab) -> None:
 
 
 def run(directory: Path, size: int, verify: str) -> dict[str, Any]:
-    """STORE (twice: the first pays for fresh extents and is not told), FETCH, UPDATE. Blocks until done."""
+    """STORE (twice: the first pays for fresh extents and is not told), FETCH, UPDATE. Blocks until
+    done."""
     count = max(size // CHUNK_BYTES, 2)
     with ExitStack() as stack:
         file = aio.SwapFile.create(directory)

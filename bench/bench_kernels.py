@@ -1,15 +1,18 @@
-"""How fast the update kernels and the checksums are, beside torch, DeepSpeed and what the memory allows.
+"""How fast the update kernels and the checksums are, beside torch, DeepSpeed and what the memory
+allows.
 
     python bench/bench_kernels.py                 # a table
     python bench/bench_kernels.py --json          # one JSON line
     python bench/bench_kernels.py --append        # and one line to bench/results/kernels.jsonl
     python bench/bench_kernels.py --smoke         # tiny and fast: only shows that everything runs
 
-Every arm is a process of its own (arm_kernels.py; DeepSpeed's in its own environment, which compare_deepspeed.py prepares)
-that holds its states and updates them when told. Every round runs each arm once, alone, in an order that changes; figures
-are medians over the rounds, on the wall. All start from bf16 gradients and end with bf16 parameters; casts that an arm needs
-for it are counted. The limit is the arm's own traffic (every byte it must read and write) over the bandwidth of an
-in-place addition by as many threads in the same round: a copy would be no limit, since it also reads the lines it overwrites.
+Every arm is a process of its own (arm_kernels.py; DeepSpeed's in its own environment, which
+compare_deepspeed.py prepares) that holds its states and updates them when told. Every round runs
+each arm once, alone, in an order that changes; figures are medians over the rounds, on the wall.
+All start from bf16 gradients and end with bf16 parameters; casts that an arm needs for it are
+counted. The limit is the arm's own traffic (every byte it must read and write) over the bandwidth
+of an in-place addition by as many threads in the same round: a copy would be no limit, since it
+also reads the lines it overwrites.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ ARMS = {
     "torch": (2 + 4) + (16 + 12) + (4 + 2),
     "deepspeed": (2 + 4) + (16 + 12) + (4 + 2),
 }
-"""Bytes that each reads and writes per parameter: gradient and states, states. torch and DeepSpeed: the cast of the gradient, the
-update, the cast of the parameter."""
+"""Bytes that each reads and writes per parameter: gradient and states, states. torch and DeepSpeed:
+the cast of the gradient, the update, the cast of the parameter."""
 
 
 class Arm:
@@ -57,7 +60,12 @@ class Arm:
             python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
         env["OMP_NUM_THREADS"] = str(threads)
         self._process = subprocess.Popen(
-            [python, *script], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            [python, *script],
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
         )
 
     def _line(self) -> str:
@@ -65,7 +73,9 @@ class Arm:
         for line in self._process.stdout:
             if line.startswith(("ready", "{")):  # others are its libraries' chatter
                 return line
-        raise harness.BenchError(f"the arm {self.name} ended with {self._process.wait()}: run arm_kernels.py by hand to see why")
+        raise harness.BenchError(
+            f"the arm {self.name} ended with {self._process.wait()}: run arm_kernels.py by hand to see why"
+        )
 
     def wait_ready(self) -> None:
         """Block until its states are there and a first update is done."""
@@ -98,13 +108,18 @@ def started(names: list[str], numel: int, threads: int) -> Iterator[dict[str, Ar
             arm.close()
 
 
-def measure_updates(names: list[str], numel: int, threads: int, rounds: int) -> list[dict[str, Any]]:
+def measure_updates(
+    names: list[str], numel: int, threads: int, rounds: int
+) -> list[dict[str, Any]]:
     """A row per arm with medians over the rounds."""
     chance = random.Random(0)
     memory_numel = max(numel, 1 << 16)
     rates: dict[str, list[float]] = {name: [] for name in names}
     limits: dict[str, list[float]] = {name: [] for name in names}
-    with started(names, numel, threads) as arms, started(["memory"], memory_numel, threads) as limit:
+    with (
+        started(names, numel, threads) as arms,
+        started(["memory"], memory_numel, threads) as limit,
+    ):
         for _ in range(rounds):
             bytes_per_s = 8 * memory_numel / limit["memory"].round()
             for name in chance.sample(names, len(names)):
@@ -139,7 +154,8 @@ def _seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """GB/s of every implementation that this machine has, on one buffer, in one thread's CPU time."""
+    """GB/s of every implementation that this machine has, on one buffer, in one thread's CPU
+    time."""
     data = np.random.default_rng(1).integers(0, 256, size_bytes, dtype=np.uint8)
     view, ok = ffi.from_buffer(data), ffi.new("int32_t *")
     rows = []
@@ -154,12 +170,18 @@ def measure_checksums(size_bytes: int, *, rounds: int, repeats: int) -> list[dic
         seconds = harness.Summary.of([_seconds(run, repeats) for _ in range(rounds)]).median
         name = ffi.string(lib.inf_crc32c_name(variant)).decode()
         rows.append(
-            {"implementation": name, "size_bytes": size_bytes, "gb_per_s": size_bytes / seconds / 1e9}
+            {
+                "implementation": name,
+                "size_bytes": size_bytes,
+                "gb_per_s": size_bytes / seconds / 1e9,
+            }
         )
     return rows
 
 
-def measure(names: list[str], threads: list[int], numel: int, *, rounds: int, smoke: bool) -> dict[str, Any]:
+def measure(
+    names: list[str], threads: list[int], numel: int, *, rounds: int, smoke: bool
+) -> dict[str, Any]:
     """Everything, as one record."""
     checksums = measure_checksums(1 << 15, rounds=rounds, repeats=1 if smoke else 500)
     if not smoke:
@@ -170,7 +192,9 @@ def measure(names: list[str], threads: list[int], numel: int, *, rounds: int, sm
         "machine": harness.machine(),
         "isa": native.isa(),
         "crc32c": native.crc32c_name(),
-        "updates": [row for count in threads for row in measure_updates(names, numel, count, rounds)],
+        "updates": [
+            row for count in threads for row in measure_updates(names, numel, count, rounds)
+        ],
         "checksums": checksums,
     }
 
@@ -205,9 +229,13 @@ def show(record: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), help="default: all that can run here")
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(ARMS), help="default: all that can run here"
+    )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--numel", type=int, default=24 * 1024 * 1024, help="parameters of each arm (25165824)")
+    parser.add_argument(
+        "--numel", type=int, default=24 * 1024 * 1024, help="parameters of each arm (25165824)"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="print one JSON line instead of tables")
     parser.add_argument(
@@ -220,13 +248,17 @@ def main() -> int:
     names = options.arms or list(ARMS)
     if "deepspeed" in names and not (VENV / "bin" / "python").exists():
         if options.arms:
-            raise harness.BenchError("DeepSpeed's environment is not there: compare_deepspeed.py makes it")
+            raise harness.BenchError(
+                "DeepSpeed's environment is not there: compare_deepspeed.py makes it"
+            )
         harness.note("the arm deepspeed is left out: compare_deepspeed.py makes its environment")
         names.remove("deepspeed")
     if options.smoke:
         options.rounds, options.numel = 1, 8192 + 64
         names = options.arms or [name for name in names if name != "deepspeed"]
-    record = measure(names, options.threads, options.numel, rounds=options.rounds, smoke=options.smoke)
+    record = measure(
+        names, options.threads, options.numel, rounds=options.rounds, smoke=options.smoke
+    )
     if options.append:
         harness.append_line(Path(harness.RESULTS) / "kernels.jsonl", record)
     if options.json:

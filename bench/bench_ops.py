@@ -4,12 +4,14 @@
     python bench/bench_ops.py --ops update tile_matmul
     python bench/bench_ops.py --json                    # one JSON line
     python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
-    python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything runs
+    python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything
+    runs
 
-Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to add one, write it and name it in
-`CASES`. Arms of a case take turns, round after round, on the same data, with the L2 cache overwritten before each; times are
-CUDA events', the median over the rounds. "ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants.
-There is nothing to measure on a CPU, where Triton runs in its interpreter.
+Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to
+add one, write it and name it in `CASES`. Arms of a case take turns, round after round, on the same
+data, with the L2 cache overwritten before each; times are CUDA events', the median over the rounds.
+"ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants. There is nothing
+to measure on a CPU, where Triton runs in its interpreter.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ FLUSH_BYTES = 256 << 20
 class Case:
     """One operation at one size.
 
-    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so), and bounds ("bound: ..."), which
-    do less than is asked for and take no part in the ratio. traffic_bytes: what it must read and write at least; flops:
-    multiplications and additions of a matmul, else 0.
+    arms: what to run, by name: "triton", torch's alternatives ("torch" and names that begin so),
+    and bounds ("bound: ..."), which do less than is asked for and take no part in the ratio.
+    traffic_bytes: what it must read and write at least; flops: multiplications and additions of a
+    matmul, else 0.
     """
 
     op: str
@@ -57,7 +60,8 @@ class Case:
 
 
 def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
-    """The arms of an operation that `choice` dispatches: the same call, forced to each implementation."""
+    """The arms of an operation that `choice` dispatches: the same call, forced to each
+    implementation."""
 
     def forced(which: str) -> Callable[[], object]:
         def arm() -> object:
@@ -70,17 +74,28 @@ def both(op: str, run: Callable[[], object]) -> dict[str, Callable[[], object]]:
 
 
 def product_sizes(smoke: bool) -> list[tuple[int, int, int]]:
-    """(rows of x, inputs, outputs) of linears: few tokens, a square one, an MLP's at many tokens."""
-    return [(40, 64, 96)] if smoke else [(16, 4096, 14336), (512, 8192, 8192), (4096, 4096, 4096), (8192, 4096, 14336)]
+    """(rows of x, inputs, outputs) of linears: few tokens, a square one, an MLP's at many
+    tokens."""
+    return (
+        [(40, 64, 96)]
+        if smoke
+        else [(16, 4096, 14336), (512, 8192, 8192), (4096, 4096, 4096), (8192, 4096, 14336)]
+    )
 
 
 def tile_matmul(device: torch.device, smoke: bool) -> Iterator[Case]:
-    """The three products of a linear's tile, each added to an fp32 sum. The bound is the product alone, rounded to bf16."""
+    """The three products of a linear's tile, each added to an fp32 sum. The bound is the product
+    alone, rounded to bf16."""
     for rows, inner, outer in product_sizes(smoke):
         x, w, dy = (
-            torch.randn(shape, device=device).to(torch.bfloat16) for shape in ((rows, inner), (outer, inner), (rows, outer))
+            torch.randn(shape, device=device).to(torch.bfloat16)
+            for shape in ((rows, inner), (outer, inner), (rows, outer))
         )
-        for form, a, b in (("forward", x, w.t()), ("input gradient", dy, w), ("weight gradient", dy.t(), x)):
+        for form, a, b in (
+            ("forward", x, w.t()),
+            ("input gradient", dy, w),
+            ("weight gradient", dy.t(), x),
+        ):
             total = torch.zeros((a.shape[0], b.shape[1]), device=device)
 
             def run(a: torch.Tensor = a, b: torch.Tensor = b, total: torch.Tensor = total) -> None:
@@ -91,29 +106,55 @@ def tile_matmul(device: torch.device, smoke: bool) -> Iterator[Case]:
 
             traffic = 2 * (a.numel() + b.numel()) + 8 * total.numel()
             arms = {**both("tile_matmul", run), "bound: bf16 product": bound}
-            yield Case("tile_matmul", f"{form} {rows} x {inner} x {outer}", traffic, arms, 2 * rows * inner * outer)
+            yield Case(
+                "tile_matmul",
+                f"{form} {rows} x {inner} x {outer}",
+                traffic,
+                arms,
+                2 * rows * inner * outer,
+            )
 
 
 def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
-    """One tile of the vocabulary: its partials, and the gradient of its logits. The bound is the logits alone, in bf16."""
+    """One tile of the vocabulary: its partials, and the gradient of its logits. The bound is the
+    logits alone, in bf16."""
     rows, features, columns = (40, 64, 96) if smoke else (4096, 4096, heads.VOCABULARY_TILE)
-    hidden, weight = (torch.randn((n, features), device=device).to(torch.bfloat16) for n in (rows, columns))
+    hidden, weight = (
+        torch.randn((n, features), device=device).to(torch.bfloat16) for n in (rows, columns)
+    )
     target = torch.randint(0, columns, (rows,), device=device)
-    lse, scale = torch.full((rows,), 70.0, device=device), torch.full((rows,), 1 / rows, device=device)
-    settings: dict[str, Any] = {"start": 0, "lse": lse, "scale": scale, "label_smoothing": 0.0, "vocabulary": columns}
+    lse, scale = (
+        torch.full((rows,), 70.0, device=device),
+        torch.full((rows,), 1 / rows, device=device),
+    )
+    settings: dict[str, Any] = {
+        "start": 0,
+        "lse": lse,
+        "scale": scale,
+        "label_smoothing": 0.0,
+        "vocabulary": columns,
+    }
     runs: dict[str, Callable[[], object]] = {
         "partials": lambda: heads.tile_partials(hidden, weight, None, target, start=0),
-        "gradient of the logits": lambda: heads.tile_dlogits(hidden, weight, None, target, **settings),
+        "gradient of the logits": lambda: heads.tile_dlogits(
+            hidden, weight, None, target, **settings
+        ),
     }
     for form, run in runs.items():
-        traffic = 2 * (hidden.numel() + weight.numel()) + (2 * rows * columns if form != "partials" else 16 * rows)
-        arms = {**both("linear_cross_entropy", run), "bound: bf16 logits": lambda: hidden @ weight.t()}
+        traffic = 2 * (hidden.numel() + weight.numel()) + (
+            2 * rows * columns if form != "partials" else 16 * rows
+        )
+        arms = {
+            **both("linear_cross_entropy", run),
+            "bound: bf16 logits": lambda: hidden @ weight.t(),
+        }
         what = f"{form}, {rows} x {features} x {columns}"
         yield Case("linear_cross_entropy", what, traffic, arms, 2 * rows * features * columns)
 
 
 def _large(device: torch.device) -> bool:
-    """Whether there is room for the references' many copies of large values; on a consumer's GPU there is not."""
+    """Whether there is room for the references' many copies of large values; on a consumer's GPU
+    there is not."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
 
 
@@ -127,7 +168,12 @@ def group_quantize(device: torch.device, smoke: bool) -> Iterator[Case]:
             return quantize(values, bits=bits, group_numel=group_numel)
 
         traffic = numel * 2 + run().size_bytes
-        yield Case("group_quantize", f"{numel:,} bf16 to int{bits} in {group_numel}s", traffic, both("group_quantize", run))
+        yield Case(
+            "group_quantize",
+            f"{numel:,} bf16 to int{bits} in {group_numel}s",
+            traffic,
+            both("group_quantize", run),
+        )
 
 
 def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
@@ -142,17 +188,23 @@ def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
             return dequantize(q, out=out)
 
         what = f"{numel:,} bf16 from int{bits} in {group_numel}s"
-        yield Case("group_dequantize", what, numel * 2 + q.size_bytes, both("group_dequantize", run))
+        yield Case(
+            "group_dequantize", what, numel * 2 + q.size_bytes, both("group_dequantize", run)
+        )
 
 
 def update(device: torch.device, smoke: bool) -> Iterator[Case]:
-    """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same bits, in many passes."""
+    """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same
+    bits, in many passes."""
     formats = {
         "exact": Format.SPLIT,
         "bf16": Format(Master.SPLIT, Moments.BF16, 2),
         "compact": Format(Master.SPLIT8, Moments.Q8, 2),
     }
-    rows = [hyper_row_adamw(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key) for key in (1, 2)]
+    rows = [
+        hyper_row_adamw(lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=5, key=key)
+        for key in (1, 2)
+    ]
     hypers = np.array(rows, HYPER)
     for name, state_format in formats.items():
         numel = 4096 if smoke else chunk_numel(state_format)
@@ -161,14 +213,18 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         segs["start"], segs["numel"], segs["hyper"] = (0, half), (half, numel - half), (0, 1)
         # States of zeros, and a gradient that moves them: what a first step finds.
         sections = [
-            torch.zeros(kind.size_bytes(numel), dtype=torch.uint8, device=device) for kind in state_format.sections
+            torch.zeros(kind.size_bytes(numel), dtype=torch.uint8, device=device)
+            for kind in state_format.sections
         ]
         grad = torch.randn(numel, device=device).to(torch.bfloat16)
 
         arms: dict[str, Callable[[], object]] = {}
         for which in choice.IMPLEMENTATIONS if device.type == "cuda" else ("torch",):
-            with choice.forced(update=which):  # a plan is made once a step, and holds to what was chosen then
-                plan = UpdatePlan(state_format, [segs], hypers, device=device, grad_dtype=grad.dtype)
+            # a plan is made once a step, and holds to what was chosen then
+            with choice.forced(update=which):
+                plan = UpdatePlan(
+                    state_format, [segs], hypers, device=device, grad_dtype=grad.dtype
+                )
             arms[which] = functools.partial(plan.run, 0, sections, grad)
         traffic = 2 * numel + 2 * sum(section.numel() for section in sections)
         yield Case("update", f"AdamW, {name}, a chunk of {numel:,}", traffic, arms)
@@ -195,7 +251,8 @@ def _milliseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
 
 
 def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, Any]:
-    """The case as a record: milliseconds per arm, GB/s, TFLOP/s, and torch's best time over Triton's."""
+    """The case as a record: milliseconds per arm, GB/s, TFLOP/s, and torch's best time over
+    Triton's."""
     for run in case.arms.values():  # compiled, tuned and allocated before anything is measured
         run()
         run()
@@ -213,7 +270,9 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
         "ms": medians,
         "ms_range": {name: [min(values), max(values)] for name, values in times.items()},
         "gb_per_s": {name: case.traffic_bytes / value / 1e6 for name, value in medians.items()},
-        "tflop_per_s": {name: case.flops / value / 1e9 for name, value in medians.items()} if case.flops else None,
+        "tflop_per_s": {name: case.flops / value / 1e9 for name, value in medians.items()}
+        if case.flops
+        else None,
         "ratio": of_torch / medians["triton"],
         "rounds": rounds,
     }
@@ -231,7 +290,9 @@ def measure(names: list[str], *, rounds: int, smoke: bool) -> dict[str, Any]:
                 rows.append(measure_case(case, flush, rounds=rounds))
             except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
                 harness.note(f"{case.op}, {case.what}: {type(error).__name__}: {error}")
-                rows.append({"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"})
+                rows.append(
+                    {"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"}
+                )
     return {
         "run": harness.now(),
         "commit": harness.commit(),
@@ -267,15 +328,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ops", nargs="+", choices=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
-    parser.add_argument("--append", action="store_true", help="append the JSON line to bench/results/ops.jsonl")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON line instead of a table"
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="append the JSON line to bench/results/ops.jsonl"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; the figures mean nothing")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise harness.BenchError("there is no CUDA device: the kernels are measured on a GPU only")
     if choice.interpreted():
-        raise harness.BenchError("TRITON_INTERPRET is set: unset it, or the interpreter is what would be measured")
-    record = measure(options.ops or list(CASES), rounds=2 if options.smoke else options.rounds, smoke=options.smoke)
+        raise harness.BenchError(
+            "TRITON_INTERPRET is set: unset it, or the interpreter is what would be measured"
+        )
+    record = measure(
+        options.ops or list(CASES),
+        rounds=2 if options.smoke else options.rounds,
+        smoke=options.smoke,
+    )
     if options.append:
         harness.append_line(Path(harness.RESULTS) / "ops.jsonl", record)
     if options.json:

@@ -1,14 +1,17 @@
-"""How fast values become what collectives carry and back, on one CPU thread, beside torch and what the memory allows.
+"""How fast values become what collectives carry and back, on one CPU thread, beside torch and what
+the memory allows.
 
     python bench/bench_wire.py                 # a table
     python bench/bench_wire.py --json          # one JSON line
     python bench/bench_wire.py --append        # and one line to bench/results/wire.jsonl
     python bench/bench_wire.py --smoke         # tiny and fast: only shows that everything runs
 
-Every round runs each case once, in an order that changes; figures are medians over the rounds, in one thread's CPU time, so that
-other work on the machine costs its share of caches and memory only. The limit is the case's own traffic (every byte that
-it must read and write) over the bandwidth of an in-place addition in the same round. torch is the reference of
-infinity/_src/kernels/comm_codec.py, which runs where the extension is not built; once, since it is slow.
+Every round runs each case once, in an order that changes; figures are medians over the rounds, in
+one thread's CPU time, so that other work on the machine costs its share of caches and memory only.
+The limit is the case's own traffic (every byte that it must read and write) over the bandwidth of
+an in-place addition in the same round. torch is the reference of
+infinity/_src/kernels/comm_codec.py, which runs where the extension is not built; once, since it is
+slow.
 """
 
 from __future__ import annotations
@@ -46,7 +49,9 @@ class Case:
 
 def noise(numel: int, seed: int) -> torch.Tensor:
     """bf16 [numel]."""
-    values = torch.randn(min(numel, 1 << 20), generator=torch.Generator().manual_seed(seed)).bfloat16()
+    values = torch.randn(
+        min(numel, 1 << 20), generator=torch.Generator().manual_seed(seed)
+    ).bfloat16()
     return values.repeat(-(-numel // values.numel()))[:numel].clone()
 
 
@@ -56,14 +61,18 @@ def cases(numel: int) -> list[Case]:
     error = torch.zeros(numel, dtype=torch.bfloat16)
     found = []
 
-    def encoding(bits: int, group: int, buffer: torch.Tensor, key: int | None, left: torch.Tensor | None) -> None:
+    def encoding(
+        bits: int, group: int, buffer: torch.Tensor, key: int | None, left: torch.Tensor | None
+    ) -> None:
         how = "to nearest" if key is None else "at random"
         how += "" if left is None else ", error feedback"
         found.append(
             Case(
                 f"encode int{bits}, {how}",
                 2 + buffer.numel() / numel + (0 if left is None else 4),
-                lambda: wire.encode(values, buffer, bits=bits, group_numel=group, key=key, error=left),
+                lambda: wire.encode(
+                    values, buffer, bits=bits, group_numel=group, key=key, error=left
+                ),
                 lambda: wire.encode_torch(values, buffer, bits, group, key, 0, left),
             )
         )
@@ -73,7 +82,9 @@ def cases(numel: int) -> list[Case]:
             Case(
                 f"decode int{bits}" if len(wires) == 1 else f"sum of {len(wires)} wires int{bits}",
                 2 + sum(buffer.numel() for buffer in wires) / numel,
-                lambda: wire.decode_sum(wires, out, bits=bits, group_numel=group, divisor=len(wires)),
+                lambda: wire.decode_sum(
+                    wires, out, bits=bits, group_numel=group, divisor=len(wires)
+                ),
                 lambda: wire.decode_sum_torch(wires, out, bits, group, len(wires)),
             )
         )
@@ -89,7 +100,10 @@ def cases(numel: int) -> list[Case]:
         )
 
     for bits, group in BITS.items():
-        wires = [torch.zeros(wire.wire_bytes(numel, bits, group), dtype=torch.uint8) for _ in range(RANKS)]
+        wires = [
+            torch.zeros(wire.wire_bytes(numel, bits, group), dtype=torch.uint8)
+            for _ in range(RANKS)
+        ]
         for seed, buffer in enumerate(wires):
             wire.encode(noise(numel, seed), buffer, bits=bits, group_numel=group)
         encoding(bits, group, wires[0], None, None)
@@ -128,7 +142,10 @@ def measure(numel: int, rounds: int, repeats: int) -> dict[str, Any]:
             times[case.name].append(seconds(case.run, repeats))
     rows = []
     for case in found:
-        shares = [case.traffic * numel / s / limit for s, limit in zip(times[case.name], bandwidths, strict=True)]
+        shares = [
+            case.traffic * numel / s / limit
+            for s, limit in zip(times[case.name], bandwidths, strict=True)
+        ]
         rate = harness.Summary.of([numel / s for s in times[case.name]])
         share = harness.Summary.of(shares)
         rows.append(
@@ -177,11 +194,22 @@ def show(record: dict[str, Any]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--numel", type=int, default=1 << 25, help="elements of each case (33554432)")
+    parser.add_argument(
+        "--numel", type=int, default=1 << 25, help="elements of each case (33554432)"
+    )
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--repeats", type=int, default=1, help="runs of a case in a round: more for sizes that fit a cache")
-    parser.add_argument("--json", action="store_true", help="print one JSON line instead of a table")
-    parser.add_argument("--append", action="store_true", help="append the JSON line to bench/results/wire.jsonl")
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        help="runs of a case in a round: more for sizes that fit a cache",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON line instead of a table"
+    )
+    parser.add_argument(
+        "--append", action="store_true", help="append the JSON line to bench/results/wire.jsonl"
+    )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; the figures mean nothing")
     options = parser.parse_args()
     if not native.available():

@@ -1,13 +1,18 @@
-"""Bytes that each rank holds, by state, ZeRO stage and tier: what `infinity plan` predicts beside what the engine has allocated.
+"""Bytes that each rank holds, by state, ZeRO stage and tier: what `infinity plan` predicts beside
+what the engine has allocated.
 
-    python bench/bytes_per_rank.py --dir /mnt/nvme0                        # 2 ranks on the CPU, gloo; a minute
-    python bench/bytes_per_rank.py --dir /mnt/nvme0 --ranks 4 --nodes 2    # the same with a mesh of 2 x 2
+    python bench/bytes_per_rank.py --dir /mnt/nvme0                        # 2 ranks on the CPU,
+    gloo; a minute
+    python bench/bytes_per_rank.py --dir /mnt/nvme0 --ranks 4 --nodes 2    # the same with a mesh of
+    2 x 2
     python bench/bytes_per_rank.py --dir /mnt/nvme0 --json FILE            # one record a line, too
 
-For each case every rank trains for two steps of two micro-batches and then counts, on rank 0 and on the last one, which has the
-padding: sections of chunks by where their memory or their extents lie, slabs of gradients and of whole sums, storages of flats,
-shards and errors that are kept; and what was sent to reduce gradients, in a step. Nothing is taken from a plan. Of what is gathered and freed again the peak is counted. Pools,
-checksums and scratch are not states, and left out. The prediction knows the model's shape and the policy, nothing else.
+For each case every rank trains for two steps of two micro-batches and then counts, on rank 0 and on
+the last one, which has the padding: sections of chunks by where their memory or their extents lie,
+slabs of gradients and of whole sums, storages of flats, shards and errors that are kept; and what
+was sent to reduce gradients, in a step. Nothing is taken from a plan. Of what is gathered and freed
+again the peak is counted. Pools, checksums and scratch are not states, and left out. The prediction
+knows the model's shape and the policy, nothing else.
 """
 
 from __future__ import annotations
@@ -56,7 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 3: compact, all on NVMe": {"params": "nvme", "optim": "nvme", "state": "compact"},
     "stage 3: hpZ on CPU": {"params": "cpu", "optim": "cpu", "hpz": "cpu"},
     "stage 3: hpZ on the device": {"params": "cpu", "optim": "cpu", "hpz": "device"},
-    "stage 3: qgZ with errors fed back": {"params": "cpu", "optim": "cpu", "qgz": True, "error_feedback": True},
+    "stage 3: qgZ with errors fed back": {
+        "params": "cpu",
+        "optim": "cpu",
+        "qgz": True,
+        "error_feedback": True,
+    },
 }
 
 
@@ -72,7 +82,8 @@ class Task:
 
 
 def policy_of(case: str) -> dict[str, Any]:
-    """The case as fields of a policy: nothing rests higher than its tier, whatever there is room for."""
+    """The case as fields of a policy: nothing rests higher than its tier, whatever there is room
+    for."""
     values = CASES[case]
     resident = {kind: 0.0 for kind in ("params", "optim") if values[kind] == "nvme"}
     return {**values, "resident": resident or None, "ram": RAM_BYTES}
@@ -86,14 +97,26 @@ def predicted(case: str, task: Task) -> Said:
     """What the planner says of one rank, without what is no state."""
     policy = inf.Policy(**policy_of(case), nvme=["."])  # no directory is opened
     machine = describe_machine(
-        gpus=0, ranks=task.world // task.nodes, nodes=task.nodes, ram_bytes=float(RAM_BYTES * task.world), drives=1
+        gpus=0,
+        ranks=task.world // task.nodes,
+        nodes=task.nodes,
+        ram_bytes=float(RAM_BYTES * task.world),
+        drives=1,
     )
     with torch.device("meta"):
         shape = shape_of(model_of(task.workload), nested=False)
     tokens = task.world * 64 * MICRO_BATCHES
     job = Job(policy, tokens=tokens, sequence=64, micro_batches=MICRO_BATCHES)
-    states = {name: size for name, size in bytes_of_rank(shape, machine, job).states.items() if name != NOT_STATES}
-    (sent,) = (each for each in exchanges(shape, machine, job).each if each.name == "reduction of gradients")
+    states = {
+        name: size
+        for name, size in bytes_of_rank(shape, machine, job).states.items()
+        if name != NOT_STATES
+    }
+    (sent,) = (
+        each
+        for each in exchanges(shape, machine, job).each
+        if each.name == "reduction of gradients"
+    )
     return states, (int(sent.count * sent.inside), int(sent.count * sent.across))
 
 
@@ -111,7 +134,13 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         rest = handle.parts.tiers.store[flat]
         for record in rest.records:
             for index, section in enumerate(rest.sections):
-                name = "gradients" if index >= rest.format.written_count else "optimizer states" if index else "parameters at rest"
+                name = (
+                    "gradients"
+                    if index >= rest.format.written_count
+                    else "optimizer states"
+                    if index
+                    else "parameters at rest"
+                )
                 size = section.size_bytes(int(record["numel"]))
                 if record["section_at"][index] >= 0:
                     found[name] += Tiers(nvme=aligned_section_bytes(section, int(record["numel"])))
@@ -121,9 +150,19 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                     sections += -(-size // 64) * 64
         extents += sum(place.size_bytes for place in rest.places)
     # What the records say is what slabs and swap files have been asked for.
-    assert sections == handle.parts.tiers.store.resident_bytes, (sections, handle.parts.tiers.store.resident_bytes)
-    assert extents == handle.parts.tiers.store.nvme_bytes, (extents, handle.parts.tiers.store.nvme_bytes)
-    files = handle.parts.tiers.storage.space.files if handle.parts.tiers.storage.space is not None else []
+    assert sections == handle.parts.tiers.store.resident_bytes, (
+        sections,
+        handle.parts.tiers.store.resident_bytes,
+    )
+    assert extents == handle.parts.tiers.store.nvme_bytes, (
+        extents,
+        handle.parts.tiers.store.nvme_bytes,
+    )
+    files = (
+        handle.parts.tiers.storage.space.files
+        if handle.parts.tiers.storage.space is not None
+        else []
+    )
     assert sum(os.fstat(file.fd).st_blocks * 512 for file in files) >= extents
     assert sum(size.nvme for size in found.values()) == extents
     found["gradients"] += Tiers(cpu=handle.parts.tiers.buffers.size_bytes)
@@ -140,7 +179,9 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
         if policy.hpz is None:
             found["shards kept on the device"] = Tiers(device=size)
         else:
-            found["the node's copy (hpZ)"] = Tiers(device=size) if policy.hpz == "device" else Tiers(cpu=size)
+            found["the node's copy (hpZ)"] = (
+                Tiers(device=size) if policy.hpz == "device" else Tiers(cpu=size)
+            )
     errors = [error for parts in reducer._reduce_scatter._errors.values() for error in parts]
     if errors:
         found["errors fed back (qgZ)"] = Tiers(cpu=sum(error.nbytes for error in errors))
@@ -163,15 +204,21 @@ def train(case: str, task: Task, mesh: Any) -> Said:
             optimizer.zero_grad()
         inf.handle(model).flush()
         stats = inf.handle(model).stats()
-        return counted(model, policy), (stats.comm_reduce_inside_bytes // STEPS, stats.comm_reduce_across_bytes // STEPS)
+        return counted(model, policy), (
+            stats.comm_reduce_inside_bytes // STEPS,
+            stats.comm_reduce_across_bytes // STEPS,
+        )
     finally:
         inf.handle(model).close()
 
 
 def rank_main(rank: int, task: Task, place: str) -> None:
-    """One rank: every case, one after the other; rank 0 and the last one leave what they counted."""
+    """One rank: every case, one after the other; rank 0 and the last one leave what they
+    counted."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=task.world)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}/rendezvous", rank=rank, world_size=task.world
+    )
     mesh = dist.device_mesh.init_device_mesh("cpu", (task.nodes, task.world // task.nodes))
     found = {case: train(case, task, mesh) for case in task.cases}
     if rank in (0, task.world - 1):
@@ -183,11 +230,15 @@ def measure(task: Task) -> list[dict[str, Said]]:
     """What rank 0 and the last rank counted, by case. Blocks until all ranks have ended."""
     with tempfile.TemporaryDirectory() as place:
         mp.spawn(rank_main, (task, place), nprocs=task.world)
-        return [pickle.loads(Path(place, f"counted{rank}").read_bytes()) for rank in sorted({0, task.world - 1})]
+        return [
+            pickle.loads(Path(place, f"counted{rank}").read_bytes())
+            for rank in sorted({0, task.world - 1})
+        ]
 
 
 def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
-    """One row for each case, state and tier that either side has: predicted, and counted on each of the two ranks."""
+    """One row for each case, state and tier that either side has: predicted, and counted on each of
+    the two ranks."""
     rows = []
     for case in task.cases:
         (said, sent), counts = predicted(case, task), [found[case][0] for found in ranks]
@@ -196,71 +247,138 @@ def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
                 values = [int(getattr(count.get(name, Tiers()), tier)) for count in counts]
                 planned = int(getattr(said.get(name, Tiers()), tier))
                 if planned or any(values):
-                    rows.append({"case": case, "state": name, "tier": tier, "predicted": planned, "counted": values})
+                    rows.append(
+                        {
+                            "case": case,
+                            "state": name,
+                            "tier": tier,
+                            "predicted": planned,
+                            "counted": values,
+                        }
+                    )
         for index, way in enumerate(("inside", "across")):
             values = [found[case][1][index] for found in ranks]
             if sent[index] or any(values):
-                rows.append({"case": case, "state": SENT, "tier": way, "predicted": sent[index], "counted": values})
+                rows.append(
+                    {
+                        "case": case,
+                        "state": SENT,
+                        "tier": way,
+                        "predicted": sent[index],
+                        "counted": values,
+                    }
+                )
     return rows
 
 
 def differs(row: dict[str, Any]) -> bool:
-    """Whether a row is not as predicted: to the byte, but for peaks of what is gathered, which the prediction bounds."""
+    """Whether a row is not as predicted: to the byte, but for peaks of what is gathered, which the
+    prediction bounds."""
     bound = row["state"] == "parameters gathered, at most"
-    return any(value > row["predicted"] or (value != row["predicted"] and not bound) for value in row["counted"])
+    return any(
+        value > row["predicted"] or (value != row["predicted"] and not bound)
+        for value in row["counted"]
+    )
 
 
 def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
-    """The table of docs/performance.md: what rank 0 counted, in bytes for each parameter of the model."""
-    short = {"parameters gathered, at most": "gathered", "parameters on the device": "parameters", "optimizer states": "optimizer",
-             "parameters at rest": "parameters", "whole sums of gradients": "whole sums", "shards kept on the device": "kept shards",
-             "the node's copy (hpZ)": "the node's copy", "errors fed back (qgZ)": "errors"}  # fmt: skip
+    """The table of docs/performance.md: what rank 0 counted, in bytes for each parameter of the
+    model."""
+    short = {
+        "parameters gathered, at most": "gathered",
+        "parameters on the device": "parameters",
+        "optimizer states": "optimizer",
+        "parameters at rest": "parameters",
+        "whole sums of gradients": "whole sums",
+        "shards kept on the device": "kept shards",
+        "the node's copy (hpZ)": "the node's copy",
+        "errors fed back (qgZ)": "errors",
+    }
     lines = ["| bytes per parameter | device | RAM | NVMe |", "|---|---|---|---|"]
     for case in dict.fromkeys(row["case"] for row in rows):
         cells = []
         for tier in ("device", "cpu", "nvme"):
             found = [row for row in rows if row["case"] == case and row["tier"] == tier]
-            cells.append(", ".join(f"{short.get(row['state'], row['state'])} {row['counted'][0] / params:.2f}" for row in found))
+            cells.append(
+                ", ".join(
+                    f"{short.get(row['state'], row['state'])} {row['counted'][0] / params:.2f}"
+                    for row in found
+                )
+            )
         lines.append(f"| {case} | {' | '.join(cells)} |".replace("|  |", "| |"))
     return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status 1 where something is not as predicted."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dir", type=Path, default=os.environ.get("INFINITY_NVME_DIR"), help="where swap files go")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--dir", type=Path, default=os.environ.get("INFINITY_NVME_DIR"), help="where swap files go"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--nodes", type=int, default=1, help="of a mesh of nodes x ranks of a node")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=1021)
-    parser.add_argument("--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE")
-    parser.add_argument("--markdown", action="store_true", help="print the table of docs/performance.md instead")
+    parser.add_argument(
+        "--only", type=harness.some_of(CASES), default=list(CASES), metavar="CASE,CASE"
+    )
+    parser.add_argument(
+        "--markdown", action="store_true", help="print the table of docs/performance.md instead"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append a record")
     args = parser.parse_args(argv)
     if args.dir is None:
         parser.error("--dir DIR (or $INFINITY_NVME_DIR) says where swap files go")
     if args.nodes < 1 or args.ranks < 2 or args.ranks % args.nodes:
-        parser.error(f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each node")
+        parser.error(
+            f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each node"
+        )
     workload = r1.Workload(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
     task = Task(tuple(args.only), workload, args.ranks, args.nodes, str(args.dir))
     rows = rows_of(task, measure(task))
     with torch.device("meta"):
         params = sum(parameter.numel() for parameter in model_of(workload).parameters())
     cells = [
-        [row["case"], row["state"], row["tier"], f"{row['predicted']:,}", *(f"{value:,}" for value in row["counted"]),
-         f"{row['counted'][0] / params:.3f}", "differs" if differs(row) else ""]
+        [
+            row["case"],
+            row["state"],
+            row["tier"],
+            f"{row['predicted']:,}",
+            *(f"{value:,}" for value in row["counted"]),
+            f"{row['counted'][0] / params:.3f}",
+            "differs" if differs(row) else "",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     title = f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on {args.nodes} node(s): bytes"
-    columns = ["case", "state", "tier", "predicted", "rank 0", f"rank {args.ranks - 1}", "B/param", ""]
+    columns = [
+        "case",
+        "state",
+        "tier",
+        "predicted",
+        "rank 0",
+        f"rank {args.ranks - 1}",
+        "B/param",
+        "",
+    ]
     if args.markdown:
         print(as_markdown(rows, params))
     else:
         harness.print_table(title, columns, cells)
     if args.json is not None:
-        record = {"run": harness.now(), "machine": harness.machine(), "params": params, "ranks": args.ranks, "nodes": args.nodes}
-        harness.append_line(args.json, record | {"workload": dataclasses.asdict(workload), "rows": rows})
+        record = {
+            "run": harness.now(),
+            "machine": harness.machine(),
+            "params": params,
+            "ranks": args.ranks,
+            "nodes": args.nodes,
+        }
+        harness.append_line(
+            args.json, record | {"workload": dataclasses.asdict(workload), "rows": rows}
+        )
     wrong = [row for row in rows if differs(row)]
     for row in wrong:
         sys.stderr.write(f"not as predicted: {json.dumps(row)}\n")

@@ -1,13 +1,15 @@
 """infinity beside DeepSpeed and plain torch: the same model, the same drive, alternating runs.
 
     python bench/compare_deepspeed.py --dir /mnt/nvme0
-    python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:state=compact:ram=1GiB deepspeed
-    python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:tier=cpu deepspeed:offload=cpu plain
-    python bench/compare_deepspeed.py --dir /mnt/nvme0 --clip 100 --arms infinity infinity:update=backward:generations=2 limit
+    python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:state=compact:ram=1GiB
+    deepspeed python bench/compare_deepspeed.py --dir /mnt/nvme0 --arms infinity:tier=cpu
+    deepspeed:offload=cpu plain python bench/compare_deepspeed.py --dir /mnt/nvme0 --clip 100 --arms
+    infinity infinity:update=backward:generations=2 limit
 
-An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the drive alone, from which η of
-the infinity arms of the same round follows), with options of arm_*.py after colons. Ratios are to the first arm. DeepSpeed
-lives in an environment of its own, made on the first run. See bench/README.md.
+An arm is infinity, deepspeed, plain (torch alone, all in RAM) or limit (forward, backward and the
+drive alone, from which η of the infinity arms of the same round follows), with options of arm_*.py
+after colons. Ratios are to the first arm. DeepSpeed lives in an environment of its own, made on the
+first run. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -42,34 +44,44 @@ ARM_TIMEOUT_S = 7200
 SWAP_BYTES_PER_PARAM = 18
 # Two generations of infinity's states.
 TWO_GENERATIONS_BYTES_PER_PARAM = 26
-# Below 1 MiB (its I/O block) DeepSpeed swaps nothing, and a model with such matrices fails in its second step
+# Below 1 MiB (its I/O block) DeepSpeed swaps nothing, and a model with such matrices fails in its
+# second step
 # ("param 20 already assigned swap buffer id 14").
 SWAPPABLE_NUMEL = 1 << 19
 SPARE_BYTES = 4_000_000_000
 
 
 def check_build_tools() -> None:
-    """Raise BenchError naming the Debian package for the first missing piece that DeepSpeed compiles with."""
+    """Raise BenchError naming the Debian package for the first missing piece that DeepSpeed
+    compiles with."""
     if shutil.which("g++") is None:
         raise harness.BenchError("DeepSpeed compiles its extensions: apt-get install g++")
     source = "#include <libaio.h>\nint main(void) { return io_queue_release(0); }\n"
     with tempfile.TemporaryDirectory() as folder:
         command = ["g++", "-x", "c", "-", "-laio", "-o", f"{folder}/probe"]
         found = (
-            subprocess.run(command, input=source, text=True, capture_output=True, check=False).returncode == 0
+            subprocess.run(
+                command, input=source, text=True, capture_output=True, check=False
+            ).returncode
+            == 0
         )
     if not found:
-        raise harness.BenchError("DeepSpeed's NVMe engine needs libaio's headers: apt-get install libaio-dev")
+        raise harness.BenchError(
+            "DeepSpeed's NVMe engine needs libaio's headers: apt-get install libaio-dev"
+        )
 
 
 def check_size(workload: r1.Workload) -> None:
     """Raise ValueError for a model that DeepSpeed cannot train from NVMe."""
     if workload.hidden**2 < SWAPPABLE_NUMEL:
-        raise ValueError(f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more")
+        raise ValueError(
+            f"--hidden {workload.hidden}: DeepSpeed fails on matrices below 1 MiB; give 768 or more"
+        )
 
 
 def deepspeed_environment() -> dict[str, str]:
-    """Environment variables of the DeepSpeed arm: on the CPU, extensions kept in its own virtual environment."""
+    """Environment variables of the DeepSpeed arm: on the CPU, extensions kept in its own virtual
+    environment."""
     return harness.environment(
         DS_ACCELERATOR="cpu",
         TORCH_EXTENSIONS_DIR=str(VENV / "torch_extensions"),
@@ -79,7 +91,8 @@ def deepspeed_environment() -> dict[str, str]:
 
 
 def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
-    """Make DeepSpeed's environment unless a complete one with these versions is there. Blocks for minutes."""
+    """Make DeepSpeed's environment unless a complete one with these versions is there. Blocks for
+    minutes."""
     wanted = {
         "deepspeed": DEEPSPEED,
         "torch": TORCH,
@@ -95,9 +108,19 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
     )
     began = time.perf_counter()
     shutil.rmtree(VENV, ignore_errors=True)
-    harness.run_command([sys.executable, "-m", "venv", str(VENV)], harness.environment(), timeout_s=300)
+    harness.run_command(
+        [sys.executable, "-m", "venv", str(VENV)], harness.environment(), timeout_s=300
+    )
     (VENV / ".gitignore").write_text("*\n")
-    pip = [str(VENV / "bin" / "python"), "-m", "pip", "install", "-q", "--prefer-binary", *pip_arguments]
+    pip = [
+        str(VENV / "bin" / "python"),
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--prefer-binary",
+        *pip_arguments,
+    ]
     env = deepspeed_environment()
     # torch first and without build isolation: DeepSpeed's setup imports the torch it will run with.
     tools = [f"torch=={TORCH}", "numpy", "setuptools", "wheel", "ninja", "psutil", "py-cpuinfo"]
@@ -115,16 +138,20 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
 
 
 def parse_arm(text: str, kinds: Collection[str] = KINDS) -> tuple[str, list[str]]:
-    """The kind of an arm and the options for its script: "infinity:state=compact" -> infinity, --state=compact."""
+    """The kind of an arm and the options for its script: "infinity:state=compact" -> infinity,
+    --state=compact."""
     kind, *options = text.split(":")
     if kind not in kinds or any("=" not in option for option in options):
-        raise ValueError(f"--arms {text}: give {', '.join(kinds)}, with options as infinity:state=compact:ram=1GiB")
+        raise ValueError(
+            f"--arms {text}: give {', '.join(kinds)}, with options as infinity:state=compact:ram=1GiB"
+        )
     pairs = [option.split("=", 1) for option in options]
     return kind, [f"--{name.replace('_', '-')}={value}" for name, value in pairs]
 
 
 def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
-    """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until it ends."""
+    """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until
+    it ends."""
     kind, chosen = parse_arm(arm)
     if kind == "deepspeed":
         python, env = str(VENV / "bin" / "python"), deepspeed_environment()
@@ -133,7 +160,13 @@ def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
     # What the arm before left in the page cache must not be written during this one.
     os.sync()
     with harness.scratch(directory) as swap:
-        command = [python, str(harness.BENCH / f"arm_{kind}.py"), f"--dir={swap}", *workload.arguments(), *chosen]
+        command = [
+            python,
+            str(harness.BENCH / f"arm_{kind}.py"),
+            f"--dir={swap}",
+            *workload.arguments(),
+            *chosen,
+        ]
         record = harness.last_json_line(harness.run_command(command, env, timeout_s=ARM_TIMEOUT_S))
         return {**record, "arm": arm, "micro_batches": workload.micro_batches}
 
@@ -150,8 +183,8 @@ def told(record: dict[str, Any]) -> str:
 
 
 def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Medians per arm, η where the limits are known, the ratios of each round to the first arm, and how far the losses are
-    apart from its own."""
+    """Medians per arm, η where the limits are known, the ratios of each round to the first arm, and
+    how far the losses are apart from its own."""
     summary: dict[str, Any] = {"arms": {}, "ratios": {}}
     by_arm = {arm: [record for record in records if record["arm"] == arm] for arm in arms}
     bounds = by_arm.pop("limit", [])
@@ -161,8 +194,12 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
             summary["arms"][arm] = {
                 "s_per_step": vars(harness.Summary.of([harness.steady_s(r) for r in mine])),
                 "s_per_step_flushed": vars(harness.Summary.of([r["s_per_step"] for r in mine])),
-                "read_bytes_per_param": harness.Summary.of([r["read_bytes_per_param"] for r in mine]).median,
-                "write_bytes_per_param": harness.Summary.of([r["write_bytes_per_param"] for r in mine]).median,
+                "read_bytes_per_param": harness.Summary.of(
+                    [r["read_bytes_per_param"] for r in mine]
+                ).median,
+                "write_bytes_per_param": harness.Summary.of(
+                    [r["write_bytes_per_param"] for r in mine]
+                ).median,
                 "peak_rss_bytes": max(r["peak_rss_bytes"] for r in mine),
                 "peak_rss_steps_bytes": max(r["peak_rss_steps_bytes"] for r in mine),
                 "last_loss": mine[-1]["losses"][-1],
@@ -176,14 +213,19 @@ def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[st
         if pairs:
             losses = zip(pairs[0][0]["losses"], pairs[0][1]["losses"], strict=True)
             summary["ratios"][arm] = {
-                **vars(harness.Summary.of([harness.steady_s(b) / harness.steady_s(a) for a, b in pairs])),
+                **vars(
+                    harness.Summary.of(
+                        [harness.steady_s(b) / harness.steady_s(a) for a, b in pairs]
+                    )
+                ),
                 "loss_difference": max(abs(a - b) for a, b in losses),
             }
     return summary
 
 
 def counted(mine: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Means per step of what an arm counted, over the steps that `harness.steady_s` is the mean of; without what was never seen."""
+    """Means per step of what an arm counted, over the steps that `harness.steady_s` is the mean of;
+    without what was never seen."""
     found = {}
     for name in ("updates_ahead", "updates_withdrawn", "steps_undone", "commit_s"):
         values = [value for record in mine for value in record.get(name, ())[1:]]
@@ -199,17 +241,21 @@ def traffic_of(moved: dict[str, Any]) -> Traffic:
 
 
 def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty without limits. The drive is
-    what it gave just before and after the arm; records of before 2026-11-21T17 have it with the limit of their round.
+    """Limit / measured of each round's pair, for any schedule and for the arm's update mode; empty
+    without limits. The drive is what it gave just before and after the arm; records of before
+    2026-11-21T17 have it with the limit of their round.
 
-    Where updates run ahead of their step and may be withdrawn, what a step has to move counts and not what it moved, and there
-    is a third limit: of the same step with deferred updates."""
+    Where updates run ahead of their step and may be withdrawn, what a step has to move counts and
+    not what it moved, and there is a third limit: of the same step with deferred updates."""
     found: dict[str, list[float]] = {}
     for record, bound in zip(mine, bounds, strict=False):
         if record.get("moved") is None:
             continue
         compute = Compute.of(bound["forward_s"], bound["backward_s"], record["micro_batches"])
-        found_drive = record.get("drive") or {"read": bound["read_bytes_per_s"], "write": bound["write_bytes_per_s"]}
+        found_drive = record.get("drive") or {
+            "read": bound["read_bytes_per_s"],
+            "write": bound["write_bytes_per_s"],
+        }
         drives = Drives(found_drive["read"], found_drive["write"])
         measured = harness.steady_s(record)
         ahead = record["update"] == "backward" and record.get("generations", 1) > 1
@@ -218,14 +264,26 @@ def eta(mine: Sequence[dict[str, Any]], bounds: Sequence[dict[str, Any]]) -> dic
         found.setdefault("any schedule", []).append(floor)
         found.setdefault("its schedule", []).append(schedule)
         if ahead:
-            deferred = limits(traffic_of(record["must_move"]["deferred"]), compute, drives, "deferred").eta(measured)
+            deferred = limits(
+                traffic_of(record["must_move"]["deferred"]), compute, drives, "deferred"
+            ).eta(measured)
             found.setdefault("deferred updates", []).append(deferred[1])
     return {name: vars(harness.Summary.of(values)) for name, values in found.items()}
 
 
 def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     """Print the summary for people."""
-    columns = ["arm", "s/step (min–max)", "with flush", "read B/param", "write B/param", "peak RSS GB", "in steps GB", "on NVMe", "last loss"]
+    columns = [
+        "arm",
+        "s/step (min–max)",
+        "with flush",
+        "read B/param",
+        "write B/param",
+        "peak RSS GB",
+        "in steps GB",
+        "on NVMe",
+        "last loss",
+    ]
     rows = [
         [
             arm,
@@ -247,7 +305,9 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     )
     harness.print_table(title, columns, rows)
     for bound in summary["limit"]:
-        print(f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s in RAM without the engine")
+        print(
+            f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s in RAM without the engine"
+        )
     for arm, values in summary["arms"].items():
         for name, share in values["eta"].items():
             print(f"{arm}: limit of {name} / measured = {harness.Summary(**share).text()}")
@@ -259,7 +319,9 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
     for arm, values in summary["ratios"].items():
         difference = values.pop("loss_difference")
         ratio = harness.Summary(**values)
-        print(f"{arm} / {first}, time per step, {ratio.count} pair(s): {ratio.text()}; losses differ by {difference:.4f} at most")
+        print(
+            f"{arm} / {first}, time per step, {ratio.count} pair(s): {ratio.text()}; losses differ by {difference:.4f} at most"
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -267,12 +329,26 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", type=Path, help="swap directory, on the drive to measure")
-    parser.add_argument("--show", metavar="RUN", help="measure nothing; show a run that is in the results file, by its time")
+    parser.add_argument(
+        "--show",
+        metavar="RUN",
+        help="measure nothing; show a run that is in the results file, by its time",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="alternating rounds (%(default)s)")
-    parser.add_argument("--arms", nargs="+", default=ARMS, metavar="ARM", help="what is compared (infinity deepspeed)")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=ARMS,
+        metavar="ARM",
+        help="what is compared (infinity deepspeed)",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_deepspeed.jsonl",
-                        help="JSON lines file to append to (bench/results/compare_deepspeed.jsonl)")  # fmt: skip
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=harness.RESULTS / "compare_deepspeed.jsonl",
+        help="JSON lines file to append to (bench/results/compare_deepspeed.jsonl)",
+    )
     parser.add_argument(
         "--pip-args", default="", help="more arguments for pip when DeepSpeed's environment is made"
     )
@@ -297,10 +373,15 @@ def show_recorded(run: str, results: Path) -> None:
     lines = [json.loads(line) for line in results.read_text().splitlines()]
     records = [record for record in lines if record["run"] == run]
     if not records:
-        raise ValueError(f"--show {run}: {results} has the runs {', '.join(sorted({line['run'] for line in lines}))}")
+        raise ValueError(
+            f"--show {run}: {results} has the runs {', '.join(sorted({line['run'] for line in lines}))}"
+        )
     described = dict(records[0]["workload"])
     described.pop("parameters")
-    show(r1.Workload(**described), summarise(records, tuple(dict.fromkeys(record["arm"] for record in records))))
+    show(
+        r1.Workload(**described),
+        summarise(records, tuple(dict.fromkeys(record["arm"] for record in records))),
+    )
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""`python -m infinity.bench swap` beside fio's io_uring engine and DeepSpeed's ds_io: one drive, alternating runs.
+"""`python -m infinity.bench swap` beside fio's io_uring engine and DeepSpeed's ds_io: one drive,
+alternating runs.
 
     python bench/compare_io.py --dir /mnt/nvme0                        # all three, 15 rounds
     python bench/compare_io.py --dir /mnt/nvme0 --arms infinity,fio --rounds 25
@@ -36,11 +37,12 @@ Figures = dict[str, dict[str, float]]
 
 
 def huge_page_environment() -> dict[str, str]:
-    """Buffers of fio and DeepSpeed come from malloc; with 4 KiB pages they reach half of what the drive gives."""
+    """Buffers of fio and DeepSpeed come from malloc; with 4 KiB pages they reach half of what the
+    drive gives."""
     return {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
-# -- infinity ----------------------------------------------------------------------------------------------------------
+# -- infinity --------------------------------------------------------------------------------------
 
 
 def infinity_figures(report: Mapping[str, Any]) -> Figures:
@@ -59,17 +61,30 @@ def infinity_figures(report: Mapping[str, Any]) -> Figures:
         ) from None
 
 
-def run_infinity(directory: Path, size: int, options: Sequence[str]) -> tuple[Figures, dict[str, Any]]:
+def run_infinity(
+    directory: Path, size: int, options: Sequence[str]
+) -> tuple[Figures, dict[str, Any]]:
     """One pass of each kind by the project's own benchmark, without checksums. Blocks until done.
 
-    The benchmark counts CPU time from the start of a pass to its end (getrusage, all threads): no start-up is in it.
+    The benchmark counts CPU time from the start of a pass to its end (getrusage, all threads): no
+    start-up is in it.
     """
     with harness.scratch(directory) as swap:
         report = swap / "report.json"
         command = [
-            sys.executable, "-m", "infinity.bench", "swap", f"--dir={swap}", f"--size={size}", "--rounds=1",
-            f"--seconds={PHASE_S}", "--checksums=off", "--limit=off", f"--json={report}", *options,
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "infinity.bench",
+            "swap",
+            f"--dir={swap}",
+            f"--size={size}",
+            "--rounds=1",
+            f"--seconds={PHASE_S}",
+            "--checksums=off",
+            "--limit=off",
+            f"--json={report}",
+            *options,
+        ]
         harness.run_command(command, harness.environment(), timeout_s=TIMEOUT_S, cwd=harness.ROOT)
         found = json.loads(report.read_text())
     kept = (
@@ -85,22 +100,41 @@ def run_infinity(directory: Path, size: int, options: Sequence[str]) -> tuple[Fi
     return infinity_figures(found), {name: found[name] for name in kept if name in found}
 
 
-# -- fio ---------------------------------------------------------------------------------------------------------------
+# -- fio -------------------------------------------------------------------------------------------
 
 
 def fio_command(kind: str, file: Path, size: int, *, fixed: bool) -> list[str]:
-    """The fio command for one pass over ``size`` bytes of ``file``: sequential, overwriting in place.
+    """The fio command for one pass over ``size`` bytes of ``file``: sequential, overwriting in
+    place.
 
-    Not measuring latencies and not touching the buffers between writes are what make fio cheapest: the second alone
-    is 70 of 78 ms of CPU per GB written. Jobs are threads: one that is forked leaves the process group that we kill.
+    Not measuring latencies and not touching the buffers between writes are what make fio cheapest:
+    the second alone is 70 of 78 ms of CPU per GB written. Jobs are threads: one that is forked
+    leaves the process group that we kill.
     """
-    pattern = {"read": ["--rw=read"], "write": ["--rw=write"], "mixed": ["--rw=rw", "--rwmixread=50"]}[kind]
+    pattern = {
+        "read": ["--rw=read"],
+        "write": ["--rw=write"],
+        "mixed": ["--rw=rw", "--rwmixread=50"],
+    }[kind]
     registered = ["--fixedbufs=1", "--registerfiles=1"] if fixed else []
     return [
-        "fio", "--thread", f"--name={kind}", f"--filename={file}", f"--size={size}", *pattern, "--bs=1M", "--iodepth=32",
-        "--ioengine=io_uring", "--direct=1", "--overwrite=1", "--invalidate=1", "--gtod_reduce=1", "--scramble_buffers=0",
-        "--output-format=json", *registered,
-    ]  # fmt: skip
+        "fio",
+        "--thread",
+        f"--name={kind}",
+        f"--filename={file}",
+        f"--size={size}",
+        *pattern,
+        "--bs=1M",
+        "--iodepth=32",
+        "--ioengine=io_uring",
+        "--direct=1",
+        "--overwrite=1",
+        "--invalidate=1",
+        "--gtod_reduce=1",
+        "--scramble_buffers=0",
+        "--output-format=json",
+        *registered,
+    ]
 
 
 def fio_figures(output: str) -> dict[str, float]:
@@ -123,15 +157,19 @@ def run_fio(file: Path, size: int, *, fixed: bool) -> tuple[Figures, dict[str, A
     env = harness.environment(**huge_page_environment())
     figures = {}
     for kind in KINDS:
-        output = harness.run_command(fio_command(kind, file, size, fixed=fixed), env, timeout_s=TIMEOUT_S)
+        output = harness.run_command(
+            fio_command(kind, file, size, fixed=fixed), env, timeout_s=TIMEOUT_S
+        )
         figures[kind] = fio_figures(output)
     return figures, {"registered": fixed}
 
 
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------
 
 
-def run_dsio(file: Path, size: int, parallel: Mapping[str, Sequence[int]], passes: int) -> dict[str, Any]:
+def run_dsio(
+    file: Path, size: int, parallel: Mapping[str, Sequence[int]], passes: int
+) -> dict[str, Any]:
     """The record of arm_dsio.py. Blocks until done."""
     import compare_deepspeed  # it needs transformers, which the other arms do not
 
@@ -145,7 +183,8 @@ def run_dsio(file: Path, size: int, parallel: Mapping[str, Sequence[int]], passe
 
 
 def tune_dsio(file: Path, size: int) -> tuple[dict[str, int], dict[str, Any]]:
-    """(the best intra_op_parallelism of each kind, the record): the one with the best median of a few passes in turns."""
+    """(the best intra_op_parallelism of each kind, the record): the one with the best median of a
+    few passes in turns."""
     record = run_dsio(file, size, dict.fromkeys(KINDS, PARALLEL), TUNE_PASSES)
     best = {}
     for kind in KINDS:
@@ -154,7 +193,9 @@ def tune_dsio(file: Path, size: int) -> tuple[dict[str, int], dict[str, Any]]:
             for number, samples in record["passes"][kind].items()
         }
         best[kind] = max(medians, key=lambda number: medians[number])
-        harness.note(f"ds_io {kind}: " + ", ".join(f"{n} -> {rate:.2f} GB/s" for n, rate in medians.items()))
+        harness.note(
+            f"ds_io {kind}: " + ", ".join(f"{n} -> {rate:.2f} GB/s" for n, rate in medians.items())
+        )
     return best, record
 
 
@@ -163,7 +204,7 @@ def dsio_figures(record: Mapping[str, Any]) -> Figures:
     return {kind: next(iter(record["passes"][kind].values()))[0] for kind in KINDS}
 
 
-# -- the comparison ----------------------------------------------------------------------------------------------------
+# -- the comparison --------------------------------------------------------------------------------
 
 
 class Comparison:
@@ -174,9 +215,13 @@ class Comparison:
         self.size = size
         self.file = file
         self.about = {
-            "run": harness.now(), "size_bytes": size, "seed": args.seed, "machine": harness.machine(),
-            "commit": harness.commit(), "infinity_args": args.infinity_args,
-        }  # fmt: skip
+            "run": harness.now(),
+            "size_bytes": size,
+            "seed": args.seed,
+            "machine": harness.machine(),
+            "commit": harness.commit(),
+            "infinity_args": args.infinity_args,
+        }
         self.parallel: dict[str, int] = {}
         self.records: list[dict[str, Any]] = []
 
@@ -186,10 +231,13 @@ class Comparison:
         harness.lay_out(self.file, self.size)
         os.sync()
         self.parallel, record = tune_dsio(self.file, self.size)
-        harness.append_line(self.args.results, {**self.about, "round": -1, "best": self.parallel, **record})
+        harness.append_line(
+            self.args.results, {**self.about, "round": -1, "best": self.parallel, **record}
+        )
 
     def run_arm(self, arm: str) -> tuple[Figures, dict[str, Any]]:
-        """Every run has a file of its own, written once before: infinity's benchmark does that itself."""
+        """Every run has a file of its own, written once before: infinity's benchmark does that
+        itself."""
         if arm == "infinity":
             os.sync()
             return run_infinity(self.args.dir, self.size, self.args.infinity_args.split())
@@ -199,11 +247,17 @@ class Comparison:
         os.sync()
         if arm == "fio":
             return run_fio(self.file, self.size, fixed=not self.args.no_fixed)
-        record = run_dsio(self.file, self.size, {kind: [number] for kind, number in self.parallel.items()}, 1)
-        return dsio_figures(record), {"parallel": self.parallel, "huge_page_share": record["huge_page_share"]}
+        record = run_dsio(
+            self.file, self.size, {kind: [number] for kind, number in self.parallel.items()}, 1
+        )
+        return dsio_figures(record), {
+            "parallel": self.parallel,
+            "huge_page_share": record["huge_page_share"],
+        }
 
     def rounds(self) -> None:
-        """Run every arm once per round, in an order that chance decides; each result is kept at once."""
+        """Run every arm once per round, in an order that chance decides; each result is kept at
+        once."""
         order = random.Random(self.args.seed)
         for number in range(self.args.rounds):
             for arm in order.sample(self.args.arms, len(self.args.arms)):
@@ -216,11 +270,16 @@ class Comparison:
 
 
 def summarise(records: Sequence[Mapping[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
-    """Per kind: medians of each arm, and the ratios infinity / other of each round with their confidence intervals."""
+    """Per kind: medians of each arm, and the ratios infinity / other of each round with their
+    confidence intervals."""
     summary: dict[str, Any] = {}
     for kind in KINDS:
         by_arm = {
-            arm: {record["round"]: record["figures"][kind] for record in records if record["arm"] == arm}
+            arm: {
+                record["round"]: record["figures"][kind]
+                for record in records
+                if record["arm"] == arm
+            }
             for arm in arms
         }
         summary[kind] = {
@@ -249,11 +308,17 @@ def show(summary: Mapping[str, Any], args: argparse.Namespace, size: int) -> Non
         for arm in args.arms:
             cpu = harness.Summary(**found[arm]["cpu_s_per_gb"])
             row.append(f"{harness.Summary(**found[arm]['gbps']).text()}; {1e3 * cpu.median:.1f}")
-        row += [harness.Interval(**found[name]).text() for name in sorted(found) if name.startswith("ratio_")]
+        row += [
+            harness.Interval(**found[name]).text()
+            for name in sorted(found)
+            if name.startswith("ratio_")
+        ]
         rows.append(row)
     heads = [f"{arm} GB/s; CPU ms/GB" for arm in args.arms]
     heads += [
-        f"infinity / {arm}" for arm in sorted(args.arms) if arm != "infinity" and "infinity" in args.arms
+        f"infinity / {arm}"
+        for arm in sorted(args.arms)
+        if arm != "infinity" and "infinity" in args.arms
     ]
     title = f"1 MiB blocks, depth 32, O_DIRECT, {format_size(size)} per pass, {args.rounds} rounds: median (min–max)"
     harness.print_table(title, ["", *heads], rows)
@@ -267,13 +332,26 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, required=True, help="a directory on the drive to measure")
-    parser.add_argument("--size", default="1GiB", help="bytes per pass (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="every arm once per round (%(default)s)")
-    parser.add_argument("--arms", type=harness.some_of(ARMS), default=list(ARMS), help=f"arms to run ({','.join(ARMS)})")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within rounds (%(default)s)")
     parser.add_argument(
-        "--no-fixed", action="store_true", help="do not let fio register its buffers (locked memory)"
+        "--dir", type=Path, required=True, help="a directory on the drive to measure"
+    )
+    parser.add_argument("--size", default="1GiB", help="bytes per pass (%(default)s)")
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="every arm once per round (%(default)s)"
+    )
+    parser.add_argument(
+        "--arms",
+        type=harness.some_of(ARMS),
+        default=list(ARMS),
+        help=f"arms to run ({','.join(ARMS)})",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order within rounds (%(default)s)"
+    )
+    parser.add_argument(
+        "--no-fixed",
+        action="store_true",
+        help="do not let fio register its buffers (locked memory)",
     )
     parser.add_argument(
         "--infinity-args",
@@ -284,8 +362,12 @@ def parse() -> argparse.Namespace:
         "--pip-args", default="", help="more arguments for pip when DeepSpeed's environment is made"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_io.jsonl",
-                        help="JSON lines file to append to (bench/results/compare_io.jsonl)")  # fmt: skip
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=harness.RESULTS / "compare_io.jsonl",
+        help="JSON lines file to append to (bench/results/compare_io.jsonl)",
+    )
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds: give at least 1")
@@ -293,7 +375,8 @@ def parse() -> argparse.Namespace:
 
 
 def check_tools(args: argparse.Namespace) -> None:
-    """Raise BenchError that says what to install; make DeepSpeed's environment when it is needed and missing."""
+    """Raise BenchError that says what to install; make DeepSpeed's environment when it is needed
+    and missing."""
     if "fio" in args.arms and shutil.which("fio") is None:
         raise harness.BenchError(
             "fio is not installed: apt-get install fio (or leave it out: --arms infinity,deepspeed)"
@@ -324,7 +407,12 @@ def main() -> int:
     if args.json:
         print(
             json.dumps(
-                {**comparison.about, "rounds": args.rounds, "parallel": comparison.parallel, **summary}
+                {
+                    **comparison.about,
+                    "rounds": args.rounds,
+                    "parallel": comparison.parallel,
+                    **summary,
+                }
             )
         )
     else:

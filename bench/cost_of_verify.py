@@ -1,10 +1,13 @@
 """What checksums cost: verify="full", "sample" and "off" beside each other, alternating.
 
     python bench/cost_of_verify.py --dir /mnt/nvme0                      # both parts
-    python bench/cost_of_verify.py --dir /mnt/nvme0 --part executor      # CPU and time per GB of STORE, FETCH, UPDATE
-    python bench/cost_of_verify.py --dir /mnt/nvme0 --part step          # time and CPU of a training step of R1, ram="min"
+    python bench/cost_of_verify.py --dir /mnt/nvme0 --part executor      # CPU and time per GB of
+    STORE, FETCH, UPDATE
+    python bench/cost_of_verify.py --dir /mnt/nvme0 --part step          # time and CPU of a
+    training step of R1, ram="min"
 
-Every round runs each setting once, in random order; differences and ratios to "off" are of one round. See bench/README.md.
+Every round runs each setting once, in random order; differences and ratios to "off" are of one
+round. See bench/README.md.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ def executor_arm(args: argparse.Namespace, size: int) -> Callable[[str], Record]
 
 def step_arm(args: argparse.Namespace) -> Callable[[str], Record]:
     """Trains R1 with one setting."""
-    options = [f"--{name}={getattr(args, name)}" for name in ("hidden", "layers", "steps", "warmup")]
+    options = [
+        f"--{name}={getattr(args, name)}" for name in ("hidden", "layers", "steps", "warmup")
+    ]
 
     def run(mode: str) -> Record:
         with harness.scratch(args.dir) as swap:
@@ -64,7 +69,9 @@ def step_arm(args: argparse.Namespace) -> Callable[[str], Record]:
             ]
             env = harness.environment(PYTHONPATH=str(harness.ROOT))
             record = harness.last_json_line(harness.run_command(command, env, timeout_s=TIMEOUT_S))
-        figures = {"step": {"s_per_step": record["s_per_step"], "cpu_s_per_step": record["cpu_s_per_step"]}}
+        figures = {
+            "step": {"s_per_step": record["s_per_step"], "cpu_s_per_step": record["cpu_s_per_step"]}
+        }
         return {"arm": mode, "figures": figures, "losses": record["losses"]}
 
     return run
@@ -73,7 +80,8 @@ def step_arm(args: argparse.Namespace) -> Callable[[str], Record]:
 def measure(
     part: str, run: Callable[[str], Record], args: argparse.Namespace, about: Mapping[str, Any]
 ) -> list[Record]:
-    """Every setting once per round, in an order that chance decides; each result is kept at once."""
+    """Every setting once per round, in an order that chance decides; each result is kept at
+    once."""
     order = random.Random(args.seed)
     rounds = args.rounds or ROUNDS[part]
     records = []
@@ -93,7 +101,8 @@ def measure(
 
 
 def summarise(records: Sequence[Record], modes: Sequence[str]) -> dict[str, Any]:
-    """kind -> name -> setting -> median and extremes, and what the setting costs over "off", with a confidence interval."""
+    """kind -> name -> setting -> median and extremes, and what the setting costs over "off", with a
+    confidence interval."""
     summary: dict[str, Any] = {}
     for kind, names in records[0]["figures"].items():
         for name in names:
@@ -106,8 +115,12 @@ def summarise(records: Sequence[Record], modes: Sequence[str]) -> dict[str, Any]
             }
             for mode in modes:
                 if mode != "off" and "off" in modes:
-                    pairs = [(values[mode][number], values["off"][number]) for number in values["off"]]
-                    found[f"{mode}_minus_off"] = vars(harness.Interval.of([a - b for a, b in pairs]))
+                    pairs = [
+                        (values[mode][number], values["off"][number]) for number in values["off"]
+                    ]
+                    found[f"{mode}_minus_off"] = vars(
+                        harness.Interval.of([a - b for a, b in pairs])
+                    )
                     found[f"{mode}_over_off"] = vars(harness.Interval.of([a / b for a, b in pairs]))
             summary.setdefault(kind, {})[name] = found
     return summary
@@ -142,21 +155,36 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dir", type=Path, required=True, help="swap directory, on the drive to measure")
+    parser.add_argument(
+        "--dir", type=Path, required=True, help="swap directory, on the drive to measure"
+    )
     parser.add_argument("--part", choices=PARTS, help="one part only")
     parser.add_argument(
-        "--modes", type=harness.some_of(MODES), default=list(MODES), help=f"settings to compare ({','.join(MODES)})"
+        "--modes",
+        type=harness.some_of(MODES),
+        default=list(MODES),
+        help=f"settings to compare ({','.join(MODES)})",
     )
-    parser.add_argument("--rounds", type=int, help="every setting once per round (executor 15, step 5)")
+    parser.add_argument(
+        "--rounds", type=int, help="every setting once per round (executor 15, step 5)"
+    )
     parser.add_argument("--size", default="1GiB", help="executor: bytes of states (%(default)s)")
     parser.add_argument("--hidden", type=int, default=1024, help="step: hidden size (%(default)s)")
     parser.add_argument("--layers", type=int, default=12, help="step: layers (%(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="step: measured steps (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="step: steps before them (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order within rounds (%(default)s)")
+    parser.add_argument(
+        "--warmup", type=int, default=3, help="step: steps before them (%(default)s)"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order within rounds (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    parser.add_argument("--results", type=Path, default=harness.RESULTS / "cost_of_verify.jsonl",
-                        help="JSON lines file to append to (bench/results/cost_of_verify.jsonl)")  # fmt: skip
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=harness.RESULTS / "cost_of_verify.jsonl",
+        help="JSON lines file to append to (bench/results/cost_of_verify.jsonl)",
+    )
     args = parser.parse_args()
     if args.rounds is not None and args.rounds < 1:
         parser.error("--rounds: give at least 1")
@@ -167,9 +195,15 @@ def main() -> int:
     args = parse()
     size = parse_size(args.size)
     about = {
-        "run": harness.now(), "size_bytes": size, "hidden": args.hidden, "layers": args.layers, "steps": args.steps,
-        "seed": args.seed, "machine": harness.machine(), "commit": harness.commit(),
-    }  # fmt: skip
+        "run": harness.now(),
+        "size_bytes": size,
+        "hidden": args.hidden,
+        "layers": args.layers,
+        "steps": args.steps,
+        "seed": args.seed,
+        "machine": harness.machine(),
+        "commit": harness.commit(),
+    }
     harness.check_directory(args.dir, 2 * size + 2**32)
     arms = {"executor": executor_arm(args, size), "step": step_arm(args)}
     titles = {
@@ -181,7 +215,9 @@ def main() -> int:
         records = measure(part, arms[part], args, about)
         whole[part] = summarise(records, args.modes)
         if part == "step" and len({json.dumps(record["losses"]) for record in records}) != 1:
-            raise harness.BenchError("the losses differ between settings of verify: that must never be")
+            raise harness.BenchError(
+                "the losses differ between settings of verify: that must never be"
+            )
         if not args.json:
             show(part, whole[part], args.modes, titles[part])
     if args.json:

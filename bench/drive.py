@@ -1,4 +1,5 @@
-"""What the drive gives now. It drifts by a factor of two between minutes, so it is measured beside every arm, not once."""
+"""What the drive gives now. It drifts by a factor of two between minutes, so it is measured beside
+every arm, not once."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ Drive = dict[str, float]
 
 
 def measure(directory: Path) -> Drive:
-    """Bytes per second by phase ("read", "write", ...), medians of three rounds of the swap benchmark. Blocks for seconds."""
+    """Bytes per second by phase ("read", "write", ...), medians of three rounds of the swap
+    benchmark. Blocks for seconds."""
     with harness.scratch(directory) as swap:
         task = SwapTask(directories=(swap,), size_bytes=SIZE_BYTES, rounds=3, phase_s=PHASE_S)
         return {name: phase.spread.median for name, phase in measure_swap(task).phases.items()}

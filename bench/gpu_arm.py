@@ -1,10 +1,13 @@
-"""One arm of `gpu_train.py`: a Llama-shaped model under infinity, FSDP2 with CPU offload or DeepSpeed, that steps when it is told to.
+"""One arm of `gpu_train.py`: a Llama-shaped model under infinity, FSDP2 with CPU offload or
+DeepSpeed, that steps when it is told to.
 
-Reads one JSON object per line from standard input ({"rows": 2, "warmup": 1, "steps": 3}) and answers each with one line "ARM {...}"; the
-first line says that it is ready. Arms that live side by side can so be measured in turns.
+Reads one JSON object per line from standard input ({"rows": 2, "warmup": 1, "steps": 3}) and
+answers each with one line "ARM {...}"; the first line says that it is ready. Arms that live side by
+side can so be measured in turns.
 
-All compute with bf16 parameters from fp32 masters, recompute blocks in backward (non-reentrant checkpointing, SDPA), clip at 1.0 and
-use AdamW; FSDP2 as its documentation has it: fp32 shards in pinned RAM, cast to bf16 on the device, torch's fused AdamW on the CPU.
+All compute with bf16 parameters from fp32 masters, recompute blocks in backward (non-reentrant
+checkpointing, SDPA), clip at 1.0 and use AdamW; FSDP2 as its documentation has it: fp32 shards in
+pinned RAM, cast to bf16 on the device, torch's fused AdamW on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ LR, DECAY, CLIP = 1e-4, 0.01, 1.0
 
 @dataclasses.dataclass
 class Arm:
-    """A model ready to train. step: one optimizer step on a batch of token ids; returns its loss."""
+    """A model ready to train. step: one optimizer step on a batch of token ids; returns its
+    loss."""
 
     step: Callable[[torch.Tensor], float]
     flush: Callable[[], None]
@@ -144,14 +148,22 @@ def fsdp2_arm(workload: r1.Workload, device: str) -> Arm:
         optimizer.zero_grad()
         return float(loss.detach())
 
-    return Arm(step, lambda: gpu_device.synchronise(device), lambda _tokens: {}, dist.destroy_process_group)
+    return Arm(
+        step, lambda: gpu_device.synchronise(device), lambda _tokens: {}, dist.destroy_process_group
+    )
 
 
 def deepspeed_arm(workload: r1.Workload, device: str) -> Arm:
     """DeepSpeed ZeRO-3 with parameters and optimizer in pinned RAM."""
     import deepspeed  # type: ignore[import-not-found]
 
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    place = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+    }
     for name, value in place.items():
         os.environ.setdefault(name, value)
     pinned = {"device": "cpu", "pin_memory": device == "cuda"}
@@ -161,9 +173,13 @@ def deepspeed_arm(workload: r1.Workload, device: str) -> Arm:
         "gradient_clipping": CLIP,
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}},
         "zero_optimization": {
-            "stage": 3, "offload_param": pinned, "offload_optimizer": pinned, "overlap_comm": True, "contiguous_gradients": True,
+            "stage": 3,
+            "offload_param": pinned,
+            "offload_optimizer": pinned,
+            "overlap_comm": True,
+            "contiguous_gradients": True,
         },
-    }  # fmt: skip
+    }
     deepspeed.init_distributed(dist_backend="nccl" if device == "cuda" else "gloo")
     with deepspeed.zero.Init(config_dict_or_path=config):
         model: Any = r1.construct(workload)
@@ -186,7 +202,9 @@ def deepspeed_arm(workload: r1.Workload, device: str) -> Arm:
 def measure(arm: Arm, workload: r1.Workload, device: str, asked: dict[str, int]) -> dict[str, Any]:
     """Warm up, then `steps` steps of `rows` sequences each."""
     generator = torch.Generator().manual_seed(asked["rows"])
-    ids = torch.randint(0, workload.vocab, (asked["rows"], workload.tokens), generator=generator).to(device)
+    ids = torch.randint(
+        0, workload.vocab, (asked["rows"], workload.tokens), generator=generator
+    ).to(device)
     tokens = ids.numel()
     gpu_device.clear(device)
 
@@ -195,9 +213,13 @@ def measure(arm: Arm, workload: r1.Workload, device: str, asked: dict[str, int])
         gpu_device.synchronise(device)
 
     found = meter.measure(
-        lambda: arm.step(ids), flush=flush, warmup=asked["warmup"], steps=asked["steps"], parameters=workload.parameters,
+        lambda: arm.step(ids),
+        flush=flush,
+        warmup=asked["warmup"],
+        steps=asked["steps"],
+        parameters=workload.parameters,
         setup_s=0.0,
-    )  # fmt: skip
+    )
     found.pop("setup_s")
     return {
         **found, "tokens": tokens, "peak_bytes": gpu_device.peak_bytes(device),
@@ -219,17 +241,29 @@ def build(args: argparse.Namespace, workload: r1.Workload) -> Arm:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arm", required=True, choices=("infinity", "fsdp2", "deepspeed"))
     parser.add_argument("--device", required=True, choices=("cuda", "cpu"))
-    parser.add_argument("--shape", required=True, help='JSON: {"hidden": ..., "layers": ..., "vocab": ..., "tokens": a sequence}')
+    parser.add_argument(
+        "--shape",
+        required=True,
+        help='JSON: {"hidden": ..., "layers": ..., "vocab": ..., "tokens": a sequence}',
+    )
     parser.add_argument("--policy", default="{}", help="JSON: fields of inf.Policy")
     args = parser.parse_args()
     workload = r1.Workload(**json.loads(args.shape))
     began = time.perf_counter()
     with contextlib.redirect_stdout(sys.stderr):
         arm = build(args, workload)
-    answer({"ready": True, "setup_s": round(time.perf_counter() - began, 2), "peak_rss_bytes": meter.peak_rss_bytes()})
+    answer(
+        {
+            "ready": True,
+            "setup_s": round(time.perf_counter() - began, 2),
+            "peak_rss_bytes": meter.peak_rss_bytes(),
+        }
+    )
     try:
         for line in sys.stdin:
             answer(measure(arm, workload, args.device, json.loads(line)))

@@ -4,9 +4,10 @@
     from the device   a backward, params="device": every gradient leaves, nothing is gathered
     both ways         a backward, params="cpu": units come, gradients leave
 
-The model is a stack of large square matrices and its batch one row, so computing takes next to nothing: a matrix that takes 2.4 ms
-to arrive at 55 GB/s is multiplied in 0.1. Beside each the same bytes go between pinned torch tensors and the device. Bytes are those
-that `stats()` counted where it does, else those of the parameters.
+The model is a stack of large square matrices and its batch one row, so computing takes next to
+nothing: a matrix that takes 2.4 ms to arrive at 55 GB/s is multiplied in 0.1. Beside each the same
+bytes go between pinned torch tensors and the device. Bytes are those that `stats()` counted where
+it does, else those of the parameters.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Stack(nn.Module):
 
     def __init__(self, side: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(layers)])
+        self.layers = nn.ModuleList(
+            [nn.Linear(side, side, bias=False, dtype=torch.bfloat16) for _ in range(layers)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -48,7 +51,8 @@ def fill(_name: str, tensor: torch.Tensor) -> None:
 
 
 class Way:
-    """One direction through the engine: a model at rest where that direction is all that is moved."""
+    """One direction through the engine: a model at rest where that direction is all that is
+    moved."""
 
     def __init__(self, way: str, device: str, side: int, layers: int) -> None:
         self.way, self.device = way, device
@@ -99,7 +103,8 @@ class Way:
 
 
 def measure(way: str, device: str, *, side: int, layers: int, rounds: int) -> dict[str, Any]:
-    """Rounds of one direction, in each the engine and plain copies of the same bytes; the first is not counted. Blocks."""
+    """Rounds of one direction, in each the engine and plain copies of the same bytes; the first is
+    not counted. Blocks."""
     through, plain = Way(way, device, side, layers), gpu_device.PlainCopies(device)
     ratios, rates = [], []
     try:
@@ -114,9 +119,16 @@ def measure(way: str, device: str, *, side: int, layers: int, rounds: int) -> di
     ratio = harness.Summary.of(ratios)
     ours, theirs = (harness.Summary.of([pair[index] for pair in rates]) for index in range(2))
     return {
-        "way": way, "bytes": [to_bytes, from_bytes], "engine_gbps": ours.median / 1e9, "plain_gbps": theirs.median / 1e9,
-        "ratio": ratio.median, "ratio_least": ratio.least, "ratio_most": ratio.most, "rounds": ratio.count, "aim": AIM,
-    }  # fmt: skip
+        "way": way,
+        "bytes": [to_bytes, from_bytes],
+        "engine_gbps": ours.median / 1e9,
+        "plain_gbps": theirs.median / 1e9,
+        "ratio": ratio.median,
+        "ratio_least": ratio.least,
+        "ratio_most": ratio.most,
+        "rounds": ratio.count,
+        "aim": AIM,
+    }
 
 
 def size_of(device: str, side: int) -> int:
@@ -141,7 +153,9 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpu_device.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--side", type=int, help="of a matrix (8192 on a GPU: 128 MiB)")
@@ -153,7 +167,9 @@ def main() -> int:
     for way in WAYS:
         gpu_device.note(f"{way}: {layers} matrices of {side}²")
         row = measure(way, args.device, side=side, layers=layers, rounds=args.rounds)
-        gpu_device.record("gpu_copy", args.device, {"side": side, "layers": layers, **row}, args.results)
+        gpu_device.record(
+            "gpu_copy", args.device, {"side": side, "layers": layers, **row}, args.results
+        )
         rows.append(row)
     show(rows)
     return 0

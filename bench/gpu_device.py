@@ -1,6 +1,8 @@
-"""The device that `gpu_*.py` measure on: what it is, what it multiplies at, what its bus gives, and where results go.
+"""The device that `gpu_*.py` measure on: what it is, what it multiplies at, what its bus gives, and
+where results go.
 
-Every script takes `--device cpu` too, with sizes to match: that shows that it runs, and nothing else.
+Every script takes `--device cpu` too, with sizes to match: that shows that it runs, and nothing
+else.
 """
 
 from __future__ import annotations
@@ -21,16 +23,23 @@ COPY_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what all of them take."""
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="what computes (%(default)s)")
     parser.add_argument(
-        "--results", type=Path, default=harness.RESULTS / "gpu" / "results.jsonl", help="file to append to (%(default)s)"
+        "--device", default="cuda", choices=("cuda", "cpu"), help="what computes (%(default)s)"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=harness.RESULTS / "gpu" / "results.jsonl",
+        help="file to append to (%(default)s)",
     )
 
 
 def check(device: str) -> None:
     """Raise BenchError where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise harness.BenchError("torch finds no CUDA device; --device cpu shows whether the script runs, on tiny sizes")
+        raise harness.BenchError(
+            "torch finds no CUDA device; --device cpu shows whether the script runs, on tiny sizes"
+        )
 
 
 def synchronise(device: str) -> None:
@@ -80,9 +89,11 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def matmul_flops(device: str, *, rounds: int = 10) -> float:
-    """FLOP/s of a square bf16 product of random matrices: what MFU is measured against. Blocks for less than a second.
+    """FLOP/s of a square bf16 product of random matrices: what MFU is measured against. Blocks for
+    less than a second.
 
-    Random values, because a GPU multiplies zeros faster: its clock follows the power that the bits need.
+    Random values, because a GPU multiplies zeros faster: its clock follows the power that the bits
+    need.
     """
     side = MATMUL_SIDE[device]
     left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -97,9 +108,11 @@ def matmul_flops(device: str, *, rounds: int = 10) -> float:
 
 
 class PlainCopies:
-    """Copies between pinned torch tensors and the device, each way on a stream of its own, and nothing else.
+    """Copies between pinned torch tensors and the device, each way on a stream of its own, and
+    nothing else.
 
-    What the bus gives to whoever asks in the plainest way: cudaMemcpyAsync of large pieces, waited for once.
+    What the bus gives to whoever asks in the plainest way: cudaMemcpyAsync of large pieces, waited
+    for once.
     """
 
     def __init__(self, device: str, *, piece_bytes: int = 0) -> None:
@@ -112,7 +125,9 @@ class PlainCopies:
 
     def seconds(self, *, to_bytes: float, from_bytes: float) -> float:
         """Seconds that it takes to move so much each way, both at once. Blocks."""
-        counts = [max(round(size / self.piece_bytes), 1) if size else 0 for size in (to_bytes, from_bytes)]
+        counts = [
+            max(round(size / self.piece_bytes), 1) if size else 0 for size in (to_bytes, from_bytes)
+        ]
         synchronise(self.device)
         began = time.perf_counter()
         for number in range(max(counts)):
@@ -125,7 +140,9 @@ class PlainCopies:
         return taken * wanted / moved
 
     def _copy(self, way: int) -> None:
-        source, target = (self._host[0], self._there[0]) if way == 0 else (self._there[1], self._host[1])
+        source, target = (
+            (self._host[0], self._there[0]) if way == 0 else (self._there[1], self._host[1])
+        )
         if not self._streams:
             target.copy_(source)
             return
@@ -145,7 +162,12 @@ class PlainCopies:
 
 def record(script: str, device: str, found: dict[str, Any], results: Path) -> None:
     """Append what was found, with what it was found on."""
-    about = {"script": script, "run": harness.now(), "commit": harness.commit(), "machine": harness.machine()}
+    about = {
+        "script": script,
+        "run": harness.now(),
+        "commit": harness.commit(),
+        "machine": harness.machine(),
+    }
     harness.append_line(results, {**about, "on": describe(device), **found})
 
 

@@ -1,8 +1,10 @@
-"""The largest single linear (width -> 4 x width, as an MLP's) that trains within a limit of GPU memory, whole and tiled.
+"""The largest single linear (width -> 4 x width, as an MLP's) that trains within a limit of GPU
+memory, whole and tiled.
 
-ZeRO-Infinity §5.1.3 and its figure 6b: without tiling a linear must be gathered whole, and its gradient made whole. Sizes double
-until one fails; what was it (GPU memory, or a budget of RAM) is recorded. On a GPU the limit is set for this process, so that a large
-card shows what a small one could do: otherwise RAM, 14 bytes per parameter, would end the search first.
+ZeRO-Infinity §5.1.3 and its figure 6b: without tiling a linear must be gathered whole, and its
+gradient made whole. Sizes double until one fails; what was it (GPU memory, or a budget of RAM) is
+recorded. On a GPU the limit is set for this process, so that a large card shows what a small one
+could do: otherwise RAM, 14 bytes per parameter, would end the search first.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ def fill(_name: str, tensor: torch.Tensor) -> None:
         piece = 1 << 26  # within the limit of device memory, whatever the size of the weight
         for start in range(0, flat.numel(), piece):
             part = flat[start : start + piece]
-            part.copy_(torch.empty(part.shape, dtype=tensor.dtype, device="cuda").normal_(0.0, 0.02))
+            part.copy_(
+                torch.empty(part.shape, dtype=tensor.dtype, device="cuda").normal_(0.0, 0.02)
+            )
     else:
         tensor.normal_(0.0, 0.02)
 
@@ -73,10 +77,13 @@ def train(width: int, tiles: int, device: str) -> dict[str, Any]:
         handle.flush()
         gpu_device.synchronise(device)
         return {
-            "setup_s": setup_s, "step_s": (time.perf_counter() - began) / 2, "loss": float(loss.detach()),
-            "peak_bytes": gpu_device.peak_bytes(device), "params": handle.stats().params,
+            "setup_s": setup_s,
+            "step_s": (time.perf_counter() - began) / 2,
+            "loss": float(loss.detach()),
+            "peak_bytes": gpu_device.peak_bytes(device),
+            "params": handle.stats().params,
             "gathered_bytes": handle.stats().gathered_bytes_peak,
-        }  # fmt: skip
+        }
     finally:
         handle.close()
 
@@ -97,16 +104,31 @@ def attempt(width: int, tiles: int, device: str) -> dict[str, Any]:
     return {"failed": why}
 
 
-def search(tiles: int, device: str, *, first: int, width_max: int, until_s: float) -> list[dict[str, Any]]:
+def search(
+    tiles: int, device: str, *, first: int, width_max: int, until_s: float
+) -> list[dict[str, Any]]:
     """Twice as many parameters at a time, until one does not train."""
     found: list[dict[str, Any]] = []
     width = first
     while width <= width_max and time.monotonic() < until_s:
         parameters = 4 * width * width
         if BYTES_PER_PARAM * parameters > 0.9 * memory_left_bytes():
-            found.append({"width": width, "tiles": tiles, "failed": "RAM: not tried, it would not hold the states"})
+            found.append(
+                {
+                    "width": width,
+                    "tiles": tiles,
+                    "failed": "RAM: not tried, it would not hold the states",
+                }
+            )
             break
-        found.append({"width": width, "tiles": tiles, "parameters": parameters, **attempt(width, tiles, device)})
+        found.append(
+            {
+                "width": width,
+                "tiles": tiles,
+                "parameters": parameters,
+                **attempt(width, tiles, device),
+            }
+        )
         gpu_device.note(f"{tiles} tiles, width {width}: {found[-1]['failed'] or 'trains'}")
         if found[-1]["failed"]:
             break
@@ -115,19 +137,33 @@ def search(tiles: int, device: str, *, first: int, width_max: int, until_s: floa
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpu_device.add_arguments(parser)
     parser.add_argument("--tiles", default="1,4,16", help="with commas between (%(default)s)")
-    parser.add_argument("--limit", type=float, default=1.0, help="GiB of GPU memory that this process may use (%(default)s)")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        default=1.0,
+        help="GiB of GPU memory that this process may use (%(default)s)",
+    )
     parser.add_argument("--first", type=int, help="the smallest width (4096; 128 on the CPU)")
     parser.add_argument("--width-max", type=int, help="the largest one (none; 256 on the CPU)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="after which nothing new is begun (%(default)s)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=120.0,
+        help="after which nothing new is begun (%(default)s)",
+    )
     args = parser.parse_args()
     gpu_device.check(args.device)
     first, width_max = (4096, 1 << 20) if args.device == "cuda" else (128, 256)
     if args.device == "cuda":
         # The context and what it loads are not tensors, and are not counted.
-        torch.cuda.set_per_process_memory_fraction(min(args.limit * 2**30 / gpu_device.memory_bytes("cuda"), 1.0))
+        torch.cuda.set_per_process_memory_fraction(
+            min(args.limit * 2**30 / gpu_device.memory_bytes("cuda"), 1.0)
+        )
     began, counts, rows = time.monotonic(), [int(text) for text in args.tiles.split(",")], []
     for index, tiles in enumerate(counts):
         if tiles > 1 and not hasattr(inf, "tile_linears"):
@@ -135,7 +171,11 @@ def main() -> int:
             continue
         until_s = began + args.seconds * (index + 1) / len(counts)
         found = search(
-            tiles, args.device, first=args.first or first, width_max=args.width_max or width_max, until_s=until_s
+            tiles,
+            args.device,
+            first=args.first or first,
+            width_max=args.width_max or width_max,
+            until_s=until_s,
         )
         for row in found:
             limit = {"limit_gib": args.limit} if args.device == "cuda" else {}
@@ -144,15 +184,25 @@ def main() -> int:
         ended = next((row["failed"] for row in found if row["failed"]), "time or the largest width")
         rows.append((tiles, good[-1] if good else None, ended))
     harness.print_table(
-        f"The largest linear within {args.limit:g} GiB of GPU memory" if args.device == "cuda" else "A linear, whole and tiled",
+        f"The largest linear within {args.limit:g} GiB of GPU memory"
+        if args.device == "cuda"
+        else "A linear, whole and tiled",
         ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"),
         [
-            (str(tiles), f"{one['width']} -> {4 * one['width']}", f"{one['parameters'] / 1e6:.0f} M",
-             f"{one['peak_bytes'] / 2**20:.0f}", f"{one['gathered_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}", ended[:60]) if one else
-            (str(tiles), "none", "", "", "", "", ended[:60])
+            (
+                str(tiles),
+                f"{one['width']} -> {4 * one['width']}",
+                f"{one['parameters'] / 1e6:.0f} M",
+                f"{one['peak_bytes'] / 2**20:.0f}",
+                f"{one['gathered_bytes'] / 2**20:.0f}",
+                f"{one['step_s']:.2f}",
+                ended[:60],
+            )
+            if one
+            else (str(tiles), "none", "", "", "", "", ended[:60])
             for tiles, one, ended in rows
         ],
-    )  # fmt: skip
+    )
     return 0 if any(one for _, one, _ in rows) else 1
 
 

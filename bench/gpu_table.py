@@ -1,4 +1,5 @@
-"""Makes one Markdown table of what `bench/gpu.sh` left: stages, tests, copies, operations, training, the largest linear."""
+"""Makes one Markdown table of what `bench/gpu.sh` left: stages, tests, copies, operations,
+training, the largest linear."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
 
 
 def read(file: Path) -> list[Record]:
-    """The records of a file of JSON lines, none where there is no file; a line that a killed script broke off is left out."""
+    """The records of a file of JSON lines, none where there is no file; a line that a killed script
+    broke off is left out."""
     found = []
     for line in file.read_text().splitlines() if file.is_file() else ():
         try:
@@ -49,9 +51,13 @@ def stages(records: Sequence[Record]) -> list[str]:
     mine = newest([one for one in records if one.get("script") == "stage"], lambda one: one["name"])
     ends = {0: "ok", 124: "out of time", 137: "out of time"}
     return table(
-        "Stages", ("stage", "end", "s"),
-        [(one["name"], ends.get(one["status"], f"FAILED ({one['status']})"), str(one["seconds"])) for one in mine],
-    )  # fmt: skip
+        "Stages",
+        ("stage", "end", "s"),
+        [
+            (one["name"], ends.get(one["status"], f"FAILED ({one['status']})"), str(one["seconds"]))
+            for one in mine
+        ],
+    )
 
 
 def tests(files: Sequence[Path]) -> list[str]:
@@ -61,28 +67,40 @@ def tests(files: Sequence[Path]) -> list[str]:
         if not file.is_file() or not file.stat().st_size:
             continue
         cases = list(ElementTree.parse(file).iter("testcase"))
-        kinds = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}
+        kinds = {
+            kind: [case for case in cases if case.find(kind) is not None]
+            for kind in ("failure", "error", "skipped")
+        }
         bad = kinds["failure"] + kinds["error"]
         passed = len(cases) - len(bad) - len(kinds["skipped"])
         rows.append((file.stem, str(passed), str(len(bad)), str(len(kinds["skipped"]))))
         for case in bad:
             found = next(part for part in case if part.tag in ("failure", "error"))
             failed.append((f"`{case.get('name')}`", (found.get("message") or "").strip()[:160]))
-    return table("Tests", ("suite", "passed", "failed", "skipped"), rows) + table("Failed", ("test", "why"), failed)
+    return table("Tests", ("suite", "passed", "failed", "skipped"), rows) + table(
+        "Failed", ("test", "why"), failed
+    )
 
 
 def copies(records: Sequence[Record]) -> list[str]:
     """The engine beside plain copies."""
-    mine = newest([one for one in records if one.get("script") == "gpu_copy"], lambda one: one["way"])
+    mine = newest(
+        [one for one in records if one.get("script") == "gpu_copy"], lambda one: one["way"]
+    )
     return table(
         "Copies: the engine beside plain pinned copies (aim 0.95)",
         ("", "engine GB/s", "plain GB/s", "ratio", "least–most"),
         [
-            (one["way"], f"{one['engine_gbps']:.1f}", f"{one['plain_gbps']:.1f}", f"{one['ratio']:.3f}",
-             f"{one['ratio_least']:.3f}–{one['ratio_most']:.3f}")
+            (
+                one["way"],
+                f"{one['engine_gbps']:.1f}",
+                f"{one['plain_gbps']:.1f}",
+                f"{one['ratio']:.3f}",
+                f"{one['ratio_least']:.3f}–{one['ratio_most']:.3f}",
+            )
             for one in mine
         ],
-    )  # fmt: skip
+    )
 
 
 def operations(records: Sequence[Record]) -> list[str]:
@@ -96,8 +114,18 @@ def operations(records: Sequence[Record]) -> list[str]:
             times = ", ".join(f"{arm} {value:.3f}" for arm, value in one["ms"].items())
             speed = one.get("tflop_per_s") or one["gb_per_s"]
             unit = "TFLOP/s" if one.get("tflop_per_s") else "GB/s"
-            rows.append((one["op"], one["what"], times, f"{speed['triton']:.0f} {unit}", f"{one['ratio']:.2f}"))
-    return table("Operations", ("operation", "case", "ms", "Triton's speed", "torch's best ÷ Triton"), rows)
+            rows.append(
+                (
+                    one["op"],
+                    one["what"],
+                    times,
+                    f"{speed['triton']:.0f} {unit}",
+                    f"{one['ratio']:.2f}",
+                )
+            )
+    return table(
+        "Operations", ("operation", "case", "ms", "Triton's speed", "torch's best ÷ Triton"), rows
+    )
 
 
 def training(records: Sequence[Record]) -> list[str]:
@@ -106,7 +134,9 @@ def training(records: Sequence[Record]) -> list[str]:
     best: dict[tuple[Any, ...], Record] = {}
     for one in mine:
         key = (one["size"], one["arm"], one.get("tokens"))
-        if "tokens_per_s" in one and one["tokens_per_s"] > best.get(key, {}).get("tokens_per_s", 0.0):
+        if "tokens_per_s" in one and one["tokens_per_s"] > best.get(key, {}).get(
+            "tokens_per_s", 0.0
+        ):
             best[key] = one
     rows = []
     for one in best.values():
@@ -114,26 +144,66 @@ def training(records: Sequence[Record]) -> list[str]:
         planned = f"{one['planned_bytes'] / GIB:.2f}" if "planned_bytes" in one else ""
         ratios = beside_fsdp2(mine, one)
         beside = f"{statistics.median(ratios):.2f}" if ratios else ""
-        eta = "".join(f"{one[name]:.2f} " if one.get(name) is not None else "– " for name in ("eta_floor", "eta_schedule"))
+        eta = "".join(
+            f"{one[name]:.2f} " if one.get(name) is not None else "– "
+            for name in ("eta_floor", "eta_schedule")
+        )
         rows.append(
-            (one["size"], f"{one['parameters'] / 1e9:.2f}", one["arm"], str(one["tokens"]), f"{one['steady_s']:.2f}",
-             f"{one['tokens_per_s']:.0f}", f"{100 * one['mfu']:.1f} %", f"{one['eta_bus']:.2f}", eta.strip(), peak, planned,
-             f"{one['peak_rss_bytes'] / GIB:.1f}", beside)
-        )  # fmt: skip
-    columns = ("size", "1e9", "arm", "tokens", "s/step", "tokens/s", "MFU", "η bus", "η floor, schedule", "GPU peak GiB",
-               "planned", "RSS GiB", "× FSDP2")  # fmt: skip
+            (
+                one["size"],
+                f"{one['parameters'] / 1e9:.2f}",
+                one["arm"],
+                str(one["tokens"]),
+                f"{one['steady_s']:.2f}",
+                f"{one['tokens_per_s']:.0f}",
+                f"{100 * one['mfu']:.1f} %",
+                f"{one['eta_bus']:.2f}",
+                eta.strip(),
+                peak,
+                planned,
+                f"{one['peak_rss_bytes'] / GIB:.1f}",
+                beside,
+            )
+        )
+    columns = (
+        "size",
+        "1e9",
+        "arm",
+        "tokens",
+        "s/step",
+        "tokens/s",
+        "MFU",
+        "η bus",
+        "η floor, schedule",
+        "GPU peak GiB",
+        "planned",
+        "RSS GiB",
+        "× FSDP2",
+    )
     failed = [
-        (one["size"], f"{one['parameters'] / 1e9:.2f}", one["arm"], str(one.get("tokens", "")), one["failed"].strip()[-200:])
-        for one in mine if "failed" in one
-    ]  # fmt: skip
-    return table("Training", columns, rows) + table("Not measured", ("size", "1e9", "arm", "tokens", "why"), failed)
+        (
+            one["size"],
+            f"{one['parameters'] / 1e9:.2f}",
+            one["arm"],
+            str(one.get("tokens", "")),
+            one["failed"].strip()[-200:],
+        )
+        for one in mine
+        if "failed" in one
+    ]
+    return table("Training", columns, rows) + table(
+        "Not measured", ("size", "1e9", "arm", "tokens", "why"), failed
+    )
 
 
 def beside_fsdp2(mine: Sequence[Record], one: Record) -> list[float]:
     """Tokens/s over FSDP2's, round by round: what runs in turns shares what drifts."""
     rates: dict[str, dict[int, float]] = {}
     for other in mine:
-        if "tokens_per_s" in other and (other["size"], other["tokens"]) == (one["size"], one["tokens"]):
+        if "tokens_per_s" in other and (other["size"], other["tokens"]) == (
+            one["size"],
+            one["tokens"],
+        ):
             rates.setdefault(other["arm"], {})[other["round"]] = other["tokens_per_s"]
     theirs = rates.get("fsdp2", {}) if one["arm"] != "fsdp2" else {}
     return [rate / theirs[number] for number, rate in rates[one["arm"]].items() if number in theirs]
@@ -148,12 +218,26 @@ def linears(records: Sequence[Record]) -> list[str]:
         ended = next((one["failed"] for one in mine if one["tiles"] == tiles and one["failed"]), "")
         if good:
             one = max(good, key=lambda found: found["width"])
-            rows.append((str(tiles), f"{one['width']} → {4 * one['width']}", f"{one['parameters'] / 1e6:.0f} M",
-                         f"{one['peak_bytes'] / 2**20:.0f}", f"{one['gathered_bytes'] / 2**20:.0f}", f"{one['step_s']:.2f}",
-                         ended[:100]))  # fmt: skip
+            rows.append(
+                (
+                    str(tiles),
+                    f"{one['width']} → {4 * one['width']}",
+                    f"{one['parameters'] / 1e6:.0f} M",
+                    f"{one['peak_bytes'] / 2**20:.0f}",
+                    f"{one['gathered_bytes'] / 2**20:.0f}",
+                    f"{one['step_s']:.2f}",
+                    ended[:100],
+                )
+            )
     limit = next((one["limit_gib"] for one in mine if "limit_gib" in one), None)
-    title = "The largest linear that trains" + (f" within {limit:g} GiB of GPU memory" if limit else "")
-    return table(title, ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"), rows)
+    title = "The largest linear that trains" + (
+        f" within {limit:g} GiB of GPU memory" if limit else ""
+    )
+    return table(
+        title,
+        ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"),
+        rows,
+    )
 
 
 def heading(records: Sequence[Record]) -> list[str]:
@@ -165,7 +249,11 @@ def heading(records: Sequence[Record]) -> list[str]:
     name = on.get("name", "the CPU: these figures show only that everything runs")
     cores, memory = machine["cores"], machine["memory_bytes"] / GIB
     rates = next((one for one in records if "peak_flops" in one), None)
-    lines = [f"# On {name}", "", f"torch {on['torch']}, {cores} cores, {memory:.0f} GiB of RAM; {about['run']}, {about['commit'][:12]}"]
+    lines = [
+        f"# On {name}",
+        "",
+        f"torch {on['torch']}, {cores} cores, {memory:.0f} GiB of RAM; {about['run']}, {about['commit'][:12]}",
+    ]
     if rates is not None:
         bus = rates["bus"]
         lines.append(
@@ -178,7 +266,15 @@ def heading(records: Sequence[Record]) -> list[str]:
 def make(results: Path, junit: Sequence[Path]) -> str:
     """The whole page."""
     records = read(results)
-    parts = (heading(records), stages(records), tests(junit), copies(records), operations(records), training(records), linears(records))
+    parts = (
+        heading(records),
+        stages(records),
+        tests(junit),
+        copies(records),
+        operations(records),
+        training(records),
+        linears(records),
+    )
     return "\n".join(line for part in parts for line in part)
 
 

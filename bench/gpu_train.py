@@ -1,16 +1,23 @@
-"""Tokens per second, MFU, η and peak GPU memory of the engine on Llama-shaped models, beside FSDP2 with CPU offload (and DeepSpeed).
+"""Tokens per second, MFU, η and peak GPU memory of the engine on Llama-shaped models, beside FSDP2
+with CPU offload (and DeepSpeed).
 
-    1b, 7b     1.06 and 6.8 billion parameters: `cpu` (states in RAM), `nvme` (on the drive, and what has no room there in RAM)
-    largest    as many layers of width 6144 as RAM and drive have room for, compact states, updated in backward
+    1b, 7b     1.06 and 6.8 billion parameters: `cpu` (states in RAM), `nvme` (on the drive, and
+    what has no room there in RAM)
+    largest    as many layers of width 6144 as RAM and drive have room for, compact states, updated
+    in backward
 
-Arms are processes; those that fit RAM together live side by side and step in turns, others one after another. A step of an arm that
-does not fit is not tried, and the reason is recorded; one that takes too long or fails costs its own figures only.
+Arms are processes; those that fit RAM together live side by side and step in turns, others one
+after another. A step of an arm that does not fit is not tried, and the reason is recorded; one that
+takes too long or fails costs its own figures only.
 
-    model FLOP    6 x parameters x tokens + 6 x layers x width x sequence x tokens (causal attention); recomputation is not counted,
+    model FLOP    6 x parameters x tokens + 6 x layers x width x sequence x tokens (causal
+    attention); recomputation is not counted,
                   nor is the table of the input embedding
     MFU           model FLOP / (seconds x FLOP/s of an 8192³ bf16 product in this run)
-    η             `stats()`'s, with the drive's bandwidths as measured in this run, and `η bus`: the larger of 8/6 model FLOP at that product's rate and the parameters twice over the bus
-                  (gradients once back) at the rate of plain pinned copies in this run, over what was measured; it knows no drives
+    η             `stats()`'s, with the drive's bandwidths as measured in this run, and `η bus`: the
+    larger of 8/6 model FLOP at that product's rate and the parameters twice over the bus
+                  (gradients once back) at the rate of plain pinned copies in this run, over what
+                  was measured; it knows no drives
 """
 
 from __future__ import annotations
@@ -47,8 +54,10 @@ SHAPES = {
 }
 TOKENS = {"tiny": (32, 64), "1b": (2048, 16384), "7b": (4096, 32768), "largest": (16384,)}
 ARMS = ("cpu", "nvme", "fsdp2", "deepspeed")
-EXACT, COMPACT, GRAD = 12.0, 5.2, 2.0  # bytes per parameter: states at rest (compact: 24-bit masters, scales), gradients
-OTHERS = {"fsdp2": 18.0, "deepspeed": 18.0}  # fp32 parameters, gradients and two moments, and buffers of units
+# bytes per parameter: states at rest (compact: 24-bit masters, scales), gradients
+EXACT, COMPACT, GRAD = 12.0, 5.2, 2.0
+# fp32 parameters, gradients and two moments, and buffers of units
+OTHERS = {"fsdp2": 18.0, "deepspeed": 18.0}
 FIXED_BYTES = 4 * GIB  # a process with torch and CUDA, pools
 READY_S, STEP_S_MAX = 240.0, 240.0
 
@@ -59,7 +68,8 @@ class ArmFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What there is, at the start: bytes of RAM and drive, and when all must be done (monotonic seconds)."""
+    """What there is, at the start: bytes of RAM and drive, and when all must be done (monotonic
+    seconds)."""
 
     ram_bytes: float
     disk_bytes: float
@@ -102,7 +112,11 @@ def plan_arm(arm: str, shape: str, sequence: int, swap: Path, budget: Budget) ->
     ram = budget.ram_bytes - FIXED_BYTES
     if arm in OTHERS:
         needed = OTHERS[arm] * parameters
-        why = f"needs about {needed / 1e9:.0f} GB of RAM, {ram / 1e9:.0f} GB are there" if needed > ram else ""
+        why = (
+            f"needs about {needed / 1e9:.0f} GB of RAM, {ram / 1e9:.0f} GB are there"
+            if needed > ram
+            else ""
+        )
         if arm == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
             why = "is not installed"
         return Plan(arm, shape, fields, {}, needed + FIXED_BYTES, why)
@@ -113,9 +127,17 @@ def plan_arm(arm: str, shape: str, sequence: int, swap: Path, budget: Budget) ->
     needed = grads + states - on_drive
     policy: dict[str, Any] = {"params": arm, "optim": arm}
     if arm == "nvme":
-        # All of it on the drive if it has room; else RAM takes the rest, as a budget that is larger than the least.
-        policy |= {"nvme": [str(swap)], "ram": "min" if on_drive == states else int(needed + 2 * GIB)}
-    why = f"needs about {needed / 1e9:.0f} GB of RAM, {ram / 1e9:.0f} GB are there" if needed > ram else ""
+        # All of it on the drive if it has room; else RAM takes the rest, as a budget that is larger
+        # than the least.
+        policy |= {
+            "nvme": [str(swap)],
+            "ram": "min" if on_drive == states else int(needed + 2 * GIB),
+        }
+    why = (
+        f"needs about {needed / 1e9:.0f} GB of RAM, {ram / 1e9:.0f} GB are there"
+        if needed > ram
+        else ""
+    )
     return Plan(arm, shape, fields, policy, needed + FIXED_BYTES, why)
 
 
@@ -126,25 +148,44 @@ def _plan_largest(fields: dict[str, int], swap: Path, budget: Budget) -> Plan:
     layers = int(((ram + budget.disk_bytes) / COMPACT - (one - layer)) // layer)
     fields = {**fields, "layers": max(layers, 1)}
     policy = {
-        "params": "nvme", "optim": "nvme", "nvme": [str(swap)], "ram": int(max(ram, 0)), "state": "compact", "update": "backward",
-    }  # fmt: skip
+        "params": "nvme",
+        "optim": "nvme",
+        "nvme": [str(swap)],
+        "ram": int(max(ram, 0)),
+        "state": "compact",
+        "update": "backward",
+    }
     why = "" if layers >= 1 and ram >= GIB else "not one layer of width 6144 fits RAM and drive"
     return Plan("nvme", "largest", fields, policy, ram + FIXED_BYTES, why)
 
 
 class Process:
-    """An arm in a process of its own, that is told to step and answers. It ends when its standard input does, as with us."""
+    """An arm in a process of its own, that is told to step and answers. It ends when its standard
+    input does, as with us."""
 
     def __init__(self, plan: Plan, device: str) -> None:
         self.plan = plan
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
         command = [
-            sys.executable, str(harness.BENCH / "gpu_arm.py"), "--arm", plan.arm if plan.arm in OTHERS else "infinity",
-            "--device", device, "--shape", json.dumps(plan.fields), "--policy", json.dumps(plan.policy),
-        ]  # fmt: skip
+            sys.executable,
+            str(harness.BENCH / "gpu_arm.py"),
+            "--arm",
+            plan.arm if plan.arm in OTHERS else "infinity",
+            "--device",
+            device,
+            "--shape",
+            json.dumps(plan.fields),
+            "--policy",
+            json.dumps(plan.policy),
+        ]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, cwd=harness.ROOT
-        )  # fmt: skip
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=harness.ROOT,
+        )
         self._answers: queue.Queue[str | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -203,7 +244,12 @@ class Bench:
 
     def record(self, plan: Plan, found: dict[str, Any]) -> None:
         """Keep a row, at once."""
-        about = {"size": plan.shape, "arm": plan.arm, "parameters": plan.parameters, "layers": plan.fields["layers"]}
+        about = {
+            "size": plan.shape,
+            "arm": plan.arm,
+            "parameters": plan.parameters,
+            "layers": plan.fields["layers"],
+        }
         row = {**about, "sequence": plan.fields["tokens"], **found}
         rates = {"peak_flops": self.peak_flops, "bus": self.bus, "drive": self.drive}
         gpu_device.record("gpu_train", self.args.device, {**row, **rates}, self.args.results)
@@ -213,15 +259,28 @@ class Bench:
         """Derive the figures of one measurement and keep it."""
         step_s, flops = harness.steady_s(found), plan.flops(found["tokens"])
         gathered = 2.0 * plan.parameters
-        bus_s = max(2 * gathered / self.bus["to"], gathered / self.bus["from"], 3 * gathered / self.bus["both"])
+        bus_s = max(
+            2 * gathered / self.bus["to"],
+            gathered / self.bus["from"],
+            3 * gathered / self.bus["both"],
+        )
         floor_s = max(flops * 8 / 6 / self.peak_flops, bus_s)
-        self.record(plan, {
-            **found, "round": number, "steady_s": step_s, "tokens_per_s": found["tokens"] / step_s,
-            "model_flops": flops, "mfu": flops / step_s / self.peak_flops, "eta_bus": floor_s / step_s,
-        })  # fmt: skip
+        self.record(
+            plan,
+            {
+                **found,
+                "round": number,
+                "steady_s": step_s,
+                "tokens_per_s": found["tokens"] / step_s,
+                "model_flops": flops,
+                "mfu": flops / step_s / self.peak_flops,
+                "eta_bus": floor_s / step_s,
+            },
+        )
 
     def with_drive(self, plan: Plan, swap: Path) -> Plan:
-        """The plan, its policy told what the drive gives, measured when it is first needed; on the CPU it is not needed."""
+        """The plan, its policy told what the drive gives, measured when it is first needed; on the
+        CPU it is not needed."""
         if "nvme" not in plan.policy or self.args.device == "cpu":
             return plan
         if not self.drive:
@@ -230,7 +289,8 @@ class Bench:
         return dataclasses.replace(plan, policy={**plan.policy, "io": {"bandwidths": rates}})
 
     def group(self, plans: Sequence[Plan], tokens: Sequence[int]) -> None:
-        """Arms that live side by side: they step in turns, the order turned round after each round."""
+        """Arms that live side by side: they step in turns, the order turned round after each
+        round."""
         with contextlib.ExitStack() as undo:
             alive = [process for plan in plans for process in self._started(plan, undo)]
             for size in tokens:
@@ -240,7 +300,9 @@ class Bench:
                             alive.remove(process)
 
     def _started(self, plan: Plan, undo: contextlib.ExitStack) -> Iterator[Process]:
-        gpu_device.note(f"{plan.shape} {plan.arm}: {plan.parameters / 1e9:.2f} billion parameters, {self.budget.left_s:.0f} s left")
+        gpu_device.note(
+            f"{plan.shape} {plan.arm}: {plan.parameters / 1e9:.2f} billion parameters, {self.budget.left_s:.0f} s left"
+        )
         process = Process(plan, self.args.device)
         undo.callback(process.end)
         try:
@@ -256,7 +318,11 @@ class Bench:
             self.record(process.plan, {"tokens": tokens, "failed": "no time was left"})
             return True
         sequence = process.plan.fields["tokens"]
-        asked = {"rows": max(tokens // sequence, 1), "warmup": 1 if number == 0 else 0, "steps": self.args.steps}
+        asked = {
+            "rows": max(tokens // sequence, 1),
+            "warmup": 1 if number == 0 else 0,
+            "steps": self.args.steps,
+        }
         try:
             found = process.ask(asked, min(STEP_S_MAX, self.budget.left_s))
         except ArmFailed as failed:
@@ -290,14 +356,29 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     """For people."""
     lines = []
     for row in rows:
-        what = (row["size"], row["arm"], f"{row['parameters'] / 1e9:.2f}", str(row.get("tokens", "")))
+        what = (
+            row["size"],
+            row["arm"],
+            f"{row['parameters'] / 1e9:.2f}",
+            str(row.get("tokens", "")),
+        )
         if "failed" in row:
             lines.append((*what, row["failed"].splitlines()[0][:60], "", "", "", ""))
         elif "tokens_per_s" in row:
             eta = row.get("eta_schedule")
-            peak = f"{row['peak_bytes'] / GIB:.2f}" + (f" / {row['planned_bytes'] / GIB:.2f}" if "planned_bytes" in row else "")
-            lines.append((*what, f"{row['tokens_per_s']:.0f}", f"{100 * row['mfu']:.1f} %", f"{row['eta_bus']:.2f}",
-                          f"{eta:.2f}" if eta is not None else "", peak))  # fmt: skip
+            peak = f"{row['peak_bytes'] / GIB:.2f}" + (
+                f" / {row['planned_bytes'] / GIB:.2f}" if "planned_bytes" in row else ""
+            )
+            lines.append(
+                (
+                    *what,
+                    f"{row['tokens_per_s']:.0f}",
+                    f"{100 * row['mfu']:.1f} %",
+                    f"{row['eta_bus']:.2f}",
+                    f"{eta:.2f}" if eta is not None else "",
+                    peak,
+                )
+            )
     columns = ("size", "arm", "1e9", "tokens", "tokens/s", "MFU", "η bus", "η", "peak GiB / plan")
     harness.print_table("Training: the engine beside FSDP2 with CPU offload", columns, lines)
 
@@ -308,18 +389,36 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpu_device.add_arguments(parser)
     parser.add_argument("--sizes", type=harness.some_of(SHAPES), help="(1b,7b,largest on a GPU)")
-    parser.add_argument("--arms", type=harness.some_of(ARMS), default=["cpu", "nvme", "fsdp2", "deepspeed"], help="(all)")
+    parser.add_argument(
+        "--arms",
+        type=harness.some_of(ARMS),
+        default=["cpu", "nvme", "fsdp2", "deepspeed"],
+        help="(all)",
+    )
     parser.add_argument("--tokens", type=numbers, help="per step, with commas between")
     parser.add_argument("--sequence", type=int, help="tokens of a row (2048; 16 on the CPU)")
     parser.add_argument("--rounds", type=int, default=2, help="(%(default)s)")
-    parser.add_argument("--steps", type=int, default=3, help="measured ones of a round; the first bears no update (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=480.0, help="in which all must be done (%(default)s)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=3,
+        help="measured ones of a round; the first bears no update (%(default)s)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=480.0, help="in which all must be done (%(default)s)"
+    )
     parser.add_argument("--dir", type=Path, required=True, help="swap directory, on a drive")
-    parser.add_argument("--ram", type=float, help="GB of RAM that may be used (0.92 of what is left)")
-    parser.add_argument("--disk", type=float, help="GB of it that may be used (0.8 of what is free)")
+    parser.add_argument(
+        "--ram", type=float, help="GB of RAM that may be used (0.92 of what is left)"
+    )
+    parser.add_argument(
+        "--disk", type=float, help="GB of it that may be used (0.8 of what is free)"
+    )
     args = parser.parse_args()
     if args.steps < 2:
         raise harness.BenchError("--steps must be at least 2: the first of a round bears no update")

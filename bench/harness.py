@@ -1,4 +1,5 @@
-"""Running two arms side by side: scratch directories, subprocesses that end with us, ratios, tables, result lines."""
+"""Running two arms side by side: scratch directories, subprocesses that end with us, ratios,
+tables, result lines."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class BenchError(Exception):
-    """A comparison cannot be made or an arm failed; the message says what to do. Shown without a traceback."""
+    """A comparison cannot be made or an arm failed; the message says what to do. Shown without a
+    traceback."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ class Summary:
 class Interval:
     """The median of a few paired measurements, with a confidence interval of it.
 
-    The interval is the 2.5 % and 97.5 % quantile of the medians of `RESAMPLES` resamples (percentile bootstrap, fixed seed).
+    The interval is the 2.5 % and 97.5 % quantile of the medians of `RESAMPLES` resamples
+    (percentile bootstrap, fixed seed).
     """
 
     median: float
@@ -81,7 +84,9 @@ class Interval:
         if not values:
             raise ValueError("nothing was measured")
         chance = random.Random(0)
-        medians = sorted(statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES))
+        medians = sorted(
+            statistics.median(chance.choices(values, k=len(values))) for _ in range(RESAMPLES)
+        )
         low, high = medians[int(0.025 * RESAMPLES)], medians[int(0.975 * RESAMPLES) - 1]
         return cls(statistics.median(values), low, high, len(values))
 
@@ -94,7 +99,8 @@ def _stop(number: int, _frame: FrameType | None) -> None:
 
 
 def clean_up_on_signals() -> None:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms go as they do on Ctrl-C."""
+    """Turn SIGTERM and SIGHUP into SystemExit, so that scratch directories and arms go as they do
+    on Ctrl-C."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
 
@@ -112,7 +118,9 @@ def scratch(parent: Path) -> Iterator[Path]:
 def check_directory(directory: Path, needed_bytes: int) -> None:
     """Raise BenchError unless ``directory`` can be written to and has ``needed_bytes`` free."""
     if not directory.is_dir() or not os.access(directory, os.W_OK):
-        raise BenchError(f"{directory} is not a directory that can be written to: give another --dir")
+        raise BenchError(
+            f"{directory} is not a directory that can be written to: give another --dir"
+        )
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise BenchError(
@@ -124,7 +132,8 @@ def check_directory(directory: Path, needed_bytes: int) -> None:
 def lay_out(file: Path, size: int) -> None:
     """Write ``size`` random bytes (64 MiB that repeat) to ``file`` and to its drive.
 
-    The first pass over a new file pays for its blocks; swap files are reused, so that is not what is to be measured.
+    The first pass over a new file pays for its blocks; swap files are reused, so that is not what
+    is to be measured.
     """
     block = random.Random(0).randbytes(_LAY_OUT_BYTES)
     with file.open("wb") as target:
@@ -152,13 +161,15 @@ def commit() -> str:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without the variables that would leak one Python's packages into another."""
+    """This process's environment without the variables that would leak one Python's packages into
+    another."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
 
 
 def _die_with_parent() -> None:
-    """Have the kernel end this child when its parent dies, even of SIGKILL. Called between fork and exec."""
+    """Have the kernel end this child when its parent dies, even of SIGKILL. Called between fork and
+    exec."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
@@ -168,15 +179,21 @@ def run_command(
 ) -> str:
     """Run a command to its end and return its standard output.
 
-    It leads a process group of its own, which is killed as a whole when we are interrupted or time runs out.
-    Raises BenchError with the end of its output when it fails.
+    It leads a process group of its own, which is killed as a whole when we are interrupted or time
+    runs out. Raises BenchError with the end of its output when it fails.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, env=env, cwd=cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True,
+            command,
+            env=env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
             start_new_session=True,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - safe: this process has one thread
-        )  # fmt: skip
+        )
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as expired:
@@ -198,7 +215,8 @@ def _kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def last_json_line(output: str) -> dict[str, Any]:
-    """The record that an arm printed; other lines are its libraries' chatter. Raises BenchError without one."""
+    """The record that an arm printed; other lines are its libraries' chatter. Raises BenchError
+    without one."""
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
             record: dict[str, Any] = json.loads(line)
@@ -207,8 +225,9 @@ def last_json_line(output: str) -> dict[str, Any]:
 
 
 def steady_s(record: Mapping[str, Any]) -> float:
-    """Seconds per step of an arm while training goes on: of the measured steps but the first, before which nothing was pending,
-    so that each bears the update of the one before it. `s_per_step` counts the last update too, beside which nothing runs."""
+    """Seconds per step of an arm while training goes on: of the measured steps but the first,
+    before which nothing was pending, so that each bears the update of the one before it.
+    `s_per_step` counts the last update too, beside which nothing runs."""
     return statistics.fmean(record["step_s"][1:])
 
 
@@ -246,7 +265,8 @@ def note(text: str) -> None:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table with rich where it is installed and output is a terminal, else in plain columns."""
+    """Print a table with rich where it is installed and output is a terminal, else in plain
+    columns."""
     try:
         from rich.console import Console
         from rich.table import Table
@@ -261,7 +281,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     widths = [max(len(line[i]) for line in [columns, *rows]) for i in range(len(columns))]
     print(title)
     for line in [columns, ["-" * width for width in widths], *rows]:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        )
 
 
 def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
@@ -277,7 +299,8 @@ def some_of(choices: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def run_main(main: Any) -> int:
-    """Run a command's ``main()``; faults that are the user's to mend end in one line and status 1."""
+    """Run a command's ``main()``; faults that are the user's to mend end in one line and status
+    1."""
     clean_up_on_signals()
     try:
         return int(main())

@@ -46,10 +46,10 @@ def measure(
 ) -> dict[str, Any]:
     """Run ``warmup`` + ``steps`` steps and return one arm's JSON record.
 
-    ``step`` runs one optimizer step and returns its loss; ``flush`` returns when no work of earlier steps is
-    pending. It is called before the first measured step and after the last, and its time is counted, so work
-    that an engine defers past ``step`` is neither given to it nor taken from it. ``counters``: running totals; the record has
-    what each measured step added, by name.
+    ``step`` runs one optimizer step and returns its loss; ``flush`` returns when no work of earlier
+    steps is pending. It is called before the first measured step and after the last, and its time
+    is counted, so work that an engine defers past ``step`` is neither given to it nor taken from
+    it. ``counters``: running totals; the record has what each measured step added, by name.
     """
     losses = [step() for _ in range(warmup)]
     flush()
@@ -86,7 +86,10 @@ def measure(
         "peak_rss_steps_bytes": peak_steps,
         "setup_s": round(setup_s, 2),
         "losses": losses,
-        **{name: [round(b[name] - a[name], 6) for a, b in itertools.pairwise(totals)] for name in totals[0]},
+        **{
+            name: [round(b[name] - a[name], 6) for a, b in itertools.pairwise(totals)]
+            for name in totals[0]
+        },
     }
 
 
@@ -95,7 +98,7 @@ def report(record: dict[str, Any]) -> None:
     print("\n" + json.dumps(record), flush=True)
 
 
-# -- files of checkpoints --------------------------------------------------------------------------------------------------
+# -- files of checkpoints --------------------------------------------------------------------------
 
 
 def _files(folder: Path) -> list[Path]:

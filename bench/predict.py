@@ -1,12 +1,15 @@
-"""What `infinity plan` predicts beside what is measured: s/step of R1 in many configurations, and the error of each.
+"""What `infinity plan` predicts beside what is measured: s/step of R1 in many configurations, and
+the error of each.
 
-    python bench/predict.py --dir /mnt/nvme0                                   # 3 rounds of 13 configurations: half an hour or more
-    python bench/predict.py --dir /mnt/nvme0 --rounds 1 --hidden 512 --steps 3 --warmup 1      # a trial: minutes
-    python bench/predict.py --dir /mnt/nvme0 --only min,half,6.8:5.0
+    python bench/predict.py --dir /mnt/nvme0                                   # 3 rounds of 13
+    configurations: half an hour or more
+    python bench/predict.py --dir /mnt/nvme0 --rounds 1 --hidden 512 --steps 3 --warmup 1      # a
+    trial: minutes python bench/predict.py --dir /mnt/nvme0 --only min,half,6.8:5.0
 
-Every round measures, per number of tokens, a plain forward and backward without offloading. Then the configurations run in random
-order, each in a fresh process; the drive is measured before each. These and the configuration are all that a prediction knows. "6.8:5.0" and
-"3.5:3.0" run through the throttling seam at these ratios of read to write, scaled down to what the drive can do (SEAM_SHARE).
+Every round measures, per number of tokens, a plain forward and backward without offloading. Then
+the configurations run in random order, each in a fresh process; the drive is measured before each.
+These and the configuration are all that a prediction knows. "6.8:5.0" and "3.5:3.0" run through the
+throttling seam at these ratios of read to write, scaled down to what the drive can do (SEAM_SHARE).
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ import r1
 
 TIMEOUT_S = 3600
 SEAM_SHARE = 0.6
-"""Throttled drives get at most this share of the bandwidth that the real one has, so that the seam decides."""
+"""Throttled drives get at most this share of the bandwidth that the real one has, so that the seam
+decides."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One configuration. ram: "min", or a share of what everything would take. ratio: (read, write) of a throttled drive."""
+    """One configuration. ram: "min", or a share of what everything would take. ratio: (read, write)
+    of a throttled drive."""
 
     ram: str = "min"
     state: str = "exact"
@@ -61,12 +66,22 @@ CONFIGS = {
 Record = dict[str, Any]
 
 
-def arm(part: str, args: argparse.Namespace, *options: str, tokens: int, micro_batches: int) -> Record:
+def arm(
+    part: str, args: argparse.Namespace, *options: str, tokens: int, micro_batches: int
+) -> Record:
     """Run one measurement of arm_predict.py in a fresh process. Blocks until it ends."""
     command = [
-        sys.executable, str(harness.BENCH / "arm_predict.py"), part, f"--hidden={args.hidden}", f"--layers={args.layers}",
-        f"--steps={args.steps}", f"--warmup={args.warmup}", f"--tokens={tokens}", f"--micro-batches={micro_batches}", *options,
-    ]  # fmt: skip
+        sys.executable,
+        str(harness.BENCH / "arm_predict.py"),
+        part,
+        f"--hidden={args.hidden}",
+        f"--layers={args.layers}",
+        f"--steps={args.steps}",
+        f"--warmup={args.warmup}",
+        f"--tokens={tokens}",
+        f"--micro-batches={micro_batches}",
+        *options,
+    ]
     env = harness.environment(PYTHONPATH=str(harness.ROOT))
     return harness.last_json_line(harness.run_command(command, env, timeout_s=TIMEOUT_S))
 
@@ -85,7 +100,9 @@ def error_of(record: Record) -> float:
     return float(record["predicted_s"]) / harness.steady_s(record) - 1
 
 
-def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random) -> list[Record]:
+def run_round(
+    names: Sequence[str], args: argparse.Namespace, number: int, chance: random.Random
+) -> list[Record]:
     """Measure plain passes, and every configuration once with the drive before it."""
     passes = {
         tokens: arm("plain", args, tokens=tokens, micro_batches=1)
@@ -98,64 +115,121 @@ def run_round(names: Sequence[str], args: argparse.Namespace, number: int, chanc
         now = drive.measure(args.dir)
         read, write = bandwidths(config, now)
         given = {
-            "ram": config.ram, "state": config.state, "update": config.update, "throttled": config.ratio is not None,
-            "read_bytes_per_s": read, "write_bytes_per_s": write, **passes[config.tokens],
-        }  # fmt: skip
+            "ram": config.ram,
+            "state": config.state,
+            "update": config.update,
+            "throttled": config.ratio is not None,
+            "read_bytes_per_s": read,
+            "write_bytes_per_s": write,
+            **passes[config.tokens],
+        }
         with harness.scratch(args.dir) as swap:
             options = (f"--dir={swap}", f"--config={json.dumps(given)}")
-            found = arm("step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches)
-        harness.note(f"  {name}: {harness.steady_s(found):.3f} s/step, predicted {found['predicted_s']:.3f} "
-                     f"({error_of(found):+.0%}); drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s")  # fmt: skip
-        records.append({
-            "schema": "infinity.bench.predict/1", "run": args.run, "commit": args.commit, "machine": harness.machine(),
-            "workload": {"hidden": args.hidden, "layers": args.layers}, "round": number, "config": name, **dataclasses.asdict(config),
-            "drive": now, "given": given, **found,
-        })  # fmt: skip
+            found = arm(
+                "step", args, *options, tokens=config.tokens, micro_batches=config.micro_batches
+            )
+        harness.note(
+            f"  {name}: {harness.steady_s(found):.3f} s/step, predicted {found['predicted_s']:.3f} "
+            f"({error_of(found):+.0%}); drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s"
+        )
+        records.append(
+            {
+                "schema": "infinity.bench.predict/1",
+                "run": args.run,
+                "commit": args.commit,
+                "machine": harness.machine(),
+                "workload": {"hidden": args.hidden, "layers": args.layers},
+                "round": number,
+                "config": name,
+                **dataclasses.asdict(config),
+                "drive": now,
+                "given": given,
+                **found,
+            }
+        )
         harness.append_line(args.results, records[-1])
     return records
 
 
 def summarise(records: Sequence[Record]) -> list[Record]:
-    """Per configuration: medians over the rounds, and the error as the median of the rounds' errors."""
+    """Per configuration: medians over the rounds, and the error as the median of the rounds'
+    errors."""
     rows = []
     for name in dict.fromkeys(record["config"] for record in records):
         mine = [record for record in records if record["config"] == name]
-        rows.append({
-            "config": name,
-            "rounds": len(mine),
-            **{key: statistics.median(one[key] for one in mine) for key in ("predicted_s", "predicted_limit_s")},
-            "s_per_step": statistics.median(map(harness.steady_s, mine)),
-            "error": statistics.median(map(error_of, mine)),
-            "errors": list(map(error_of, mine)),
-            "read_error": statistics.median(one["predicted_read_bytes_per_param"] - one["read_bytes_per_param"] for one in mine),
-            "write_error": statistics.median(one["predicted_write_bytes_per_param"] - one["write_bytes_per_param"] for one in mine),
-        })  # fmt: skip
+        rows.append(
+            {
+                "config": name,
+                "rounds": len(mine),
+                **{
+                    key: statistics.median(one[key] for one in mine)
+                    for key in ("predicted_s", "predicted_limit_s")
+                },
+                "s_per_step": statistics.median(map(harness.steady_s, mine)),
+                "error": statistics.median(map(error_of, mine)),
+                "errors": list(map(error_of, mine)),
+                "read_error": statistics.median(
+                    one["predicted_read_bytes_per_param"] - one["read_bytes_per_param"]
+                    for one in mine
+                ),
+                "write_error": statistics.median(
+                    one["predicted_write_bytes_per_param"] - one["write_bytes_per_param"]
+                    for one in mine
+                ),
+            }
+        )
     return rows
 
 
 def show(rows: Sequence[Record]) -> None:
     """Print the table and the error over all configurations."""
-    columns = ["configuration", "measured s", "predicted s", "error", "limit s", "η", "read B/param off by", "written"]
+    columns = [
+        "configuration",
+        "measured s",
+        "predicted s",
+        "error",
+        "limit s",
+        "η",
+        "read B/param off by",
+        "written",
+    ]
     lines = [
         [
-            row["config"], f"{row['s_per_step']:.3f}", f"{row['predicted_s']:.3f}", f"{row['error']:+.1%}",
-            f"{row['predicted_limit_s']:.3f}", f"{row['predicted_limit_s'] / row['s_per_step']:.2f}",
-            f"{row['read_error']:+.2f}", f"{row['write_error']:+.2f}",
+            row["config"],
+            f"{row['s_per_step']:.3f}",
+            f"{row['predicted_s']:.3f}",
+            f"{row['error']:+.1%}",
+            f"{row['predicted_limit_s']:.3f}",
+            f"{row['predicted_limit_s'] / row['s_per_step']:.2f}",
+            f"{row['read_error']:+.2f}",
+            f"{row['write_error']:+.2f}",
         ]
         for row in rows
-    ]  # fmt: skip
+    ]
     harness.print_table("Predicted and measured", columns, lines)
     errors = [abs(row["error"]) for row in rows]
-    print(f"error over {len(rows)} configurations: median {statistics.median(errors):.1%}, largest {max(errors):.1%}")
+    print(
+        f"error over {len(rows)} configurations: median {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dir", type=Path, help="a directory on the drive")
-    parser.add_argument("--show", metavar="RUN", help="measure nothing; show a run that is in the results file, by its time")
+    parser.add_argument(
+        "--show",
+        metavar="RUN",
+        help="measure nothing; show a run that is in the results file, by its time",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
-    parser.add_argument("--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS))
-    parser.add_argument("--seed", type=int, default=0, help="of the order within a round (%(default)s)")
+    parser.add_argument(
+        "--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS)
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the order within a round (%(default)s)"
+    )
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "predict.jsonl")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     r1.add_arguments(parser)
@@ -170,15 +244,23 @@ def main() -> int:
         raise ValueError(f"--steps {args.steps}: give at least 2; the first is not like the others")
     if args.rounds < 1:
         raise ValueError(f"--rounds {args.rounds}: give at least 1")
-    names = list(CONFIGS) if not args.only else [name for name in CONFIGS if name in args.only.split(",")]
+    names = (
+        list(CONFIGS)
+        if not args.only
+        else [name for name in CONFIGS if name in args.only.split(",")]
+    )
     unknown = set(args.only.split(",")) - set(CONFIGS) if args.only else set()
     if unknown:
-        raise ValueError(f"--only: {', '.join(sorted(unknown))} not known; there are {'; '.join(CONFIGS)}")
+        raise ValueError(
+            f"--only: {', '.join(sorted(unknown))} not known; there are {'; '.join(CONFIGS)}"
+        )
     workload = r1.from_arguments(args)
     harness.check_directory(args.dir, 14 * workload.parameters + (2 << 30))
     args.run, args.commit = harness.now(), harness.commit()
     chance = random.Random(args.seed)
-    records = [record for number in range(args.rounds) for record in run_round(names, args, number, chance)]
+    records = [
+        record for number in range(args.rounds) for record in run_round(names, args, number, chance)
+    ]
     rows = summarise(records)
     if args.json:
         print(json.dumps(rows))

@@ -1,7 +1,7 @@
 """R1, the reference workload: a Llama-shaped causal LM on one fixed batch of random tokens.
 
-Runs in any environment that has torch and transformers; every arm of a comparison builds the same model from
-here, filled with the same values, so that their losses can be set side by side.
+Runs in any environment that has torch and transformers; every arm of a comparison builds the same
+model from here, filled with the same values, so that their losses can be set side by side.
 """
 
 from __future__ import annotations
@@ -99,15 +99,33 @@ class Workload:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that choose a workload; ``from_arguments`` reads them back."""
     default = Workload()
-    parser.add_argument("--hidden", type=int, default=default.hidden, help="hidden size (R1: %(default)s)")
-    parser.add_argument("--layers", type=int, default=default.layers, help="layers (R1: %(default)s)")
     parser.add_argument(
-        "--micro-batches", type=int, default=default.micro_batches, help="per step (R1: %(default)s)"
+        "--hidden", type=int, default=default.hidden, help="hidden size (R1: %(default)s)"
     )
-    parser.add_argument("--tokens", type=int, default=default.tokens, help="per micro-batch (R1: %(default)s)")
-    parser.add_argument("--steps", type=int, default=default.steps, help="measured steps (%(default)s)")
-    parser.add_argument("--warmup", type=int, default=default.warmup, help="steps before them (%(default)s)")
-    parser.add_argument("--clip", type=float, default=default.clip, help="norm at which gradients are clipped (%(default)s)")
+    parser.add_argument(
+        "--layers", type=int, default=default.layers, help="layers (R1: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro-batches",
+        type=int,
+        default=default.micro_batches,
+        help="per step (R1: %(default)s)",
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=default.tokens, help="per micro-batch (R1: %(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=default.steps, help="measured steps (%(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=default.warmup, help="steps before them (%(default)s)"
+    )
+    parser.add_argument(
+        "--clip",
+        type=float,
+        default=default.clip,
+        help="norm at which gradients are clipped (%(default)s)",
+    )
 
 
 def from_arguments(args: argparse.Namespace) -> Workload:
@@ -136,7 +154,8 @@ def construct(workload: Workload) -> LlamaForCausalLM:
 
 
 def build_on_meta(workload: Workload) -> LlamaForCausalLM:
-    """The model with bf16 parameters on the meta device (no storage) and its rotary tables in fp32 on the CPU."""
+    """The model with bf16 parameters on the meta device (no storage) and its rotary tables in fp32
+    on the CPU."""
     with torch.device("meta"):
         model = construct(workload)
     renew_rotary(model)
@@ -146,8 +165,8 @@ def build_on_meta(workload: Workload) -> LlamaForCausalLM:
 def renew_rotary(model: LlamaForCausalLM) -> None:
     """Give the model rotary tables in fp32 on the CPU.
 
-    They are non-persistent buffers: a build on meta leaves them empty, and engines that cast a whole module
-    round them to bf16, which would make the arms compute different models.
+    They are non-persistent buffers: a build on meta leaves them empty, and engines that cast a
+    whole module round them to bf16, which would make the arms compute different models.
     """
     model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
 
@@ -156,7 +175,8 @@ def renew_rotary(model: LlamaForCausalLM) -> None:
 def fill(name: str, tensor: torch.Tensor, seed: int = 0) -> None:
     """Write parameter ``name``'s first values into ``tensor``, in place and in its own dtype.
 
-    Keyed on (seed, name): any order and any grouping of calls gives the same model, and no fp32 copy is made.
+    Keyed on (seed, name): any order and any grouping of calls gives the same model, and no fp32
+    copy is made.
     """
     if name.endswith("norm.weight") or "layernorm" in name:
         tensor.fill_(1.0)
@@ -167,7 +187,8 @@ def fill(name: str, tensor: torch.Tensor, seed: int = 0) -> None:
 
 
 def micro_batches(workload: Workload) -> list[torch.Tensor]:
-    """The token batches of one step, each int64 of shape [1, tokens]; every step uses the same ones."""
+    """The token batches of one step, each int64 of shape [1, tokens]; every step uses the same
+    ones."""
     generator = torch.Generator().manual_seed(workload.seed + 1)
     shape = (workload.micro_batches, 1, workload.tokens)
     return list(torch.randint(0, workload.vocab, shape, generator=generator).unbind(0))

@@ -1,4 +1,5 @@
-"""One rank of R1 under infinity, started by ranks.py under torchrun; rank 0 prints one JSON line for all."""
+"""One rank of R1 under infinity, started by ranks.py under torchrun; rank 0 prints one JSON line
+for all."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ import infinity as inf
 
 def build(workload: r1.Workload, policy: inf.Policy) -> arm_infinity.Training:
     """R1 and an ordinary loop on this rank's rows."""
-    model = inf.offload(r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed))
+    model = inf.offload(
+        r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed)
+    )
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
     batches = ranks_record.batches(workload, dist.get_rank())
@@ -55,7 +58,9 @@ def run(workload: r1.Workload, policy: inf.Policy) -> dict[str, Any]:
     began = time.perf_counter()
     training = build(workload, policy)
     handle = training.handle
-    record = ranks_record.measure(training.step, workload, flush=partial(flush, handle), setup_s=time.perf_counter() - began)
+    record = ranks_record.measure(
+        training.step, workload, flush=partial(flush, handle), setup_s=time.perf_counter() - began
+    )
     stats = handle.stats()
     handle.close()
     held = {name: value for name, value in dataclasses.asdict(stats).items()
@@ -66,7 +71,9 @@ def run(workload: r1.Workload, policy: inf.Policy) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="swap directory, of all ranks")
-    parser.add_argument("--zero", type=int, default=3, choices=(1, 2, 3), help="stage (%(default)s)")
+    parser.add_argument(
+        "--zero", type=int, default=3, choices=(1, 2, 3), help="stage (%(default)s)"
+    )
     arm_infinity.add_arguments(parser)
     r1.add_arguments(parser)
     args = parser.parse_args()

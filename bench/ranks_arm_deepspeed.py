@@ -1,7 +1,8 @@
-"""One rank of R1 under DeepSpeed on the CPU, started by ranks.py under torchrun in DeepSpeed's own environment.
+"""One rank of R1 under DeepSpeed on the CPU, started by ranks.py under torchrun in DeepSpeed's own
+environment.
 
-Stage 3 with everything on NVMe is `arm_deepspeed.tuned_config`; stage 2 keeps parameters on the device (here memory), and
-optimizer states and gradients in CPU memory.
+Stage 3 with everything on NVMe is `arm_deepspeed.tuned_config`; stage 2 keeps parameters on the
+device (here memory), and optimizer states and gradients in CPU memory.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import torch.distributed as dist
 
 
 def stage2_config(workload: r1.Workload) -> dict[str, Any]:
-    """Stage 2 with CPU offload. Buckets hold a third of R1: at their default of 5e8 they would hold it three times over."""
+    """Stage 2 with CPU offload. Buckets hold a third of R1: at their default of 5e8 they would hold
+    it three times over."""
     config = arm_deepspeed.tuned_config(workload, "")
     del config["aio"]
     config["zero_optimization"] = {
@@ -40,7 +42,9 @@ def build_stage2(workload: r1.Workload) -> Any:
     model = r1.construct(workload)
     for name, parameter in model.named_parameters():
         r1.fill(name, parameter.data, workload.seed)
-    engine, _, _, _ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=stage2_config(workload))
+    engine, _, _, _ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=stage2_config(workload)
+    )
     r1.renew_rotary(model)
     return engine
 
@@ -48,7 +52,11 @@ def build_stage2(workload: r1.Workload) -> Any:
 def run(workload: r1.Workload, stage: int, swap_dir: str) -> dict[str, Any]:
     """Train and measure; this rank's record. Blocks."""
     began = time.perf_counter()
-    engine = arm_deepspeed.build_engine(workload, swap_dir, "nvme") if stage == 3 else build_stage2(workload)
+    engine = (
+        arm_deepspeed.build_engine(workload, swap_dir, "nvme")
+        if stage == 3
+        else build_stage2(workload)
+    )
     batches = ranks_record.batches(workload, dist.get_rank())
     record = ranks_record.measure(
         lambda: arm_deepspeed.train_step(engine, batches),
@@ -62,7 +70,9 @@ def run(workload: r1.Workload, stage: int, swap_dir: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="swap directory, of all ranks")
-    parser.add_argument("--zero", type=int, default=3, choices=(2, 3), help="3: all on NVMe; 2: offload to the CPU")
+    parser.add_argument(
+        "--zero", type=int, default=3, choices=(2, 3), help="3: all on NVMe; 2: offload to the CPU"
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))

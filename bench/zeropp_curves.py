@@ -1,12 +1,16 @@
-"""What each switch of ZeRO++ does to training: loss curves on real text at four ranks, two nodes of two, over several seeds.
+"""What each switch of ZeRO++ does to training: loss curves on real text at four ranks, two nodes of
+two, over several seeds.
 
-    python bench/zeropp_curves.py                                   # 6 arms x 3 seeds x 300 steps: about 20 minutes on two cores
-    python bench/zeropp_curves.py --seeds 0 --steps 60              # a trial; other lengths are other settings
+    python bench/zeropp_curves.py                                   # 6 arms x 3 seeds x 300 steps:
+    about 20 minutes on two cores
+    python bench/zeropp_curves.py --seeds 0 --steps 60              # a trial; other lengths are
+    other settings
 
-A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed chooses the first values and the
-order of the text, the same in every arm. The nodes are two by the mesh alone: all ranks run here. The held-out loss is of the
-weights as they are gathered, so with qwz of the quantized ones. Each run is a line of results/zeropp_curves.jsonl as soon as it
-ends; a run that is there already (same setting) is not repeated, and --limit-s ends in time, between runs.
+A byte-level Llama (`small` of convergence.py) learns the King James Bible from scratch; a seed
+chooses the first values and the order of the text, the same in every arm. The nodes are two by the
+mesh alone: all ranks run here. The held-out loss is of the weights as they are gathered, so with
+qwz of the quantized ones. Each run is a line of results/zeropp_curves.jsonl as soon as it ends; a
+run that is there already (same setting) is not repeated, and --limit-s ends in time, between runs.
 """
 
 from __future__ import annotations
@@ -49,16 +53,24 @@ STARTS_S = 120.0
 Key = tuple[str, int]
 
 
-# -- a rank ------------------------------------------------------------------------------------------------------------
+# -- a rank ----------------------------------------------------------------------------------------
 
 
 def make_model(arm: str, seed: int) -> Any:
-    """The model of convergence.py's `small` in bf16, split over the mesh, with everything in RAM."""
+    """The model of convergence.py's `small` in bf16, split over the mesh, with everything in
+    RAM."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=256, tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
     mesh = init_device_mesh("cpu", (NODES, RANKS // NODES), mesh_dim_names=("nodes", "ranks"))
     policy = inf.Policy(params="cpu", optim="cpu", seed=seed, mesh=mesh, **ARMS[arm])
     return inf.offload(LlamaForCausalLM(config).bfloat16(), policy)
@@ -66,8 +78,12 @@ def make_model(arm: str, seed: int) -> Any:
 
 @torch.no_grad()
 def held_out_loss(model: Any, mine: torch.Tensor) -> float:
-    """Mean loss over the held-out windows of all ranks, of which `mine` [n, seq] are this one's; n is the same on all."""
-    total = torch.tensor(sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in mine.split(8)) / len(mine))
+    """Mean loss over the held-out windows of all ranks, of which `mine` [n, seq] are this one's; n
+    is the same on all."""
+    total = torch.tensor(
+        sum(float(model(input_ids=part, labels=part).loss) * len(part) for part in mine.split(8))
+        / len(mine)
+    )
     dist.all_reduce(total)
     return float(total) / RANKS
 
@@ -98,18 +114,30 @@ def train(setting: convergence.Setting, arm: str, seed: int) -> dict[str, Any]:
         if (step + 1) % EVERY == 0 or step + 1 == setting.steps:
             curve.append((step + 1, held_out_loss(model, held_out)))
     took = time.perf_counter() - began
-    counted = {name: value for name, value in dataclasses.asdict(handle.stats()).items() if name.startswith("comm_")}
+    counted = {
+        name: value
+        for name, value in dataclasses.asdict(handle.stats()).items()
+        if name.startswith("comm_")
+    }
     handle.close()
     means = torch.stack(losses)
     dist.all_reduce(means)
     return {
-        "setting": dataclasses.asdict(setting), "mesh": [NODES, RANKS // NODES], "arm": arm, "seed": seed, "held_out": curve,
-        "losses": (means / RANKS).tolist(), "final": curve[-1][1], "s_per_step": took / setting.steps, "engine": counted,
-    }  # fmt: skip
+        "setting": dataclasses.asdict(setting),
+        "mesh": [NODES, RANKS // NODES],
+        "arm": arm,
+        "seed": seed,
+        "held_out": curve,
+        "losses": (means / RANKS).tolist(),
+        "final": curve[-1][1],
+        "s_per_step": took / setting.steps,
+        "engine": counted,
+    }
 
 
 def work(args: argparse.Namespace) -> int:
-    """One rank: the runs that are wanted, one after the other, as long as there is time for one more."""
+    """One rank: the runs that are wanted, one after the other, as long as there is time for one
+    more."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     setting = dataclasses.replace(SETTING, steps=args.steps)
@@ -129,7 +157,7 @@ def work(args: argparse.Namespace) -> int:
     return 0
 
 
-# -- the runs, and what they show --------------------------------------------------------------------------------------
+# -- the runs, and what they show ------------------------------------------------------------------
 
 
 def known(path: Path, setting: convergence.Setting) -> dict[Key, dict[str, Any]]:
@@ -137,33 +165,48 @@ def known(path: Path, setting: convergence.Setting) -> dict[Key, dict[str, Any]]
     if not path.exists():
         return {}
     records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {(r["arm"], r["seed"]): r for r in records if r["setting"] == dataclasses.asdict(setting)}
+    return {
+        (r["arm"], r["seed"]): r for r in records if r["setting"] == dataclasses.asdict(setting)
+    }
 
 
-def rows_of(runs: dict[Key, dict[str, Any]], arms: Sequence[str], seeds: Sequence[int]) -> list[list[str]]:
-    """A row per arm that has runs: final held-out losses, and their differences from plain's of the same seed."""
+def rows_of(
+    runs: dict[Key, dict[str, Any]], arms: Sequence[str], seeds: Sequence[int]
+) -> list[list[str]]:
+    """A row per arm that has runs: final held-out losses, and their differences from plain's of the
+    same seed."""
     rows = []
     for arm in arms:
         mine = {seed: runs[arm, seed] for seed in seeds if (arm, seed) in runs}
         if not mine:
             continue
         finals = [record["final"] for record in mine.values()]
-        pairs = [(record, runs["plain", seed]) for seed, record in mine.items() if ("plain", seed) in runs]
+        pairs = [
+            (record, runs["plain", seed])
+            for seed, record in mine.items()
+            if ("plain", seed) in runs
+        ]
         apart = [record["final"] - plain["final"] for record, plain in pairs]
         equal = sum(record["losses"] == plain["losses"] for record, plain in pairs)
-        rows.append([
-            arm, str(len(finals)), f"{statistics.fmean(finals):.4f}",
-            f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else "",
-            f"{statistics.fmean(apart):+.4f}" if apart else "", f"{max(apart, key=abs):+.4f}" if apart else "",
-            f"{equal} of {len(pairs)}", f"{statistics.median(record['s_per_step'] for record in mine.values()):.3f}",
-            " ".join(f"{value:.4f}" for value in finals),
-        ])  # fmt: skip
+        rows.append(
+            [
+                arm,
+                str(len(finals)),
+                f"{statistics.fmean(finals):.4f}",
+                f"{statistics.stdev(finals):.4f}" if len(finals) > 1 else "",
+                f"{statistics.fmean(apart):+.4f}" if apart else "",
+                f"{max(apart, key=abs):+.4f}" if apart else "",
+                f"{equal} of {len(pairs)}",
+                f"{statistics.median(record['s_per_step'] for record in mine.values()):.3f}",
+                " ".join(f"{value:.4f}" for value in finals),
+            ]
+        )
     return rows
 
 
 def plot(runs: dict[Key, dict[str, Any]], seeds: Sequence[int], path: Path) -> None:
-    """Held-out loss over steps, the mean of the seeds, and its difference from plain's with its range over seeds. Nothing
-    without matplotlib, which is said."""
+    """Held-out loss over steps, the mean of the seeds, and its difference from plain's with its
+    range over seeds. Nothing without matplotlib, which is said."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -174,7 +217,11 @@ def plot(runs: dict[Key, dict[str, Any]], seeds: Sequence[int], path: Path) -> N
 
     figure, (whole, apart) = pyplot.subplots(1, 2, figsize=(12, 4.5))
     for arm, colour in zip(ARMS, COLOURS, strict=True):
-        both = [(runs[arm, seed], runs["plain", seed]) for seed in seeds if (arm, seed) in runs and ("plain", seed) in runs]
+        both = [
+            (runs[arm, seed], runs["plain", seed])
+            for seed in seeds
+            if (arm, seed) in runs and ("plain", seed) in runs
+        ]
         if not both:
             continue
         steps = [step for step, _ in both[0][0]["held_out"]]
@@ -185,7 +232,11 @@ def plot(runs: dict[Key, dict[str, Any]], seeds: Sequence[int], path: Path) -> N
         apart.plot(steps, (values - plain).mean(0), color=colour, linewidth=1, label=arm)
         apart.fill_between(steps, least, most, color=colour, alpha=0.15, linewidth=0)
     whole.set(xlabel="step", ylabel="held-out loss", title="mean over seeds (how many)")
-    apart.set(xlabel="step", ylabel="held-out loss minus plain's, same seed", title="mean and range over seeds")
+    apart.set(
+        xlabel="step",
+        ylabel="held-out loss minus plain's, same seed",
+        title="mean and range over seeds",
+    )
     whole.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -194,11 +245,18 @@ def plot(runs: dict[Key, dict[str, Any]], seeds: Sequence[int], path: Path) -> N
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=tuple(ARMS))
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2), help="(0 1 2)")
     parser.add_argument("--steps", type=int, default=SETTING.steps, help="(%(default)s)")
-    parser.add_argument("--limit-s", type=float, default=1500.0, help="no run begins that would not end within (%(default)s)")
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=1500.0,
+        help="no run begins that would not end within (%(default)s)",
+    )
     parser.add_argument("--results", type=Path, default=harness.RESULTS / "zeropp_curves.jsonl")
     parser.add_argument("--work", help=argparse.SUPPRESS)  # of a rank: the runs, as JSON
     return parser.parse_args()
@@ -213,17 +271,40 @@ def main() -> int:
     runs = known(args.results, setting)
     wanted = [(arm, seed) for seed in args.seeds for arm in args.arms if (arm, seed) not in runs]
     if wanted:
-        harness.note(f"{len(wanted)} runs of {setting.steps} steps, within {args.limit_s:.0f} s ...")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", __file__,
-                   f"--work={json.dumps(wanted)}", f"--steps={args.steps}", f"--limit-s={args.limit_s}",
-                   f"--results={args.results.absolute()}"]  # fmt: skip
+        harness.note(
+            f"{len(wanted)} runs of {setting.steps} steps, within {args.limit_s:.0f} s ..."
+        )
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={RANKS}",
+            __file__,
+            f"--work={json.dumps(wanted)}",
+            f"--steps={args.steps}",
+            f"--limit-s={args.limit_s}",
+            f"--results={args.results.absolute()}",
+        ]
         env = harness.environment(PYTHONPATH=str(harness.ROOT), OMP_NUM_THREADS="1")
         harness.run_command(command, env, timeout_s=2 * args.limit_s + STARTS_S)
         runs = known(args.results, setting)
         left = [key for key in wanted if key not in runs]
         if left:
-            harness.note(f"time was up with {len(left)} runs to go; start it again to go on: {left}")
-    columns = ["arm", "seeds", "held out, mean", "std", "minus plain", "at most", "losses bit-equal", "s/step", "each"]
+            harness.note(
+                f"time was up with {len(left)} runs to go; start it again to go on: {left}"
+            )
+    columns = [
+        "arm",
+        "seeds",
+        "held out, mean",
+        "std",
+        "minus plain",
+        "at most",
+        "losses bit-equal",
+        "s/step",
+        "each",
+    ]
     title = f"held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} bytes; {RANKS} ranks as {NODES} nodes"
     harness.print_table(title, columns, rows_of(runs, args.arms, args.seeds))
     plot(runs, args.seeds, args.results.with_suffix(".png"))

@@ -1,4 +1,5 @@
-"""The build backend of pyproject.toml: setuptools', which also gets a C compiler where there is none.
+"""The build backend of pyproject.toml: setuptools', which also gets a C compiler where there is
+none.
 
 A front end such as pip asks it which packages a build needs. On a machine without a C compiler
 `ziglang` is one of them; elsewhere nobody downloads its 100 MB.

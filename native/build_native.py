@@ -44,7 +44,8 @@ ZIGLANG = "ziglang>=0.17"
 GLIBC = "2.28"
 """The oldest glibc that what zig links must run on: torch's own wheels ask for that one."""
 
-# -ffp-contract=off: no FMA, so that every instruction set rounds alike. -fno-math-errno: without it sqrt stays scalar.
+# -ffp-contract=off: no FMA, so that every instruction set rounds alike. -fno-math-errno: without it
+# sqrt stays scalar.
 COMPILE_FLAGS = (
     "-std=gnu11",
     "-O3",
@@ -119,12 +120,15 @@ def requires() -> list[str]:
 
 def cdef_text() -> str:
     """The declarations for cffi: kernels.cdef.h first, since the others use its structs."""
-    files = sorted(NATIVE.glob("*.cdef.h"), key=lambda file: (file.name != "kernels.cdef.h", file.name))
+    files = sorted(
+        NATIVE.glob("*.cdef.h"), key=lambda file: (file.name != "kernels.cdef.h", file.name)
+    )
     return "\n".join(file.read_text() for file in files)
 
 
 def preamble_text() -> str:
-    """The includes of the generated glue: every header that has a cdef file of its name, and infinity.h."""
+    """The includes of the generated glue: every header that has a cdef file of its name, and
+    infinity.h."""
     headers = ["infinity.h"]
     for cdef in sorted(NATIVE.glob("*.cdef.h")):
         header = NATIVE / cdef.name.replace(".cdef.h", ".h")
@@ -140,17 +144,25 @@ def sources() -> list[str]:
 
 def depends() -> list[str]:
     """What a rebuild must look at besides the sources."""
-    return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.h"))] + ["native/build_native.py"]
+    return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.h"))] + [
+        "native/build_native.py"
+    ]
 
 
 def compile_flags() -> list[str]:
     """Flags for every file, with what the environment asks for."""
     flags = list(COMPILE_FLAGS)
     if os.environ.get("INFINITY_WERROR") == "1":
-        flags += ["-Werror", "-UNDEBUG"]  # a check keeps its assertions; Python's own flags switch them off
+        # a check keeps its assertions; Python's own flags switch them off
+        flags += ["-Werror", "-UNDEBUG"]
     sanitizers = os.environ.get("INFINITY_SANITIZE")
     if sanitizers:
-        flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g"]
+        flags += [
+            f"-fsanitize={sanitizers}",
+            "-fno-sanitize-recover=all",
+            "-fno-omit-frame-pointer",
+            "-g",
+        ]
     return flags
 
 
@@ -176,8 +188,12 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
     """setuptools' build_ext, with the glue generated and the flags of this file."""
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution must carry; setuptools asks. No MANIFEST.in is needed for it."""
-        return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))]
+        """What a source distribution must carry; setuptools asks. No MANIFEST.in is needed for
+        it."""
+        return [
+            f"native/{file.name}"
+            for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))
+        ]
 
     def run(self) -> None:
         """Choose the compiler before setuptools asks for CC."""
@@ -229,13 +245,16 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
 
 
 def build_in_place() -> Path:
-    """Build infinity/_native.abi3.so in the source tree; returns its path. Raises what the compiler step raises."""
+    """Build infinity/_native.abi3.so in the source tree; returns its path. Raises what the compiler
+    step raises."""
     here = Path.cwd()
     os.chdir(ROOT)
     try:
         with tempfile.TemporaryDirectory(prefix="infinity-native-") as temp:
             extension = Extension(MODULE, sources=[], py_limited_api=True)
-            command: Any = build_ext(Distribution({"name": "infinity-native", "ext_modules": [extension]}))
+            command: Any = build_ext(
+                Distribution({"name": "infinity-native", "ext_modules": [extension]})
+            )
             command.build_temp = os.path.join(temp, "temp")
             command.build_lib = os.path.join(temp, "lib")
             command.force = True

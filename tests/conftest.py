@@ -11,11 +11,13 @@ import hypothesis
 import pytest
 import torch
 
-# Tests assert no time: on a busy machine the first example of a test may take longer than any limit.
+# Tests assert no time: on a busy machine the first example of a test may take longer than any
+# limit.
 hypothesis.settings.register_profile("infinity", deadline=None)
 hypothesis.settings.load_profile("infinity")
 
-# Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler, it stays.
+# Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler,
+# it stays.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -28,8 +30,8 @@ def _backends_missing() -> dict[str, str]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int | pytest.ExitCode) -> None:
-    """INFINITY_REQUIRE_BACKENDS=1: a run that leaves a backend out has failed. Where io_uring is forbidden, and that is known
-    and accepted, INFINITY_WITHOUT_BACKENDS names it."""
+    """INFINITY_REQUIRE_BACKENDS=1: a run that leaves a backend out has failed. Where io_uring is
+    forbidden, and that is known and accepted, INFINITY_WITHOUT_BACKENDS names it."""
     accepted = os.environ.get("INFINITY_WITHOUT_BACKENDS", "").split(",")
     required = os.environ.get("INFINITY_REQUIRE_BACKENDS") == "1"
     if required and exitstatus == pytest.ExitCode.OK and set(_backends_missing()) - set(accepted):
@@ -49,7 +51,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(autouse=True)
 def _close_what_a_failed_test_left_open() -> Iterator[None]:
-    """A model that stays offloaded keeps its part of the process's budget, and the next test would fail for it."""
+    """A model that stays offloaded keeps its part of the process's budget, and the next test would
+    fail for it."""
     yield
     engine = sys.modules.get("infinity._src.engine")
     for handle in list(engine._OPEN) if engine is not None else ():
@@ -59,6 +62,7 @@ def _close_what_a_failed_test_left_open() -> Iterator[None]:
             print(f"closing a model that a test left open: {error}")
 
 
-# A run in the background of a shell starts with SIGINT ignored, and so would the processes that tests interrupt.
+# A run in the background of a shell starts with SIGINT ignored, and so would the processes that
+# tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

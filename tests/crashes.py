@@ -1,4 +1,5 @@
-"""Trainers that are killed: processes forked from one that has imported everything, and what they tell before they die."""
+"""Trainers that are killed: processes forked from one that has imported everything, and what they
+tell before they die."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ CALLS = ("fsync", "replace", "rename", "unlink", "write", "open", "posix_falloca
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One trainer. die_at: it kills itself at the call of this number of `CALLS`, counted from when it has told `die_from`."""
+    """One trainer. die_at: it kills itself at the call of this number of `CALLS`, counted from when
+    it has told `die_from`."""
 
     directory: Path
     update: str = "deferred"
@@ -65,7 +67,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)) for _ in range(3)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -74,7 +78,8 @@ class Net(nn.Module):
 
 
 class Rooted(Net):
-    """With a parameter of its own: the Uses of that and of the first block end with the backward, one after the other."""
+    """With a parameter of its own: the Uses of that and of the first block end with the backward,
+    one after the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +99,9 @@ def digest(model: Any) -> str:
         found.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     for param in model.parameters():
         for value in handle.optimizer_state(param).values():
-            found.update(value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode())
+            found.update(
+                value.numpy().tobytes() if isinstance(value, torch.Tensor) else repr(value).encode()
+            )
     return found.hexdigest()
 
 
@@ -145,9 +152,15 @@ def train(job: Job, pipe: Any) -> None:
     torch.set_num_threads(1)
     tell = Tell(job, pipe)
     if job.world > 1:
-        dist.init_process_group("gloo", init_method=job.rendezvous, rank=job.rank, world_size=job.world)
+        dist.init_process_group(
+            "gloo", init_method=job.rendezvous, rank=job.rank, world_size=job.world
+        )
     torch.manual_seed(0)
-    model: Any = offload(Net().bfloat16(), job.policy, _seam=None if job.reference else Seam(delay_us_max=200, seed=job.seed))
+    model: Any = offload(
+        Net().bfloat16(),
+        job.policy,
+        _seam=None if job.reference else Seam(delay_us_max=200, seed=job.seed),
+    )
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     if job.reference:
         tell("digest", 0, digest(model))
@@ -161,7 +174,10 @@ def train(job: Job, pipe: Any) -> None:
     if not job.saves or list(job.source.glob("manifest-*.rank0")):
         found = inf.restore(model, optimizer, job.source)
         first = found.step
-        assert found.extra is None if first == 0 else found.extra == {"next": first}, (first, found.extra)
+        assert found.extra is None if first == 0 else found.extra == {"next": first}, (
+            first,
+            found.extra,
+        )
     tell("restored", first, digest(model))
     save = None
     for index in range(first, STEPS):
@@ -216,7 +232,9 @@ def jobs_of(job: Job) -> list[Job]:
     meeting = f"file://{job.directory}/meeting-{time.monotonic_ns()}"
     die = random.Random(job.seed).randrange(job.world)
     return [
-        dataclasses.replace(job, rank=rank, rendezvous=meeting, die_at=job.die_at if rank == die else -1)
+        dataclasses.replace(
+            job, rank=rank, rendezvous=meeting, die_at=job.die_at if rank == die else -1
+        )
         for rank in range(job.world)
     ]
 
@@ -232,7 +250,8 @@ def _take(pipe: Any, told: list[tuple[Any, ...]]) -> bool:
 
 
 def live(job: Job, *, after: str, delay_s: float, patience_s: float = 30.0) -> Life:
-    """Run a job's ranks until `delay_s` after the first report `after`, or until they have killed themselves; kill them."""
+    """Run a job's ranks until `delay_s` after the first report `after`, or until they have killed
+    themselves; kill them."""
     jobs = jobs_of(job)
     told: list[list[tuple[Any, ...]]] = [[] for _ in jobs]
     until, begun = time.monotonic() + patience_s, None
@@ -255,14 +274,16 @@ def live(job: Job, *, after: str, delay_s: float, patience_s: float = 30.0) -> L
             process.join()
             codes.append(process.exitcode)
             _take(pipe, mine)
-    # A rank whose peer was killed ends with an error of its own; one alone may end well, or be killed.
+    # A rank whose peer was killed ends with an error of its own; one alone may end well, or be
+    # killed.
     assert job.world > 1 or codes[0] in (0, -signal.SIGKILL), (job, codes, told)
     return Life(told)
 
 
 @functools.cache
 def trajectory(directory: Path, world: int) -> list[dict[int, str]]:
-    """By rank, what an undisturbed run has after every step, which is the same for every kind of job."""
+    """By rank, what an undisturbed run has after every step, which is the same for every kind of
+    job."""
     jobs = jobs_of(Job(directory, world=world, reference=True))
     told: list[dict[int, str]] = [{} for _ in jobs]
     with processes(jobs) as started:
@@ -273,8 +294,11 @@ def trajectory(directory: Path, world: int) -> list[dict[int, str]]:
     return told
 
 
-def kill_often(directory: Path, job: Job, wanted: list[dict[int, str]], *, kills: int, seed: int) -> dict[str, int]:
-    """Kill trainers of one run `kills` times; each begins where the one before has left. Returns what was met how often."""
+def kill_often(
+    directory: Path, job: Job, wanted: list[dict[int, str]], *, kills: int, seed: int
+) -> dict[str, int]:
+    """Kill trainers of one run `kills` times; each begins where the one before has left. Returns
+    what was met how often."""
     chance, met, lost = random.Random(seed), {"restored": 0, "last": 0, "before": 0}, 0
     place, least, most = directory / "0", 0, 0
     for number in range(kills + 1):
@@ -282,17 +306,23 @@ def kill_often(directory: Path, job: Job, wanted: list[dict[int, str]], *, kills
             place, least, most = directory / str(number), 0, 0
         where = chance.choice(["built", "restored", "restored"])
         die_at = chance.randrange(120) if chance.random() < 0.5 else -1
-        here = dataclasses.replace(job, directory=place, die_at=die_at, die_from=where, seed=seed + number)
+        here = dataclasses.replace(
+            job, directory=place, die_at=die_at, die_from=where, seed=seed + number
+        )
         if number == kills:
             here, where = dataclasses.replace(here, die_at=-1), "restored"
         within_s = 0.04 if where == "built" else 0.25  # a restore, a few steps
-        life = live(here, after=where, delay_s=0.0 if number == kills else chance.random() * within_s)
+        life = live(
+            here, after=where, delay_s=0.0 if number == kills else chance.random() * within_s
+        )
         for rank, told in enumerate(life.told):
             came = next((report for report in told if report[0] == "restored"), None)
             if came is None:
                 continue
             assert least <= came[1] <= most, (rank, came[1], least, most, number)
-            assert came[2] == wanted[rank][came[1]], f"step {came[1]} is not on the trajectory (rank {rank}, kill {number})"
+            assert came[2] == wanted[rank][came[1]], (
+                f"step {came[1]} is not on the trajectory (rank {rank}, kill {number})"
+            )
             met["restored"] += 1
             met["last" if came[1] == most else "before"] += 1
         lost += all(life.last("restored", rank) is None for rank in range(job.world))
@@ -304,10 +334,18 @@ def kill_often(directory: Path, job: Job, wanted: list[dict[int, str]], *, kills
 
 def _bounds(job: Job, life: Life, least: int, most: int) -> tuple[int, int]:
     """Between which steps the next life begins."""
-    steps = [report[1] for told in life.told for report in told if report[0] in ("step", "restored", "closed")]
+    steps = [
+        report[1]
+        for told in life.told
+        for report in told
+        if report[0] in ("step", "restored", "closed")
+    ]
     if not steps:
         return least, most
     if job.saves:
-        saved = max((report[1] for told in life.told for report in told if report[0] == "saved"), default=least)
+        saved = max(
+            (report[1] for told in life.told for report in told if report[0] == "saved"),
+            default=least,
+        )
         return max(saved, least), max(steps)
     return max(max(steps) - 1, least), max(steps)

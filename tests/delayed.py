@@ -17,14 +17,20 @@ from tests.test_update_modes import set_values, values_of
 
 
 class DelayedReference(ReferenceAdamW):
-    """The plain loop, delayed by one step after `warmup` steps: the model holds what computes, `newest` what was updated.
+    """The plain loop, delayed by one step after `warmup` steps: the model holds what computes,
+    `newest` what was updated.
 
     skip: a step whose gradients are not all finite is not taken.
     """
 
-    def __init__(self, model: nn.Module, training: Training, warmup: int, *, skip: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, training: Training, warmup: int, *, skip: bool = False
+    ) -> None:
         super().__init__(
-            training.param_groups(model), lr=training.lr, weight_decay=training.weight_decay, order=model.parameters()
+            training.param_groups(model),
+            lr=training.lr,
+            weight_decay=training.weight_decay,
+            order=model.parameters(),
         )
         self.model, self.warmup, self.skip = model, warmup, skip
         self.newest = values_of(model)
@@ -51,7 +57,9 @@ class DelayedReference(ReferenceAdamW):
                 self.states[param].master.copy_(value)
 
 
-def opened(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> tuple[nn.Module, Any, Handle]:
+def opened(
+    training: Training, chosen: inf.Policy, seam: Seam | None = None
+) -> tuple[nn.Module, Any, Handle]:
     model = offload(training.model(), chosen, _seam=seam)
     return model, training.make_optimizer(model), inf.handle(model)
 
@@ -62,7 +70,9 @@ def reference_of(training: Training, warmup: int) -> tuple[nn.Module, DelayedRef
     return plain, DelayedReference(plain, training, warmup)
 
 
-def take_step(model: nn.Module, optimizer: Any, batch: models.Batch, without: str | None = None) -> float:
+def take_step(
+    model: nn.Module, optimizer: Any, batch: models.Batch, without: str | None = None
+) -> float:
     """One step; without the gradients of parameters whose names begin so."""
     loss = models.loss_of(model, batch)
     loss.backward()

@@ -1,7 +1,9 @@
-"""Trainings whose model computes on a simulated device: its memory is ordinary, but the engine takes it for a GPU's.
+"""Trainings whose model computes on a simulated device: its memory is ordinary, but the engine
+takes it for a GPU's.
 
-What computes is announced to the simulation as kernels: the reads of a gathered unit when it is demanded and when its use ends,
-a fresh gradient when it is drained, and memory that the allocator gets back when something writes there again.
+What computes is announced to the simulation as kernels: the reads of a gathered unit when it is
+demanded and when its use ends, a fresh gradient when it is drained, and memory that the allocator
+gets back when something writes there again.
 """
 
 from __future__ import annotations
@@ -26,8 +28,11 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000) -> Iterator[Simulated]:
-    """Models that are offloaded inside compute on a simulated device. At the end nothing may have raced."""
+def simulated(
+    monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000
+) -> Iterator[Simulated]:
+    """Models that are offloaded inside compute on a simulated device. At the end nothing may have
+    raced."""
     device = Simulated(seed=seed, delay_us=delay_us)
     demand, idle, copy, free = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._free
 
@@ -45,12 +50,16 @@ def simulated(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int =
 
     def copied(self: Device, to: int, source: int, size_bytes: int, *, out: bool) -> Any:
         if not out:
-            device.kernel(source, size_bytes, writes=True, what="the kernel that makes what is copied out")
+            device.kernel(
+                source, size_bytes, writes=True, what="the kernel that makes what is copied out"
+            )
         return copy(self, to, source, size_bytes, out=out)
 
     def gone(self: GradOffload, source: torch.Tensor) -> None:
         free(self, source)
-        device.kernel(*_bytes_of(source), writes=True, what="a kernel that reuses the memory of a gradient")
+        device.kernel(
+            *_bytes_of(source), writes=True, what="a kernel that reuses the memory of a gradient"
+        )
 
     def opened(torch_device: torch.device) -> Device:
         return Device(torch_device, device.driver())

@@ -15,11 +15,19 @@ from tests.crashes import Net, digest, step
 STEPS = 5
 
 
-def made(place: Path, *more: Path, seam: Seam | None = None, model: Any = None, **values: Any) -> tuple[Any, Any]:
+def made(
+    place: Path, *more: Path, seam: Seam | None = None, model: Any = None, **values: Any
+) -> tuple[Any, Any]:
     place.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = model or Net().bfloat16()
-    tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": [place, *more], "durable": True}
+    tiers: dict[str, Any] = {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "nvme": [place, *more],
+        "durable": True,
+    }
     offload(model, inf.Policy(**{"unit_bytes_max": 4096, **tiers, **values}), _seam=seam)
     return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 

@@ -1,7 +1,9 @@
-"""Processes of their own that begin in no time: forked from one that has imported torch and transformers, and nothing of ours.
+"""Processes of their own that begin in no time: forked from one that has imported torch and
+transformers, and nothing of ours.
 
-It starts when it is first needed and ends with the process that started it. What the C library or the interpreter reads when a
-process begins is what it found then: see `harness.in_a_process` for that.
+It starts when it is first needed and ends with the process that started it. What the C library or
+the interpreter reads when a process begins is what it found then: see `harness.in_a_process` for
+that.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ from pathlib import Path
 LLAMA = "transformers.models.llama.modeling_llama"
 FORKSERVER = multiprocessing.get_context("forkserver")
 METHOD = FORKSERVER.get_start_method()
-FORKSERVER.set_forkserver_preload(["peft", LLAMA, LLAMA.replace("llama", "gpt2"), LLAMA.replace("llama", "t5")])
+FORKSERVER.set_forkserver_preload(
+    ["peft", LLAMA, LLAMA.replace("llama", "gpt2"), LLAMA.replace("llama", "t5")]
+)
 
 
 def in_a_fork(module: str, *arguments: object, **environment: str) -> str:
-    """Standard output of `python -m module arguments`, which must succeed; for what must be alone in its process."""
+    """Standard output of `python -m module arguments`, which must succeed; for what must be alone
+    in its process."""
     with tempfile.TemporaryDirectory() as place:
         given = (module, list(map(str, arguments)), {**os.environ, **environment}, place)
         process = FORKSERVER.Process(target=_main, args=given)

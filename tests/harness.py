@@ -1,4 +1,5 @@
-"""One training, twice: as the plain reference loop, and offloaded under a policy; and their comparison, bit by bit."""
+"""One training, twice: as the plain reference loop, and offloaded under a policy; and their
+comparison, bit by bit."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ from tests.reference import (
 )
 
 Between = Callable[[nn.Module, int], Any]
-"""Something done to the model between micro-batches, or before a step; numbers that it returns are compared."""
+"""Something done to the model between micro-batches, or before a step; numbers that it returns are
+compared."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +80,9 @@ class Training:
 
     def make_reference(self, model: nn.Module) -> ReferenceAdamW:
         """The optimizer of the plain loop."""
-        made: Any = {"AdamW": ReferenceAdamW, "SGD": ReferenceSGD, "Lion": ReferenceLion}.get(self.optimizer)
+        made: Any = {"AdamW": ReferenceAdamW, "SGD": ReferenceSGD, "Lion": ReferenceLion}.get(
+            self.optimizer
+        )
         options = dict(self.options)
         if made is None:
             settings = {"lr": self.lr, "weight_decay": self.weight_decay, **options}
@@ -98,9 +102,13 @@ class Training:
         """The optimizer of the offloaded model."""
         values = {"lr": self.lr, "weight_decay": self.weight_decay, **dict(self.options)}
         if self.optimizer in ("AdamW", "SGD", "Lion"):
-            made: torch.optim.Optimizer = getattr(inf, self.optimizer)(self.param_groups(model), **values)
+            made: torch.optim.Optimizer = getattr(inf, self.optimizer)(
+                self.param_groups(model), **values
+            )
             return made
-        return inf.Elementwise(getattr(torch.optim, self.optimizer), self.param_groups(model), **values)
+        return inf.Elementwise(
+            getattr(torch.optim, self.optimizer), self.param_groups(model), **values
+        )
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters that are trained, in one group or two."""
@@ -129,12 +137,17 @@ class Result:
 
 
 def in_a_process(module: str, *arguments: object, **environment: str) -> str:
-    """Standard output of `python -m module arguments`, which must succeed; for what must be alone in its process."""
+    """Standard output of `python -m module arguments`, which must succeed; for what must be alone
+    in its process."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)],
-        env={**os.environ, **environment}, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
         timeout=300,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -166,7 +179,8 @@ def reference(training: Training) -> Result:
 def offloaded(
     training: Training, policy: inf.Policy, *, seam: Seam | None = None, load: Any = None
 ) -> Result:
-    """The same training through the engine. load: the model is made on the meta device and filled from it."""
+    """The same training through the engine. load: the model is made on the meta device and filled
+    from it."""
     with one_thread():
         with torch.device("meta") if load is not None else contextlib.nullcontext():
             model = training.model()
@@ -178,7 +192,9 @@ def offloaded(
             scaler = None
             if training.scaler is not None:
                 scale, interval = training.scaler
-                scaler = torch.amp.GradScaler(training.device, init_scale=scale, growth_interval=interval)
+                scaler = torch.amp.GradScaler(
+                    training.device, init_scale=scale, growth_interval=interval
+                )
             losses, norms, seen = run_loop(training, model, optimizer, clip, scaler, handle.no_sync)
             values = values_of(model)
             handle.flush()  # what is still being written is not counted yet
@@ -200,9 +216,13 @@ def _clip(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
 
 def run_loop(
-    training: Training, model: nn.Module, optimizer: Any, clip: Callable[[], torch.Tensor], scaler: Any = None,
+    training: Training,
+    model: nn.Module,
+    optimizer: Any,
+    clip: Callable[[], torch.Tensor],
+    scaler: Any = None,
     no_sync: Callable[[], Any] = contextlib.nullcontext,
-) -> tuple[list[float], list[float], list[Any]]:  # fmt: skip
+) -> tuple[list[float], list[float], list[Any]]:
     losses, norms, seen = [], [], []
     batches = iter(training.batches)
     base = [group["lr"] if training.groups else 1.0 for group in optimizer.param_groups]
@@ -247,7 +267,9 @@ def assert_equal(ours: Result, theirs: Result) -> None:
         if not torch.equal(_bits(ours.params[name]), _bits(value))
     ]
     assert ours.params.keys() == theirs.params.keys()
-    assert not different, f"{len(different)} of {len(theirs.params)} parameters differ: {different[:5]}"
+    assert not different, (
+        f"{len(different)} of {len(theirs.params)} parameters differ: {different[:5]}"
+    )
 
 
 def _bits(value: torch.Tensor) -> torch.Tensor:

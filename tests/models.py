@@ -1,6 +1,7 @@
 """Tiny models of every shape that the engine must carry, and batches for them.
 
-Each factory returns a fresh model with seeded weights, in bf16 unless asked otherwise; `CASES` names them all.
+Each factory returns a fresh model with seeded weights, in bf16 unless asked otherwise; `CASES`
+names them all.
 """
 
 from __future__ import annotations
@@ -203,7 +204,8 @@ class MoeBlock(nn.Module):
 
 
 class ListMoe(nn.Module):
-    """A ModuleList MoE with experts that get no tokens, and an auxiliary loss out of every block."""
+    """A ModuleList MoE with experts that get no tokens, and an auxiliary loss out of every
+    block."""
 
     def __init__(self, hidden: int = 32, layers: int = 2, experts: int = 6) -> None:
         super().__init__()
@@ -237,7 +239,8 @@ class ExternalBlock(nn.Module):
 
 
 class External(nn.Module):
-    """Parameters used outside of their module's forward, a tied head, unused ones, and one of the model's own."""
+    """Parameters used outside of their module's forward, a tied head, unused ones, and one of the
+    model's own."""
 
     def __init__(self, hidden: int = 32, layers: int = 3) -> None:
         super().__init__()
@@ -256,7 +259,9 @@ class External(nn.Module):
 
 def next_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Mean cross entropy of the next token."""
-    return torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
+    return torch.nn.functional.cross_entropy(
+        logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Numpy oracle of the optimizer's kernels: every algorithm on every state format, bit for bit.
 
-Three implementations must agree with it: native/update.c, the torch code of infinity and Triton's kernel. It shares
-nothing with them but the records, the check of what is known, and `mix64`. States are decoded to fp32, updated by
-operations that round once each, and encoded again; the update uses the moments before they are rounded.
+Three implementations must agree with it: native/update.c, the torch code of infinity and Triton's
+kernel. It shares nothing with them but the records, the check of what is known, and `mix64`. States
+are decoded to fp32, updated by operations that round once each, and encoded again; the update uses
+the moments before they are rounded.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def random_bits(key: int, element: int, numel: int) -> npt.NDArray[np.uint32]:
     while numel > 0:
         low = element & 0xFFFFFFFF
         count = min(numel, (1 << 32) - low)
-        parts.append(_hashed(mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)), low, count))
+        parts.append(
+            _hashed(mix64(key ^ ((element >> 32) * 0x9E3779B97F4A7C15 & (1 << 64) - 1)), low, count)
+        )
         element += count
         numel -= count
     return np.concatenate(parts) if parts else np.zeros(0, np.uint32)
@@ -71,7 +74,7 @@ def _hashed(mixed: int, low: int, count: int) -> npt.NDArray[np.uint32]:
     return h
 
 
-# -- masters -----------------------------------------------------------------------------------------------------------
+# -- masters ---------------------------------------------------------------------------------------
 
 
 def _encode_master(kind: Master, master: Array, random: Array | None) -> list[Array]:
@@ -84,7 +87,8 @@ def _encode_master(kind: Master, master: Array, random: Array | None) -> list[Ar
     bits = _canonical(master)
     if kind is Master.SPLIT8:
         if random is None:
-            bits = bits + np.uint32(0x7F) + (bits >> np.uint32(8) & np.uint32(1))  # to nearest, ties to even
+            # to nearest, ties to even
+            bits = bits + np.uint32(0x7F) + (bits >> np.uint32(8) & np.uint32(1))
         else:
             bits = bits + (random >> np.uint32(24))
         bits = bits & np.uint32(0xFFFFFF00)
@@ -108,11 +112,12 @@ def _decode_master(kind: Master, sections: Sequence[Array]) -> Array:
     return joined
 
 
-# -- moments -----------------------------------------------------------------------------------------------------------
+# -- moments ---------------------------------------------------------------------------------------
 
 
 def _draw(state_format: Format, moment: int, random: Array) -> tuple[Array, int]:
-    """The bits of `random` that round a moment, and how many they are: 12 beside a 24-bit master, which takes 8; else 16."""
+    """The bits of `random` that round a moment, and how many they are: 12 beside a 24-bit master,
+    which takes 8; else 16."""
     width = 12 if state_format.master is Master.SPLIT8 else 16
     shift = width if moment == 0 else 0
     return random >> np.uint32(shift) & np.uint32((1 << width) - 1), width
@@ -150,9 +155,12 @@ def _scales(groups: Array, moment: int) -> Array:
 
 
 def _codes(groups: Array, scale: Array, moment: int, u: Array | np.float32) -> Array:
-    """Codes [groups, QUANT_GROUP] of finite groups with a scale; of others zeros. u: in [1, 2); 1.5 rounds to nearest."""
+    """Codes [groups, QUANT_GROUP] of finite groups with a scale; of others zeros. u: in [1, 2); 1.5
+    rounds to nearest."""
     plain = (scale > 0) & (scale <= _SCALE_MOST)
-    scales = np.where(plain, scale.astype(np.uint32) << np.uint32(16), np.uint32(0x3F800000)).view(np.float32)
+    scales = np.where(plain, scale.astype(np.uint32) << np.uint32(16), np.uint32(0x3F800000)).view(
+        np.float32
+    )
     x = np.where(plain[:, None], groups, _ONE(0))
     factor = (_ONE(16129 if moment == 0 else 4228250625) / scales)[:, None]
     y = np.abs(x) * factor
@@ -179,7 +187,11 @@ def _encode_q8(values: Array, moment: int, drawn: tuple[Array, int] | None) -> t
     u: Array | np.float32 = _ONE(1.5)
     if drawn is not None:  # one, and the random bits in the mantissa, and half of the last of them
         spare = 23 - drawn[1]
-        bits = np.uint32(0x3F800000) | _grouped(drawn[0]) << np.uint32(spare) | np.uint32((1 << spare) >> 1)
+        bits = (
+            np.uint32(0x3F800000)
+            | _grouped(drawn[0]) << np.uint32(spare)
+            | np.uint32((1 << spare) >> 1)
+        )
         u = bits.view(np.float32)
     return _codes(groups, scale, moment, u).reshape(-1)[: values.size], scale
 
@@ -197,14 +209,16 @@ def _decode_q8(codes: Array, scale: Array, moment: int) -> Array:
     return flat
 
 
-# -- both --------------------------------------------------------------------------------------------------------------
+# -- both ------------------------------------------------------------------------------------------
 
 
 def _check(state_format: Format) -> None:
     if state_format.master is Master.RAW:
         raise ValueError("a RAW chunk has no optimizer states: it is the parameter alone")
     if state_format.grad is not GradSection.NONE:
-        raise ValueError("spilled gradients are no optimizer state: pass format.with_grad(GradSection.NONE)")
+        raise ValueError(
+            "spilled gradients are no optimizer state: pass format.with_grad(GradSection.NONE)"
+        )
 
 
 def encode_sections(
@@ -217,14 +231,17 @@ def encode_sections(
 ) -> list[Array]:
     """The sections of a format (without `grad`), one 1-D array each, for fp32 values [numel].
 
-    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at random as an update does,
-    `element` being the parameter's index of the first. In 8-bit formats that first element starts a group. Arrays: hi uint16
-    (bf16 bits), lo int16 or int8, fp32 and fp16 as they are, bf16 moments uint16, codes uint8, scales uint16
-    [groups * count]. Raises: ValueError for a format without states, or another number of moments than it has.
+    Rounds to nearest; with a `key` (see `rounding_key`) 24-bit masters, bf16 and 8-bit moments at
+    random as an update does, `element` being the parameter's index of the first. In 8-bit formats
+    that first element starts a group. Arrays: hi uint16 (bf16 bits), lo int16 or int8, fp32 and
+    fp16 as they are, bf16 moments uint16, codes uint8, scales uint16 [groups * count]. Raises:
+    ValueError for a format without states, or another number of moments than it has.
     """
     _check(state_format)
     if len(moments) != state_format.count:
-        raise ValueError(f"{state_format} has {state_format.count} moments, {len(moments)} were given")
+        raise ValueError(
+            f"{state_format} has {state_format.count} moments, {len(moments)} were given"
+        )
     random = None if key is None else random_bits(key, element, master.size)
     with np.errstate(all="ignore"):
         sections = _encode_master(state_format.master, master, random)
@@ -248,9 +265,11 @@ def encode_sections(
 
 
 def decode_sections(state_format: Format, sections: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """(master, moments) as fp32 [numel] each, fresh arrays, from the sections of a format (without `grad`).
+    """(master, moments) as fp32 [numel] each, fresh arrays, from the sections of a format (without
+    `grad`).
 
-    sections: 1-D contiguous arrays of any dtype of the section's bytes. Raises: ValueError for a format without states.
+    sections: 1-D contiguous arrays of any dtype of the section's bytes. Raises: ValueError for a
+    format without states.
     """
     _check(state_format)
     bare = [section.view(np.uint8) for section in sections]
@@ -262,14 +281,16 @@ def decode_sections(state_format: Format, sections: Sequence[Array]) -> tuple[Ar
             if state_format.moments is Moments.FP32:
                 moments.append(section.view(np.float32).copy())
             elif state_format.moments is Moments.BF16:
-                moments.append((section.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32))
+                moments.append(
+                    (section.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+                )
             else:
                 scale = bare[first + count].view(np.uint16).reshape(-1, count)[:, index]
                 moments.append(_decode_q8(section, scale, index))
         return _decode_master(state_format.master, bare), moments
 
 
-# -- the update --------------------------------------------------------------------------------------------------------
+# -- the update ------------------------------------------------------------------------------------
 
 
 def update_sections(
@@ -277,17 +298,20 @@ def update_sections(
 ) -> None:
     """Update sections in place.
 
-    sections: one writable contiguous 1-D array per section of the format, which has no `grad`, for [numel] elements (any
-    dtype of the section's itemsize, or bytes; the scales of all groups that begin). grad [numel]: fp32, fp16, or uint16 with
-    the bits of bf16. hyper: a HYPER record. element: the parameter's, at the first; in 8-bit formats a multiple of
-    QUANT_GROUP. Raises: ValueError for what the kernels do not know.
+    sections: one writable contiguous 1-D array per section of the format, which has no `grad`, for
+    [numel] elements (any dtype of the section's itemsize, or bytes; the scales of all groups that
+    begin). grad [numel]: fp32, fp16, or uint16 with the bits of bf16. hyper: a HYPER record.
+    element: the parameter's, at the first; in 8-bit formats a multiple of QUANT_GROUP. Raises:
+    ValueError for what the kernels do not know.
     """
     kind = Format.of(state_format)
     check_update(kind, hyper)
     if kind.moments is Moments.Q8 and element % QUANT_GROUP:
         raise ValueError(f"element {element} does not start a group of {QUANT_GROUP}")
     master, moments = decode_sections(kind, sections)
-    algorithm = {Algorithm.ADAMW: adamw_, Algorithm.SGD: sgd_, Algorithm.LION: lion_}[Algorithm(int(hyper["algorithm"]))]
+    algorithm = {Algorithm.ADAMW: adamw_, Algorithm.SGD: sgd_, Algorithm.LION: lion_}[
+        Algorithm(int(hyper["algorithm"]))
+    ]
     with np.errstate(all="ignore"):
         algorithm(master, moments, replay_log(grad, hyper), hyper)
     encoded = encode_sections(kind, master, moments, key=int(hyper["key"]), element=element)
@@ -308,12 +332,15 @@ def adamw_(param: Array, moments: Sequence[Array], grad: Array, row: Any) -> Non
 def sgd_(
     param: npt.NDArray[Any], moments: Sequence[npt.NDArray[Any]], grad: npt.NDArray[Any], row: Any
 ) -> None:
-    """The update of fp32 arrays [numel] in place; `moments` holds the momentum buffer, or nothing."""
+    """The update of fp32 arrays [numel] in place; `moments` holds the momentum buffer, or
+    nothing."""
     g = grad + param * row["weight_decay"] if row["weight_decay"] else grad
     flags = int(row["flags"])
     if moments:
         buffer = moments[0]
-        buffer[:] = g if flags & HyperFlag.FIRST else buffer * row["beta1"] + g * row["one_minus_beta1"]
+        buffer[:] = (
+            g if flags & HyperFlag.FIRST else buffer * row["beta1"] + g * row["one_minus_beta1"]
+        )
         g = g + buffer * row["beta1"] if flags & HyperFlag.NESTEROV else buffer
     param -= g * row["step_size"]
 
@@ -330,7 +357,8 @@ def lion_(
 
 
 def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
-    """The gradient in fp32 with the log replayed, a new array. grad: fp32, fp16, or uint16 with the bits of bf16; [numel]."""
+    """The gradient in fp32 with the log replayed, a new array. grad: fp32, fp16, or uint16 with the
+    bits of bf16; [numel]."""
     if grad.dtype == np.uint16:
         g: npt.NDArray[np.float32] = (grad.astype(np.uint32) << np.uint32(16)).view(np.float32)
     else:
@@ -345,8 +373,9 @@ def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
 class Hyper:
     """Scalars that one AdamW update depends on besides the states, in Python doubles.
 
-    `step` counts from 1 (the update about to happen). `log` holds the operations done to the gradient since it was
-    drained, oldest first, as ("mul" | "div" or a LogKind, factor); they are replayed in fp32 before the update.
+    `step` counts from 1 (the update about to happen). `log` holds the operations done to the
+    gradient since it was drained, oldest first, as ("mul" | "div" or a LogKind, factor); they are
+    replayed in fp32 before the update.
     """
 
     lr: float

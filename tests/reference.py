@@ -1,10 +1,11 @@
 """The loop that the engine must equal bit for bit: plain torch, everything in memory.
 
-bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or accumulated in fp32; raised to fp32;
-clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32 masters with operations that round once,
-in this order; bf16 parameters written back with the rounding of the split master (to nearest, ties away from zero), fp16
-ones to nearest even. SGD, Lion and any class of torch.optim likewise; a loss scaler for fp16. A parameter whose gradient is
-None is left alone: no decay, no moments, no step count.
+bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or accumulated in
+fp32; raised to fp32; clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32
+masters with operations that round once, in this order; bf16 parameters written back with the
+rounding of the split master (to nearest, ties away from zero), fp16 ones to nearest even. SGD, Lion
+and any class of torch.optim likewise; a loss scaler for fp16. A parameter whose gradient is None is
+left alone: no decay, no moments, no step count.
 
 It shares no code with the engine: it is what design says, written down a second time.
 """
@@ -35,7 +36,8 @@ def round_ties_away(master: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class State:
-    """What an optimizer keeps for one parameter: AdamW all, SGD and Lion one moment, a class of torch its own."""
+    """What an optimizer keeps for one parameter: AdamW all, SGD and Lion one moment, a class of
+    torch its own."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -47,7 +49,8 @@ class State:
 class ReferenceAdamW:
     """Clipping and AdamW over fp32 masters of ordinary parameters.
 
-    `order`: the parameters as the loop hands them to clip_grad_norm_ (`model.parameters()`), if groups order them anew.
+    `order`: the parameters as the loop hands them to clip_grad_norm_ (`model.parameters()`), if
+    groups order them anew.
     """
 
     def __init__(
@@ -63,8 +66,12 @@ class ReferenceAdamW:
         **others: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **others}
-        self.param_groups = [{**defaults, **group, "params": list(group["params"])} for group in groups]
-        self.params: list[nn.Parameter] = [param for group in self.param_groups for param in group["params"]]
+        self.param_groups = [
+            {**defaults, **group, "params": list(group["params"])} for group in groups
+        ]
+        self.params: list[nn.Parameter] = [
+            param for group in self.param_groups for param in group["params"]
+        ]
         if order is not None:  # that in which norms are added
             self.params = [param for param in order if any(param is held for held in self.params)]
         self.states: dict[nn.Parameter, State] = {}
@@ -90,7 +97,11 @@ class ReferenceAdamW:
             return self._clipped
         held = {param: self._wide.get(param, param.grad) for param in self.params}
         # Masters are in CPU memory, whatever computes, and so is the update.
-        return {param: grad.to("cpu", torch.float32, copy=True) for param, grad in held.items() if grad is not None}
+        return {
+            param: grad.to("cpu", torch.float32, copy=True)
+            for param, grad in held.items()
+            if grad is not None
+        }
 
     def clip(self, max_norm: float) -> torch.Tensor:
         """torch.nn.utils.clip_grad_norm_ on the fp32 gradients; returns its norm."""
@@ -103,7 +114,8 @@ class ReferenceAdamW:
         there = next((param.device for param in grads if param.device.type != "cpu"), None)
         if len(kinds) > 1 or there is not None:
             norms = [self._norm(param, grad) for param, grad in grads.items()]
-            # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two kinds.
+            # torch takes norms dtype by dtype, and a loop over bf16 and fp32 gradients has two
+            # kinds.
             by_kind = torch.utils._foreach_utils._group_tensors_by_device_and_dtype(
                 [[param.detach() for param in grads]], True
             )
@@ -114,7 +126,8 @@ class ReferenceAdamW:
         return total
 
     def _norm(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        """Of one gradient: taken where it was made, unless it was changed since; a scalar on the parameter's device."""
+        """Of one gradient: taken where it was made, unless it was changed since; a scalar on the
+        parameter's device."""
         source = grad.to(param.device) if self._clipped is None else grad
         return torch.linalg.vector_norm(source).to(param.device)
 
@@ -132,10 +145,14 @@ class ReferenceAdamW:
         state = self.states.get(param)
         if state is None:
             master = param.detach().to("cpu", torch.float32, copy=True)
-            state = self.states[param] = State(master, torch.zeros_like(master), torch.zeros_like(master))
+            state = self.states[param] = State(
+                master, torch.zeros_like(master), torch.zeros_like(master)
+            )
         state.step += 1
         self._apply(state, grad, group)
-        param.data.copy_(round_ties_away(state.master) if param.dtype is torch.bfloat16 else state.master)
+        param.data.copy_(
+            round_ties_away(state.master) if param.dtype is torch.bfloat16 else state.master
+        )
 
     def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -145,7 +162,8 @@ class ReferenceAdamW:
         m.add_(grad * f32(1.0 - beta1))
         v.mul_(f32(beta2))
         v.add_((grad * grad) * f32(1.0 - beta2))
-        root = torch.from_numpy(np.asarray(np.sqrt(v.numpy())))  # a scalar, too; torch.sqrt on CPU is off by one ulp now and then
+        # a scalar, too; torch.sqrt on CPU is off by one ulp now and then
+        root = torch.from_numpy(np.asarray(np.sqrt(v.numpy())))
         denominator = root / f32(math.sqrt(1.0 - beta2**state.step)) + f32(group["eps"])
         p.sub_((m / denominator) * f32(lr / (1.0 - beta1**state.step)))
 
@@ -189,7 +207,12 @@ class ReferenceTorch(ReferenceAdamW):
     """A class of torch.optim on the fp32 masters, each whole. settings: what the class is given."""
 
     def __init__(
-        self, groups: Sequence[dict[str, Any]], *, torch_class: Any, settings: dict[str, Any], **others: Any
+        self,
+        groups: Sequence[dict[str, Any]],
+        *,
+        torch_class: Any,
+        settings: dict[str, Any],
+        **others: Any,
     ) -> None:
         super().__init__(groups, **others)
         self._class = torch_class
@@ -206,7 +229,8 @@ class ReferenceTorch(ReferenceAdamW):
 
 
 class ReferenceScaler:
-    """Dynamic loss scaling as torch.amp.GradScaler has it, over a reference optimizer: unscale, skip, back off, grow."""
+    """Dynamic loss scaling as torch.amp.GradScaler has it, over a reference optimizer: unscale,
+    skip, back off, grow."""
 
     def __init__(self, init_scale: float, growth_interval: int) -> None:
         self._scale = init_scale

@@ -1,4 +1,5 @@
-"""A device for machines without one: tests/sim_driver.c, compiled, as a `DeviceDriver` and what tests ask of it."""
+"""A device for machines without one: tests/sim_driver.c, compiled, as a `DeviceDriver` and what
+tests ask of it."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def library() -> str:
 
 
 class Simulated:
-    """The device. Memory is ordinary; copies come late, by up to `delay_us`; races are found whatever the timing."""
+    """The device. Memory is ordinary; copies come late, by up to `delay_us`; races are found
+    whatever the timing."""
 
     def __init__(self, *, seed: int = 0, delay_us: int = 500) -> None:
         self._sim = ctypes.CDLL(library())
@@ -42,7 +44,8 @@ class Simulated:
         return DeviceDriver(0, library())
 
     def current(self, context: int | None = None) -> int:
-        """The context that is current on this thread (the device's is 1); `context`: after it was made that."""
+        """The context that is current on this thread (the device's is 1); `context`: after it was
+        made that."""
         if context is not None:
             self._sim.cuCtxSetCurrent(ctypes.c_void_p(context))
         found = ctypes.c_void_p()
@@ -60,7 +63,10 @@ class Simulated:
     def _touch(self, call: str, address: int, size_bytes: int, writes: bool, what: str) -> None:
         word = _WORDS.setdefault(what, what.encode())
         getattr(self._sim, call)(
-            ctypes.c_uint64(address), ctypes.c_size_t(size_bytes), ctypes.c_int(writes), ctypes.c_char_p(word)
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(size_bytes),
+            ctypes.c_int(writes),
+            ctypes.c_char_p(word),
         )
 
     def fail(self, nth: int) -> None:
@@ -69,7 +75,9 @@ class Simulated:
 
     def races(self) -> list[str]:
         """What was not ordered."""
-        return [self._sim.sim_race(index).decode() for index in range(min(self._sim.sim_races(), 64))]
+        return [
+            self._sim.sim_race(index).decode() for index in range(min(self._sim.sim_races(), 64))
+        ]
 
     def copied(self) -> tuple[int, int]:
         """Bytes copied to the device, and from it."""

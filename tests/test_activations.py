@@ -1,4 +1,5 @@
-"""Boundary activations on NVMe: the reference loop's bits, less memory, faults that name the block, refusals with a reason."""
+"""Boundary activations on NVMe: the reference loop's bits, less memory, faults that name the block,
+refusals with a reason."""
 
 from __future__ import annotations
 
@@ -37,12 +38,20 @@ def _tiny_models_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def policy(directory: Path, **values: Any) -> inf.Policy:
     return inf.Policy(
-        **{"params": "nvme", "optim": "nvme", "activations": "nvme", "nvme": directory, "ram": "min", **values}
+        **{
+            "params": "nvme",
+            "optim": "nvme",
+            "activations": "nvme",
+            "nvme": directory,
+            "ram": "min",
+            **values,
+        }
     )
 
 
 class SharedBlocks(nn.Module):
-    """One block applied again and again, as in ALBERT, and another beside it, each behind torch's own checkpoint."""
+    """One block applied again and again, as in ALBERT, and another beside it, each behind torch's
+    own checkpoint."""
 
     def __init__(self, hidden: int = 32, reentrant: bool = False) -> None:
         super().__init__()
@@ -55,7 +64,9 @@ class SharedBlocks(nn.Module):
         x = self.embed(input_ids)
         first = x
         for turn in range(8):
-            x = x + checkpoint(self._segment, turn % 2, x.transpose(0, 1), first, use_reentrant=self.reentrant)
+            x = x + checkpoint(
+                self._segment, turn % 2, x.transpose(0, 1), first, use_reentrant=self.reentrant
+            )
         return {"loss": models.next_token_loss(self.head(x), labels)}
 
     def _segment(self, index: int, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
@@ -71,12 +82,14 @@ FACTORIES = {
 }
 
 
-# -- the same numbers --------------------------------------------------------------------------------------------------------
+# -- the same numbers ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("name", FACTORIES)
-def test_training_is_bit_equal_to_the_plain_loop(name: str, reentrant: bool, tmp_path: Path) -> None:
+def test_training_is_bit_equal_to_the_plain_loop(
+    name: str, reentrant: bool, tmp_path: Path
+) -> None:
     training = harness.Training(FACTORIES[name], checkpointing=reentrant)
     result = harness.offloaded(training, policy(tmp_path), seam=Seam(delay_us_max=3000, seed=7))
     harness.assert_equal(result, harness.reference(training))
@@ -84,12 +97,19 @@ def test_training_is_bit_equal_to_the_plain_loop(name: str, reentrant: bool, tmp
     assert figures.calls >= 12
     if name in ("llama", "lora"):
         boundary = 2 * 12 * 32 * 2
-        layers = 6 - (name == "lora")  # its first input is a leaf that requires a gradient, and stays
-        assert figures.stored_bytes == figures.fetched_bytes == 6 * (layers - activations.HELD_CALLS) * boundary
+        # its first input is a leaf that requires a gradient, and stays
+        layers = 6 - (name == "lora")
+        assert (
+            figures.stored_bytes
+            == figures.fetched_bytes
+            == 6 * (layers - activations.HELD_CALLS) * boundary
+        )
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_blocks_that_are_shared_and_checkpointed_by_hand_are_bit_equal(reentrant: bool, tmp_path: Path) -> None:
+def test_blocks_that_are_shared_and_checkpointed_by_hand_are_bit_equal(
+    reentrant: bool, tmp_path: Path
+) -> None:
     training = harness.Training(functools.partial(SharedBlocks, reentrant=reentrant))
     result = harness.offloaded(training, policy(tmp_path), seam=Seam(delay_us_max=3000, seed=3))
     harness.assert_equal(result, harness.reference(training))
@@ -116,11 +136,15 @@ def test_where_states_rest_makes_no_difference(values: dict[str, Any], tmp_path:
 
 
 @pytest.mark.parametrize(
-    "values", [{"update": "backward"}, {"update": "delayed", "delayed_warmup": 9}], ids=lambda values: values["update"]
+    "values",
+    [{"update": "backward"}, {"update": "delayed", "delayed_warmup": 9}],
+    ids=lambda values: values["update"],
 )
 def test_update_modes_make_no_difference(values: dict[str, Any], tmp_path: Path) -> None:
     training = harness.Training(deep_llama, checkpointing=False, accumulation=1, max_norm=None)
-    result = harness.offloaded(training, policy(tmp_path, **values), seam=Seam(delay_us_max=3000, seed=5))
+    result = harness.offloaded(
+        training, policy(tmp_path, **values), seam=Seam(delay_us_max=3000, seed=5)
+    )
     harness.assert_equal(result, harness.reference(training))
     assert result.stats.activations.stored_bytes > 0
 
@@ -129,7 +153,8 @@ def test_update_modes_make_no_difference(values: dict[str, Any], tmp_path: Path)
 def test_state_formats_make_no_difference(state: str, tmp_path: Path) -> None:
     training = harness.Training(deep_llama, checkpointing=True, steps=2)
     stay, go = (
-        harness.offloaded(training, policy(tmp_path, state=state, activations=tier)) for tier in ("device", "nvme")
+        harness.offloaded(training, policy(tmp_path, state=state, activations=tier))
+        for tier in ("device", "nvme")
     )
     harness.assert_equal(go, stay)
     assert go.stats.activations.stored_bytes > 0
@@ -160,14 +185,18 @@ def test_fp32_and_autocast_are_bit_equal(tmp_path: Path) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         # The cache of the reference is keyed on the training: another number of steps.
         training = harness.Training(deep_llama, checkpointing=True, dtype=torch.float32, steps=3)
-        harness.assert_equal(harness.offloaded(training, policy(tmp_path)), harness.reference(training))
+        harness.assert_equal(
+            harness.offloaded(training, policy(tmp_path)), harness.reference(training)
+        )
 
 
 def test_evaluation_and_generation_in_between_are_untouched(tmp_path: Path) -> None:
     def between(model: Any, _step: int) -> list[int]:
         model.eval()
         with torch.no_grad():
-            ids = model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False)
+            ids = model.generate(
+                torch.ones(1, 3, dtype=torch.long), max_new_tokens=3, do_sample=False
+            )
         model.train()
         return list(ids.flatten().tolist())
 
@@ -177,7 +206,7 @@ def test_evaluation_and_generation_in_between_are_untouched(tmp_path: Path) -> N
     assert result.stats.activations.calls == 4 * 6
 
 
-# -- less memory ---------------------------------------------------------------------------------------------------------------
+# -- less memory -----------------------------------------------------------------------------------
 
 
 class Narrow(nn.Module):
@@ -237,7 +266,9 @@ def climb(directory: str, tier: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
-def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(reentrant: bool, tmp_path: Path) -> None:
+def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(
+    reentrant: bool, tmp_path: Path
+) -> None:
     found: dict[str, dict[str, Any]] = {}
     for tier in ("device", "nvme"):
         output = forks.in_a_fork("tests.test_activations", tmp_path, tier, int(reentrant))
@@ -247,13 +278,18 @@ def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(reentrant: bool,
     boundary = 2 * ROWS * WIDTH
     assert nvme["stored"] == 2 * (LAYERS - activations.HELD_CALLS) * boundary
     assert nvme["rest"] == (LAYERS - activations.HELD_CALLS) * boundary
-    limit = (activations.HELD_CALLS + activations.PREFETCH_CALLS + 1) * boundary + activations.STORING_BYTES_MAX
+    limit = (
+        activations.HELD_CALLS + activations.PREFETCH_CALLS + 1
+    ) * boundary + activations.STORING_BYTES_MAX
     assert nvme["held"] <= limit
     pools = nvme["ram"] - device["ram"]
     assert pools <= 16 * shelf.CHUNK_BYTES
     fallen = device["peak"] - (nvme["peak"] - pools)
-    # Without the allocator's leftovers (more of them where a busy drive makes calls wait) and what was on its way out.
-    assert fallen > LAYERS * boundary - limit - 24 * MIB, {tier: one["peak"] / MIB for tier, one in found.items()}
+    # Without the allocator's leftovers (more of them where a busy drive makes calls wait) and what
+    # was on its way out.
+    assert fallen > LAYERS * boundary - limit - 24 * MIB, {
+        tier: one["peak"] / MIB for tier, one in found.items()
+    }
 
 
 def test_a_drive_slower_than_compute_is_waited_for(tmp_path: Path) -> None:
@@ -264,18 +300,22 @@ def test_a_drive_slower_than_compute_is_waited_for(tmp_path: Path) -> None:
     assert result.stats.activations.wait_s > 0
 
 
-# -- faults ----------------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["write", "read"])
 def test_a_fault_names_the_block_and_the_step_can_be_repeated(op: str, tmp_path: Path) -> None:
-    training = harness.Training(deep_llama, checkpointing=False, steps=1, accumulation=1, max_norm=None)
+    training = harness.Training(
+        deep_llama, checkpointing=False, steps=1, accumulation=1, max_norm=None
+    )
     batch = training.batches[0]
     with harness.one_thread():
         plain = training.model()
         models.loss_of(plain, batch).backward()
         model: Any = training.model()
-        fault = Fault(op=op, nth=2, kind="errno" if op == "write" else "bitflip", persistent=op == "read")
+        fault = Fault(
+            op=op, nth=2, kind="errno" if op == "write" else "bitflip", persistent=op == "read"
+        )
         offload(model, policy(tmp_path, params="cpu", optim="cpu"), _seam=Seam(fault=fault))
         with pytest.raises(AioError, match=r"the input of model\.layers\.\d cannot be") as caught:
             for _ in range(4):
@@ -286,14 +326,19 @@ def test_a_fault_names_the_block_and_the_step_can_be_repeated(op: str, tmp_path:
         if op == "write":
             models.loss_of(model, batch).backward()
             handle = inf.handle(model)
-            for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+            for (name, ours), theirs in zip(
+                model.named_parameters(), plain.parameters(), strict=True
+            ):
                 param = next(param for param in handle.parts.split.params if param.name == name)
                 assert param.grad is not None
-                assert torch.equal(param.grad.tensor.view(theirs.shape), theirs.grad), (name, ours.shape)
+                assert torch.equal(param.grad.tensor.view(theirs.shape), theirs.grad), (
+                    name,
+                    ours.shape,
+                )
         inf.handle(model).close()
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 def test_the_cpu_tier_is_refused_where_the_cpu_computes(tmp_path: Path) -> None:
@@ -305,7 +350,9 @@ def test_the_cpu_tier_is_refused_where_the_cpu_computes(tmp_path: Path) -> None:
 
 def test_the_nvme_tier_needs_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
-    with pytest.raises(ValueError, match=r"activations='nvme' need a place on NVMe: set nvme=\[directories\]"):
+    with pytest.raises(
+        ValueError, match=r"activations='nvme' need a place on NVMe: set nvme=\[directories\]"
+    ):
         inf.Policy(activations="nvme")
 
 
@@ -323,7 +370,11 @@ def test_torch_is_as_it_was_when_the_last_engine_is_closed(tmp_path: Path) -> No
 
     def found() -> dict[type, dict[str, Any]]:
         # All classes of that file: releases of torch differ in which of them keeps the inputs.
-        here = [one for one in vars(of_torch).values() if getattr(one, "__module__", "") == of_torch.__name__]
+        here = [
+            one
+            for one in vars(of_torch).values()
+            if getattr(one, "__module__", "") == of_torch.__name__
+        ]
         return {one: dict(vars(one)) for one in here if isinstance(one, type)}
 
     before = found()

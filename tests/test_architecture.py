@@ -17,8 +17,11 @@ NAME = re.compile(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]\w+)`")
 
 
 def resolve(path: str) -> Path:
-    """A path of the page: in infinity/_src, or from the top where it begins with aio, native or tests."""
-    top = path.split("/")[0] in {"aio", "native", "tests", "docs", "infinity"} or path == "setup.cfg"
+    """A path of the page: in infinity/_src, or from the top where it begins with aio, native or
+    tests."""
+    top = (
+        path.split("/")[0] in {"aio", "native", "tests", "docs", "infinity"} or path == "setup.cfg"
+    )
     return ROOT / path if top else ROOT / "infinity" / "_src" / path
 
 
@@ -90,6 +93,10 @@ def test_paths_and_names_in_the_text_exist() -> None:
 
 def test_a_word_has_one_meaning() -> None:
     text = PAGE.read_text(encoding="utf-8").split("## Glossary")[1]
-    words = [word.strip() for row in re.findall(r"^\| ([^|]+) \|", text, flags=re.M)[2:] for word in row.split(",")]
+    words = [
+        word.strip()
+        for row in re.findall(r"^\| ([^|]+) \|", text, flags=re.M)[2:]
+        for word in row.split(",")
+    ]
     assert len(words) > 20
     assert len(words) == len(set(words))

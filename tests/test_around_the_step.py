@@ -1,4 +1,5 @@
-"""What loops do between forward, backward and step: nothing of it may change numbers, or it says what is wrong."""
+"""What loops do between forward, backward and step: nothing of it may change numbers, or it says
+what is wrong."""
 
 from __future__ import annotations
 
@@ -30,8 +31,12 @@ def train(model: nn.Module, optimizer: Any, before_step: Any = None) -> dict[str
     return values_of(model)
 
 
-@pytest.mark.parametrize("make", [inf.AdamW, lambda params: inf.SGD(params, lr=1e-2, momentum=0.9)], ids=["AdamW", "SGD"])
-def test_a_step_that_cannot_compute_its_numbers_has_not_been_taken(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make", [inf.AdamW, lambda params: inf.SGD(params, lr=1e-2, momentum=0.9)], ids=["AdamW", "SGD"]
+)
+def test_a_step_that_cannot_compute_its_numbers_has_not_been_taken(
+    make: Any, tmp_path: Path
+) -> None:
     def fail(index: int, optimizer: Any) -> None:
         if index == 1:
             group = optimizer.param_groups[0]
@@ -42,7 +47,8 @@ def test_a_step_that_cannot_compute_its_numbers_has_not_been_taken(make: Any, tm
 
     def run(path: Path, before_step: Any) -> tuple[dict[str, torch.Tensor], set[int]]:
         path.mkdir()
-        model = inf.offload(llama(), nvme(path, state="bf16"))  # its rounding depends on the step's number
+        # its rounding depends on the step's number
+        model = inf.offload(llama(), nvme(path, state="bf16"))
         handle = inf.handle(model)
         optimizer = make(model.parameters())
         values = train(model, optimizer, before_step)
@@ -86,7 +92,9 @@ def test_parameters_in_another_order_in_memory_are_named(tmp_path: Path) -> None
         inf.handle(inf.offload(make(), nvme(tmp_path))).close()
     with pytest.warns(UserWarning, match="0.weight: dimensions are in another order"):
         model = inf.offload(make().to(memory_format=torch.channels_last), nvme(tmp_path))
-    assert all(torch.equal(value, make().state_dict()[name]) for name, value in model.state_dict().items())
+    assert all(
+        torch.equal(value, make().state_dict()[name]) for name, value in model.state_dict().items()
+    )
     inf.handle(model).close()
 
 

@@ -51,7 +51,7 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-# -- paths -------------------------------------------------------------------------------------------------------------
+# -- paths -----------------------------------------------------------------------------------------
 
 
 def refused_paths(tmp_path: Path) -> Iterator[tuple[Path, str]]:
@@ -61,7 +61,9 @@ def refused_paths(tmp_path: Path) -> Iterator[tuple[Path, str]]:
     yield file, "not a directory|create it"
 
 
-def test_a_path_that_is_not_a_directory_is_refused_and_the_model_is_as_it_was(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_directory_is_refused_and_the_model_is_as_it_was(
+    tmp_path: Path,
+) -> None:
     for path, message in refused_paths(tmp_path):
         model = llama()
         before = values_of(model)
@@ -82,7 +84,9 @@ def test_tmpfs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.privileged
-def test_a_path_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_is_read_only_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
     with mounted(tmp_path, "ro") as path, pytest.raises(OSError, match=str(path)):
         inf.offload(llama(), nvme(path))
@@ -139,7 +143,7 @@ class mounted:
         subprocess.run(["umount", "-l", str(self.path)], check=True)
 
 
-# -- policies ----------------------------------------------------------------------------------------------------------
+# -- policies --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,21 +156,42 @@ class mounted:
         ({"ram": "-3GiB"}, "ram='-3GiB'"),
         ({"state": 8}, "state=8 is not known; use 'exact' or 'bf16' or 'compact'"),
         ({"state": "exactly"}, "state='exactly' is not known"),
-        ({"update": "eager"}, "update='eager' is not known; use 'deferred' or 'backward' or 'delayed'"),
-        ({"update": "backward", "on_nonfinite": "skip"}, "cannot honour on_nonfinite='skip'.*update='deferred'"),
+        (
+            {"update": "eager"},
+            "update='eager' is not known; use 'deferred' or 'backward' or 'delayed'",
+        ),
+        (
+            {"update": "backward", "on_nonfinite": "skip"},
+            "cannot honour on_nonfinite='skip'.*update='deferred'",
+        ),
         ({"grads": "nvme"}, r"grads='nvme'.*set nvme=\[directories\]"),
         ({"activations": "nvme"}, r"activations='nvme'.*set nvme=\[directories\]"),
         ({"grads": "device"}, "grads='device' is not known; use 'cpu' or 'nvme'"),
-        ({"zero": 2}, "zero=2 keeps whole parameters on every rank's device, and params='cpu' does not: use params='device', or"),
+        (
+            {"zero": 2},
+            "zero=2 keeps whole parameters on every rank's device, and params='cpu' does not: use params='device', or",
+        ),
         ({"zero": 0}, "zero=0 is not known; use 1 or 2 or 3"),
-        ({"zero": 1, "params": "device", "hpz": "cpu"}, "hpz='cpu': with zero=1 every rank has all parameters"),
-        ({"zero": 1, "params": "device", "accumulate": "shard"}, "accumulate='shard' reduces every micro-batch, which is zero=2"),
-        ({"error_feedback": True}, "error_feedback=True is for gradients that travel as int4 groups: set qgz=True"),
+        (
+            {"zero": 1, "params": "device", "hpz": "cpu"},
+            "hpz='cpu': with zero=1 every rank has all parameters",
+        ),
+        (
+            {"zero": 1, "params": "device", "accumulate": "shard"},
+            "accumulate='shard' reduces every micro-batch, which is zero=2",
+        ),
+        (
+            {"error_feedback": True},
+            "error_feedback=True is for gradients that travel as int4 groups: set qgz=True",
+        ),
         ({"rank_timeout_s": 0}, "rank_timeout_s=0: give a number of seconds, more than 0"),
         ({"mesh": 4}, "mesh=4: give a torch.distributed.device_mesh.DeviceMesh"),
         ({"zero": True}, "zero=True is not known"),
         ({"generations": 3}, "generations=3 is not known; use 1 or 2"),
-        ({"durable": True}, "durable=True keeps all states on the drives: set params='nvme' instead of 'cpu'"),
+        (
+            {"durable": True},
+            "durable=True keeps all states on the drives: set params='nvme' instead of 'cpu'",
+        ),
         ({"update_on": "gpu"}, "update_on='gpu' is not known"),
         ({"device": "gpu"}, "device='gpu'"),
         ({"seed": -1}, "seed=-1: give a whole number, 0 or more"),
@@ -175,11 +200,23 @@ class mounted:
         ({"grad_dtype": "bf16"}, "grad_dtype='bf16' is not supported"),
         ({"resident": 0.5}, "resident=0.5: give a mapping such as"),
         ({"resident": {"grads": 0.5}}, "'grads' is not known; use 'params' and 'optim'"),
-        ({"resident": {"params": 1.5}, "params": "nvme", "nvme": "a"}, r"\['params'\]=1.5: a share is between 0.0 and 1.0"),
+        (
+            {"resident": {"params": 1.5}, "params": "nvme", "nvme": "a"},
+            r"\['params'\]=1.5: a share is between 0.0 and 1.0",
+        ),
         ({"resident": {"params": math.nan}, "params": "nvme", "nvme": "a"}, "a share is between"),
-        ({"resident": {"params": 1}, "params": "nvme", "nvme": "a"}, "=1 would be one byte; write 1.0 for all of it"),
-        ({"resident": {"optim": "much"}, "optim": "nvme", "nvme": "a"}, r"resident\['optim'\]='much'"),
-        ({"resident": {"optim": 0.5}, "params": "nvme", "nvme": "a"}, "since optim='cpu'; leave it out, or set optim='nvme'"),
+        (
+            {"resident": {"params": 1}, "params": "nvme", "nvme": "a"},
+            "=1 would be one byte; write 1.0 for all of it",
+        ),
+        (
+            {"resident": {"optim": "much"}, "optim": "nvme", "nvme": "a"},
+            r"resident\['optim'\]='much'",
+        ),
+        (
+            {"resident": {"optim": 0.5}, "params": "nvme", "nvme": "a"},
+            "since optim='cpu'; leave it out, or set optim='nvme'",
+        ),
         ({"nvme": 5, "params": "nvme"}, "nvme=5: give a directory"),
         ({"nvme": [""], "params": "nvme"}, "none of them empty"),
         ({"units": 5}, "units=5: give a list of modules"),
@@ -225,13 +262,16 @@ def test_the_least_budget_that_an_error_names_works(tmp_path: Path) -> None:
         harness.offloaded(harness.Training(models.llama, steps=1), nvme(tmp_path, ram=least - 4096))
 
 
-# -- models and optimizers -----------------------------------------------------------------------------------------------
+# -- models and optimizers -------------------------------------------------------------------------
 
 
 def test_an_optimizer_of_torch_raises_at_its_step_and_changes_nothing() -> None:
     model = inf.offload(llama(), inf.Policy())
     before = values_of(model)
-    for optimizer in (torch.optim.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)):
+    for optimizer in (
+        torch.optim.AdamW(model.parameters()),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    ):
         models.loss_of(model, BATCH).backward()
         with pytest.raises(RuntimeError):
             optimizer.step()
@@ -255,7 +295,10 @@ def test_two_optimizers_cannot_hold_one_parameter() -> None:
 
 def test_a_dtype_without_a_state_format_is_refused_by_name() -> None:
     model = inf.offload(models.make(models.llama, dtype=torch.float64), inf.Policy())
-    with pytest.raises(ValueError, match=r"model\.embed_tokens\.weight is torch\.float64.*bfloat16, float16 and float32"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.embed_tokens\.weight is torch\.float64.*bfloat16, float16 and float32",
+    ):
         inf.AdamW(model.parameters())
     with torch.no_grad():
         assert math.isfinite(models.loss_of(model, BATCH).item())
@@ -270,7 +313,9 @@ def test_a_dtype_without_a_state_format_is_refused_by_name() -> None:
         ({"state": "compact"}, "state='compact' keeps moments in 8 bits"),
     ],
 )
-def test_a_class_of_torch_refuses_policies_that_it_cannot_honour(policy: dict[str, Any], message: str) -> None:
+def test_a_class_of_torch_refuses_policies_that_it_cannot_honour(
+    policy: dict[str, Any], message: str
+) -> None:
     model = inf.offload(llama(), inf.Policy(**policy))
     before = values_of(model)
     with pytest.raises(ValueError, match=message):
@@ -289,7 +334,8 @@ def test_an_update_in_backward_refuses_what_comes_too_late() -> None:
     with pytest.raises(RuntimeError, match="no_sync"):
         models.loss_of(model, BATCH).backward()
     assert optimizer.param_groups
-    with contextlib.suppress(StateInvalid):  # the second backward broke off, which may be said once more
+    # the second backward broke off, which may be said once more
+    with contextlib.suppress(StateInvalid):
         inf.handle(model).close()
 
 
@@ -312,7 +358,9 @@ def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> N
         handle.optimizer_state(weight)
     optimizer = inf.AdamW(model.parameters())
     state = handle.optimizer_state(weight)
-    with pytest.raises(ValueError, match=r"exp_avg of model\.embed_tokens\.weight is a floating tensor of shape"):
+    with pytest.raises(
+        ValueError, match=r"exp_avg of model\.embed_tokens\.weight is a floating tensor of shape"
+    ):
         state["exp_avg"] = torch.zeros(3)
     with pytest.raises(ValueError, match="step=-1"):
         state["step"] = -1
@@ -327,7 +375,14 @@ def test_states_and_gradients_that_do_not_fit_their_parameter_are_refused() -> N
 
 
 @pytest.mark.parametrize(
-    "values", [{"lr": -1.0}, {"eps": -1e-8}, {"weight_decay": -0.1}, {"betas": (1.0, 0.9)}, {"betas": (0.9,)}]
+    "values",
+    [
+        {"lr": -1.0},
+        {"eps": -1e-8},
+        {"weight_decay": -0.1},
+        {"betas": (1.0, 0.9)},
+        {"betas": (0.9,)},
+    ],
 )
 def test_hyper_parameters_out_of_range_are_refused(values: dict[str, Any]) -> None:
     model = inf.offload(llama(), inf.Policy())
@@ -351,7 +406,7 @@ def test_a_handle_of_a_plain_model_is_refused() -> None:
         inf.handle(llama())
 
 
-# -- gradients that are not finite -----------------------------------------------------------------------------------------
+# -- gradients that are not finite -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
@@ -401,7 +456,7 @@ def untouched_run(steps: int) -> list[float]:
     return losses
 
 
-# -- drives that fail ------------------------------------------------------------------------------------------------------
+# -- drives that fail ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
@@ -410,7 +465,8 @@ def untouched_run(steps: int) -> list[float]:
 def test_a_fault_of_the_drive_is_mended_or_raised_and_never_silent(
     op: str, kind: str, backend: str, tmp_path: Path
 ) -> None:
-    """One transient fault: the training raises a typed error, or ends with the reference loop's bits."""
+    """One transient fault: the training raises a typed error, or ends with the reference loop's
+    bits."""
     training = harness.Training(models.llama, steps=3)
     for nth in (5, 60):
         seam = Seam(fault=Fault(op=op, nth=nth, kind=kind))
@@ -430,7 +486,9 @@ def test_a_fault_of_the_drive_is_mended_or_raised_and_never_silent(
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(op: str, tmp_path: Path) -> None:
+def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(
+    op: str, tmp_path: Path
+) -> None:
     with harness.one_thread():
         seam = Seam(fault=Fault(op=op, nth=40, kind="errno", persistent=True))
         model = offload(llama(), nvme(tmp_path), _seam=seam)
@@ -481,8 +539,8 @@ def rooted(place: Path, **values: Any) -> tuple[Any, inf.AdamW]:
 
 
 def break_backward(model: nn.Module, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows when a Use has ended fails, at the nth of one backward: those of `Rooted` are of its blocks, from the last
-    on, and of itself, and the last two end with the backward."""
+    """What follows when a Use has ended fails, at the nth of one backward: those of `Rooted` are of
+    its blocks, from the last on, and of itself, and the last two end with the backward."""
     unsharder, fails = inf.handle(model).unsharder, failing("no such luck", after=nth)
     before = unsharder.unit_done
     monkeypatch.setattr(unsharder, "unit_done", lambda unit: (fails(), before(unit)))
@@ -516,7 +574,9 @@ def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = rooted(tmp_path, update="backward", on_nonfinite="ignore")
-    monkeypatch.setattr(inf.handle(model).unsharder.gradients, "backward_end", failing("no such luck"))
+    monkeypatch.setattr(
+        inf.handle(model).unsharder.gradients, "backward_end", failing("no such luck")
+    )
     with pytest.raises(AioError, match="no such luck"):
         crashes.step(model, optimizer, 0, 0)
     with pytest.raises(StateInvalid, match="broke off"):
@@ -541,7 +601,12 @@ def test_close_frees_everything_after_an_error_at_the_end_of_backward(
 def test_every_step_of_closing_is_taken_and_the_first_error_raised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for also in ("pipeline.wait", "parts.lifecycle.detach", "parts.tiers.executor.wait_all", "parts.tiers.buffers.close"):
+    for also in (
+        "pipeline.wait",
+        "parts.lifecycle.detach",
+        "parts.tiers.executor.wait_all",
+        "parts.tiers.buffers.close",
+    ):
         model = inf.offload(llama(), nvme(tmp_path))
         optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
         train(model, optimizer, 1)

@@ -1,4 +1,5 @@
-"""Placement never changes the numbers: losses, norms and parameters are the reference loop's bits under every policy."""
+"""Placement never changes the numbers: losses, norms and parameters are the reference loop's bits
+under every policy."""
 
 from __future__ import annotations
 
@@ -24,13 +25,16 @@ def wide_llama() -> nn.Module:
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
-    """A policy, with two NVMe directories if a tier needs them; io=None: the drives are measured at set-up."""
+    """A policy, with two NVMe directories if a tier needs them; io=None: the drives are measured at
+    set-up."""
     if "nvme" in values.values():
         places = [tmp_path / "a", tmp_path / "b"]
         for place in places:
             place.mkdir(exist_ok=True)
         values.setdefault("nvme", places)
-        values.setdefault("io", {"bandwidths": {str(places[0]): (3e9, 2e9), str(places[1]): (2e9, 1e9)}})
+        values.setdefault(
+            "io", {"bandwidths": {str(places[0]): (3e9, 2e9), str(places[1]): (2e9, 1e9)}}
+        )
     return inf.Policy(**values)
 
 
@@ -48,7 +52,12 @@ PLACEMENTS = {
     "nvme threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
     "nvme unverified": {"params": "nvme", "optim": "nvme", "ram": "min", "verify": "off"},
     "small units": {"params": "nvme", "optim": "nvme", "ram": "min", "unit_bytes_max": 8192},
-    "whole model one unit": {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["LlamaForCausalLM"]},
+    "whole model one unit": {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "units": ["LlamaForCausalLM"],
+    },
 }
 
 
@@ -63,7 +72,9 @@ def run(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> har
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_many_steps_are_the_reference_loops_bits_wherever_states_rest(name: str, tmp_path: Path) -> None:
+def test_many_steps_are_the_reference_loops_bits_wherever_states_rest(
+    name: str, tmp_path: Path
+) -> None:
     training = TWENTY if name in ("cpu", "nvme min") else SIX
     result = run(training, policy(tmp_path, **PLACEMENTS[name]))
     harness.assert_equal(result, harness.reference(training))
@@ -75,7 +86,9 @@ def test_many_steps_are_the_reference_loops_bits_wherever_states_rest(name: str,
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_delays_and_reordering_change_no_bits(backend: str, seed: int, tmp_path: Path) -> None:
+def test_random_delays_and_reordering_change_no_bits(
+    backend: str, seed: int, tmp_path: Path
+) -> None:
     chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", io_backend=backend)
     result = run(TWENTY, chosen, Seam(delay_us_max=1500, seed=seed))
     harness.assert_equal(result, harness.reference(TWENTY))
@@ -99,7 +112,9 @@ def test_a_budget_that_keeps_a_part_in_memory_changes_no_bits(share: float, tmp_
     least = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
     harness.assert_equal(least, harness.reference(training))
     resident = {"params": share, "optim": share / 2}
-    more = run(training, policy(tmp_path, params="nvme", optim="nvme", ram="min", resident=resident))
+    more = run(
+        training, policy(tmp_path, params="nvme", optim="nvme", ram="min", resident=resident)
+    )
     harness.assert_equal(more, harness.reference(training))
     assert 0 < more.stats.nvme_bytes < least.stats.nvme_bytes
     assert more.stats.bytes_read < least.stats.bytes_read
@@ -108,11 +123,16 @@ def test_a_budget_that_keeps_a_part_in_memory_changes_no_bits(share: float, tmp_
 def test_units_of_many_chunks_under_delays_change_no_bits(tmp_path: Path) -> None:
     training = Training(wide_llama, steps=3)
     chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min")
-    harness.assert_equal(run(training, chosen, Seam(delay_us_max=3000, seed=7)), harness.reference(training))
+    harness.assert_equal(
+        run(training, chosen, Seam(delay_us_max=3000, seed=7)), harness.reference(training)
+    )
 
 
 VARIANTS = {
-    "gradients accumulated in fp32": (Training(models.llama, accumulation=3, grad_dtype=torch.float32), {}),
+    "gradients accumulated in fp32": (
+        Training(models.llama, accumulation=3, grad_dtype=torch.float32),
+        {},
+    ),
     "fp32 parameters": (Training(models.llama, dtype=torch.float32), {}),
     "no clipping": (Training(models.llama, max_norm=None), {}),
     "one micro-batch": (Training(models.llama, accumulation=1), {}),
@@ -164,7 +184,9 @@ def test_a_model_filled_from_the_meta_device_trains_as_one_that_was_in_memory(
         "mapping": state,
         "callable": lambda name, out: out.copy_(state[name]),
     }[kind]
-    result = harness.offloaded(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"), load=load)
+    result = harness.offloaded(
+        training, policy(tmp_path, params="nvme", optim="nvme", ram="min"), load=load
+    )
     harness.assert_equal(result, harness.reference(training))
 
 

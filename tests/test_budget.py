@@ -1,4 +1,5 @@
-"""The budget holds: peak RSS is what was planned and what is reported besides, at every budget. What a plan gives up is freed."""
+"""The budget holds: peak RSS is what was planned and what is reported besides, at every budget.
+What a plan gives up is freed."""
 
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ from tests.unit.params.test_state_store import fetched, make_flat, make_rest
 MIB = 1 << 20
 LAYERS, HIDDEN = 14, 512
 SLACK = 30 * MIB
-"""Activations of a few tokens, what torch's kernels keep, Python's objects, the allocator's leftovers, threads' stacks."""
+"""Activations of a few tokens, what torch's kernels keep, Python's objects, the allocator's
+leftovers, threads' stacks."""
 
 TIGHT = {"MALLOC_TRIM_THRESHOLD_": "131072", "MALLOC_ARENA_MAX": "1"}
-"""glibc gives back what is freed, and the engine leaves the heap alone: no freed memory is kept, and none has to be allowed."""
+"""glibc gives back what is freed, and the engine leaves the heap alone: no freed memory is kept,
+and none has to be allowed."""
 
 BOUNDARIES = {"rows": 2, "length": 32}
 """Batches whose boundary activations are large enough to be put away."""
@@ -45,7 +48,13 @@ def make(layers: int, hidden: int) -> Any:
 def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dict[str, Any]:
     """Two steps under a policy; a record of what was held."""
     model = make(layers, hidden)
-    settings: dict[str, Any] = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", "delayed_warmup": 0}
+    settings: dict[str, Any] = {
+        "params": "nvme",
+        "optim": "nvme",
+        "nvme": directory,
+        "ram": "min",
+        "delayed_warmup": 0,
+    }
     inf.offload(model, inf.Policy(**settings | case), load=fill)
     optimizer = inf.AdamW(model.parameters(), lr=1e-4)
     for batch in models.token_batches(2, **(BOUNDARIES if "activations" in case else FEW)):
@@ -58,7 +67,9 @@ def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dic
     handle.flush()
     stats = handle.stats()
     handle.close()
-    device = stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak + stats.activations.held_bytes_peak
+    device = (
+        stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak + stats.activations.held_bytes_peak
+    )
     return {
         "ram": stats.ram_bytes,
         "least": stats.ram_min_bytes,
@@ -77,8 +88,8 @@ def train(directory: str, layers: int, hidden: int, case: dict[str, Any]) -> dic
 def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """`train` each, with its peak and what the process took before it.
 
-    "more": ram is what the last case with ram="min" needed, and this share of what it left on NVMe. "spill": or a third of its
-    gradients less than that.
+    "more": ram is what the last case with ram="min" needed, and this share of what it left on NVMe.
+    "spill": or a third of its gradients less than that.
     """
     train(directory, 2, 64, {})  # what torch allocates once
     records: list[dict[str, Any]] = []
@@ -92,27 +103,38 @@ def records_of(directory: str, cases: list[dict[str, Any]]) -> list[dict[str, An
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
-        found = {"baseline": rss_bytes(), "given": case.get("ram", 0)} | train(directory, LAYERS, HIDDEN, case)
+        found = {"baseline": rss_bytes(), "given": case.get("ram", 0)} | train(
+            directory, LAYERS, HIDDEN, case
+        )
         records.append(found | {"peak": peak_rss_bytes()})
         least = least if "ram" in case else records[-1]
     return records
 
 
-def measured(directory: Path, cases: dict[str, dict[str, Any]], **environment: str) -> dict[str, dict[str, Any]]:
-    """`records_of` in a process of its own: a new one if glibc is to be set otherwise, which reads that when it starts."""
+def measured(
+    directory: Path, cases: dict[str, dict[str, Any]], **environment: str
+) -> dict[str, dict[str, Any]]:
+    """`records_of` in a process of its own: a new one if glibc is to be set otherwise, which reads
+    that when it starts."""
     alone = harness.in_a_process if environment else forks.in_a_fork
-    output = alone("tests.test_budget", str(directory), json.dumps(list(cases.values())), **environment)
+    output = alone(
+        "tests.test_budget", str(directory), json.dumps(list(cases.values())), **environment
+    )
     found: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
     return dict(zip(cases, found, strict=True))
 
 
 def check(records: dict[str, dict[str, Any]]) -> None:
-    """Nothing takes more than its plan, what is reported besides, and the slack; no model leaves more behind than that."""
+    """Nothing takes more than its plan, what is reported besides, and the slack; no model leaves
+    more behind than that."""
     for name, record in records.items():
         allowed = record["ram"] + record["device"] + record["spare"] + record["baseline"] + SLACK
-        assert record["peak"] <= allowed, f"{name}: {(record['peak'] - allowed) / MIB:.1f} MiB too much: {record}"
+        assert record["peak"] <= allowed, (
+            f"{name}: {(record['peak'] - allowed) / MIB:.1f} MiB too much: {record}"
+        )
         assert record["ram"] <= (record["given"] or record["least"])
-        # What a plan could forget is at least a copy of the parameters: twice the slack, so that it is seen.
+        # What a plan could forget is at least a copy of the parameters: twice the slack, so that it
+        # is seen.
         assert 2 * record["params"] > 2 * SLACK
     baselines = [record["baseline"] for record in records.values()]
     assert baselines[-1] - baselines[0] < SLACK
@@ -137,9 +159,11 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
     least, spilling, third = records["min"], records["spilling"], records["a third"]
     taken = {name: record["peak"] - record["baseline"] for name, record in records.items()}
     assert spilling["spilled"] > 0
-    assert taken["spilling"] < taken["min"] < taken["a third"] < taken["all"]  # what is given is used
+    # what is given is used
+    assert taken["spilling"] < taken["min"] < taken["a third"] < taken["all"]
     assert least["read"] > third["read"] > records["all"]["read"] == 0
-    # Counted in the plan: no gradients, or two sets of them and a copy of the parameters; and they are in RAM indeed.
+    # Counted in the plan: no gradients, or two sets of them and a copy of the parameters; and they
+    # are in RAM indeed.
     copy = 2 * least["params"]
     assert least["grads"] >= copy
     assert records["backward"]["grads"] == 0
@@ -156,7 +180,8 @@ def test_what_is_freed_and_kept_for_reuse_stays_within_its_allowance(tmp_path: P
     records = measured(tmp_path, {"min": {}, "a third": {"more": 1 / 3}})
     check(records)
     for record in records.values():
-        assert record["spare"] + SLACK < 3 * record["params"]  # far less than what rests on NVMe, or nothing would be shown
+        # far less than what rests on NVMe, or nothing would be shown
+        assert record["spare"] + SLACK < 3 * record["params"]
 
 
 def rss_bytes() -> int:
@@ -178,14 +203,19 @@ def test_resident_memory_that_a_plan_moves_to_nvme_is_given_back(tmp_path: Path)
         rest.convert(flats, formats, [[0] * chunks for _ in flats])
         assert rest.resident_bytes == 12 * numel
         before = rss_bytes()
-        rest.convert(flats, formats, [[0b1101 * (index % 2)] * chunks for index in range(len(flats))])  # `lo` stays everywhere
+        # `lo` stays everywhere
+        rest.convert(
+            flats, formats, [[0b1101 * (index % 2)] * chunks for index in range(len(flats))]
+        )
         assert rest.resident_bytes == 7 * numel
         assert before - rss_bytes() > 0.8 * 5 * numel
         rest.convert(flats, formats, [[0b1111] * chunks for _ in flats])
         assert rest.resident_bytes == 0
         assert not rest._slabs
         for flat in flats:
-            assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+            assert torch.equal(
+                fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+            )
 
 
 def test_a_conversion_that_fails_gives_back_what_it_took(tmp_path: Path) -> None:
@@ -209,7 +239,9 @@ def test_a_conversion_that_fails_gives_back_what_it_took(tmp_path: Path) -> None
             rest.convert(flats, [Format.SPLIT] * 3, [[0] * chunks for _ in flats])
         assert rest.resident_bytes == 12 * flats[0].layout.shard_numel  # the first was done
         for flat in flats:
-            assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+            assert torch.equal(
+                fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+            )
 
 
 def test_a_second_model_is_told_who_holds_the_budget_and_what_to_do(tmp_path: Path) -> None:
@@ -223,7 +255,10 @@ def test_a_second_model_is_told_who_holds_the_budget_and_what_to_do(tmp_path: Pa
 
     first = offloaded("2MiB")
     held = inf.handle(first).stats().ram_bytes
-    with pytest.raises(BudgetError, match=r"other models of this process hold .*close those that are done with.* raise it"):
+    with pytest.raises(
+        BudgetError,
+        match=r"other models of this process hold .*close those that are done with.* raise it",
+    ):
         offloaded(held + 1000)
     second = offloaded(held + 2 * MIB)  # the rule: a ram that grows
     assert inf.handle(second).stats().ram_bytes <= 2 * MIB

@@ -1,4 +1,5 @@
-"""inf.save and inf.restore: training goes on bit for bit, whatever the tier, the format and the optimizer."""
+"""inf.save and inf.restore: training goes on bit for bit, whatever the tier, the format and the
+optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +25,12 @@ PLAIN = Training(models.llama, steps=STEPS, accumulation=1)
 
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {},
-    "nvme": {"params": "nvme", "optim": "nvme", "ram": "min", "resident": {"params": 0.0, "optim": 0.0}},
+    "nvme": {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "resident": {"params": 0.0, "optim": 0.0},
+    },
     "mixed": {"params": "nvme", "optim": "nvme", "resident": {"params": 0.5, "optim": 0.3}},
 }
 
@@ -47,7 +53,9 @@ class Run:
         offload(self.model, chosen)
         self.handle = inf.handle(self.model)
         self.optimizer: Any = training.make_optimizer(self.model)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min(1.0, (step + 1) / 3) * 0.9**step
+        )
 
     def __enter__(self) -> Run:
         return self
@@ -71,7 +79,9 @@ class Run:
         return losses
 
     def save(self, directory: Path) -> inf.Save:
-        return inf.save(self.model, self.optimizer, directory, extra={"sched": self.scheduler.state_dict()})
+        return inf.save(
+            self.model, self.optimizer, directory, extra={"sched": self.scheduler.state_dict()}
+        )
 
     def restore(self, directory: Path) -> inf.Restored:
         restored = inf.restore(self.model, self.optimizer, directory)
@@ -91,12 +101,19 @@ class Run:
 def assert_same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        same = torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+        same = (
+            torch.equal(ours[name], value)
+            if isinstance(value, torch.Tensor)
+            else ours[name] == value
+        )
         assert same, name
 
 
-def round_trip(training: Training, chosen: inf.Policy, directory: Path, later: inf.Policy | None = None) -> inf.Restored:
-    """Train, save, train on beside it; restore into a fresh model; the rest is the same to the last bit."""
+def round_trip(
+    training: Training, chosen: inf.Policy, directory: Path, later: inf.Policy | None = None
+) -> inf.Restored:
+    """Train, save, train on beside it; restore into a fresh model; the rest is the same to the last
+    bit."""
     with Run(training, chosen) as run:
         run.train(0, AT)
         save = run.save(directory)
@@ -123,7 +140,9 @@ def test_training_goes_on_bit_for_bit(tier: str, state: str, tmp_path: Path) -> 
     ("before", "after"),
     [("cpu", "nvme"), ("nvme", "cpu"), ("mixed", "nvme")],
 )
-def test_another_tier_and_other_units_change_nothing(before: str, after: str, tmp_path: Path) -> None:
+def test_another_tier_and_other_units_change_nothing(
+    before: str, after: str, tmp_path: Path
+) -> None:
     later = policy(tmp_path, state="compact", unit_bytes_max=8192, **TIERS[after])
     round_trip(PLAIN, policy(tmp_path, state="compact", **TIERS[before]), tmp_path / "ckpt", later)
 
@@ -135,7 +154,9 @@ def test_another_tier_and_other_units_change_nothing(before: str, after: str, tm
         Training(models.lora, steps=STEPS, accumulation=1),  # frozen
         Training(models.ListMoe, steps=STEPS, accumulation=1),  # experts without a gradient
         Training(models.llama, steps=STEPS, accumulation=1, optimizer="Lion"),
-        Training(models.llama, steps=STEPS, accumulation=1, optimizer="SGD", options=(("momentum", 0.9),)),
+        Training(
+            models.llama, steps=STEPS, accumulation=1, optimizer="SGD", options=(("momentum", 0.9),)
+        ),
         Training(models.llama, steps=STEPS, accumulation=1, optimizer="Adagrad"),
         Training(models.llama, steps=STEPS, accumulation=1, optimizer="NAdam"),
         Training(models.llama, steps=STEPS, accumulation=1, dtype=torch.float32),
@@ -145,7 +166,12 @@ def test_another_tier_and_other_units_change_nothing(before: str, after: str, tm
     ids=["tied", "lora", "moe", "lion", "sgd", "adagrad", "nadam", "fp32", "fp16", "groups"],
 )
 def test_models_and_optimizers(training: Training, tmp_path: Path) -> None:
-    round_trip(training, policy(tmp_path, **TIERS["nvme"]), tmp_path / "ckpt", policy(tmp_path, **TIERS["cpu"]))
+    round_trip(
+        training,
+        policy(tmp_path, **TIERS["nvme"]),
+        tmp_path / "ckpt",
+        policy(tmp_path, **TIERS["cpu"]),
+    )
 
 
 def test_updates_in_backward(tmp_path: Path) -> None:
@@ -180,13 +206,19 @@ MASTERS = "masters to 24 bits (1 parameter in 512, about, becomes the next bf16)
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("exact", "compact", f"rounded to nearest: {MASTERS} and moments to 8 bits in groups of 64"),
+        (
+            "exact",
+            "compact",
+            f"rounded to nearest: {MASTERS} and moments to 8 bits in groups of 64",
+        ),
         ("exact", "bf16", "rounded to nearest: moments to bf16"),
         ("compact", "exact", ""),
         ("compact", "bf16", "rounded to nearest: moments to bf16"),
     ],
 )
-def test_another_state_format_rounds_and_says_what(before: str, after: str, said: str, tmp_path: Path) -> None:
+def test_another_state_format_rounds_and_says_what(
+    before: str, after: str, said: str, tmp_path: Path
+) -> None:
     with Run(PLAIN, policy(tmp_path, state=before)) as run:
         run.train(0, 3)
         run.save(tmp_path / "ckpt").wait()
@@ -200,8 +232,16 @@ def test_another_state_format_rounds_and_says_what(before: str, after: str, said
         )
         ours = fresh.everything()
         for name, value in states.items():
-            if not isinstance(value, torch.Tensor) or not said or (after == "bf16" and "exp_avg" not in name):
-                assert (torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value), name
+            if (
+                not isinstance(value, torch.Tensor)
+                or not said
+                or (after == "bf16" and "exp_avg" not in name)
+            ):
+                assert (
+                    torch.equal(ours[name], value)
+                    if isinstance(value, torch.Tensor)
+                    else ours[name] == value
+                ), name
             else:
                 assert (ours[name] - value).abs().max() <= value.abs().max() / 64, name
         fresh.train(3, 4)
@@ -245,7 +285,10 @@ def test_buffers_and_extra_come_back_and_the_handle_s_extra_stands_in(tmp_path: 
     assert fresh[1].num_batches_tracked == 1  # type: ignore[index]
     with pytest.raises(ValueError, match="extra= cannot be kept"):
         inf.save(model, opt, tmp_path / "other", extra=object())
-    with pytest.raises(ValueError, match=r"cannot be kept: it names pathlib.*not known to be harmless.*Numbers, text"):
+    with pytest.raises(
+        ValueError,
+        match=r"cannot be kept: it names pathlib.*not known to be harmless.*Numbers, text",
+    ):
         inf.save(model, opt, tmp_path / "other", extra={"text": Path("book.txt")})
 
 
@@ -294,7 +337,9 @@ def test_two_saves_at_once_into_one_directory_do_not_clear_each_other_away(tmp_p
     with Run(PLAIN, policy(tmp_path)) as run:
         run.save(tmp_path / "ckpt").wait()
         other = DirectoryLock(tmp_path / "ckpt")  # as the save of another model holds it
-        with pytest.raises(AioError, match="another save into this directory is under way") as caught:
+        with pytest.raises(
+            AioError, match="another save into this directory is under way"
+        ) as caught:
             run.save(tmp_path / "ckpt")
         assert caught.value.errno == errno.EWOULDBLOCK
         run.save(tmp_path / "elsewhere").wait()
@@ -303,7 +348,7 @@ def test_two_saves_at_once_into_one_directory_do_not_clear_each_other_away(tmp_p
     assert read_generation(tmp_path / "ckpt", 2)[0].step == 0
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
+# -- what does not fit -----------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -> None:
@@ -328,18 +373,30 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -
     for training, message in (
         (Training(lambda: models.llama(layers=4)), r"missing in it"),
         (Training(lambda: models.llama(layers=2)), r"not in the model"),
-        (Training(lambda: models.llama(hidden=64)), r"is of shape \(96, 32\) in .*; the model wants \(96, 64\)"),
-        (dataclasses.replace(PLAIN, dtype=torch.float32), r"cast the model \(model.to\(torch.bfloat16\)\)"),
-        (dataclasses.replace(PLAIN, optimizer="Lion"), r"has the states of AdamW, and the optimizer is Lion"),
+        (
+            Training(lambda: models.llama(hidden=64)),
+            r"is of shape \(96, 32\) in .*; the model wants \(96, 64\)",
+        ),
+        (
+            dataclasses.replace(PLAIN, dtype=torch.float32),
+            r"cast the model \(model.to\(torch.bfloat16\)\)",
+        ),
+        (
+            dataclasses.replace(PLAIN, optimizer="Lion"),
+            r"has the states of AdamW, and the optimizer is Lion",
+        ),
     ):
         with Run(training, policy(tmp_path)) as run:
             before = run.everything()
             with pytest.raises(ValueError, match=message):
                 run.restore(place)
             assert_same(run.everything(), before)
-    with Run(PLAIN, policy(tmp_path)) as run, pytest.raises(AioError, match="there is no checkpoint") as caught:
+    with (
+        Run(PLAIN, policy(tmp_path)) as run,
+        pytest.raises(AioError, match="there is no checkpoint") as caught,
+    ):
         run.restore(tmp_path / "nowhere")
     assert caught.value.errno == errno.ENOENT
 
 
-# -- faults ------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------

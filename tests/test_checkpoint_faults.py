@@ -1,4 +1,5 @@
-"""Checkpoints and what goes wrong: damage is found and named, and a full disk, a fault or a kill leaves the one before."""
+"""Checkpoints and what goes wrong: damage is found and named, and a full disk, a fault or a kill
+leaves the one before."""
 
 from __future__ import annotations
 
@@ -74,7 +75,9 @@ def test_a_damaged_byte_is_found_and_named(saved: Path, kind: str, tmp_path: Pat
         with pytest.raises(AioError, match=re.escape(str(place))):
             damage_in(place)
     else:
-        assert [(each.path, each.reason) for each in damage_in(place)] == [(str(file), "is missing")]
+        assert [(each.path, each.reason) for each in damage_in(place)] == [
+            (str(file), "is missing")
+        ]
     file.write_bytes(whole)
     assert not damage_in(place)
 
@@ -97,7 +100,9 @@ class LimitedFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
-def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(saved: Path, tmp_path: Path) -> None:
+def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
+    saved: Path, tmp_path: Path
+) -> None:
     place = tmp_path / "ckpt"
     shutil.copytree(saved, place)
     (file,) = place.glob("data-*")
@@ -105,7 +110,9 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(saved: Path,
     with Checkpoint.open(place) as checkpoint:
         section_at = int(checkpoint.manifests[0].rows[0]["section_at"][0])
         whole = file.read_bytes()
-        file.write_bytes(whole[:section_at] + bytes([whole[section_at] ^ 4]) + whole[section_at + 1 :])
+        file.write_bytes(
+            whole[:section_at] + bytes([whole[section_at] ^ 4]) + whole[section_at + 1 :]
+        )
         reader = StateReader(checkpoint, 1)
         reader.start([first])
         reader.get(second)  # pushes the damaged one out
@@ -216,7 +223,11 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
 def test_damage_of_what_rests_fails_the_save_and_not_the_checkpoint_before(tmp_path: Path) -> None:
     model = PLAIN.model()
     values = {**TIERS["nvme"], "nvme": tmp_path}
-    offload(model, inf.Policy(**values, io_backend="threads"), _seam=Seam(fault=Fault("read", 40, "bitflip", persistent=True)))
+    offload(
+        model,
+        inf.Policy(**values, io_backend="threads"),
+        _seam=Seam(fault=Fault("read", 40, "bitflip", persistent=True)),
+    )
     opt = inf.AdamW(model.parameters())
     saves = []
     with pytest.raises(ChecksumError):

@@ -1,4 +1,5 @@
-"""A device with memory of its own, simulated: the same bits as on the CPU, nothing unordered, nothing left behind."""
+"""A device with memory of its own, simulated: the same bits as on the CPU, nothing unordered,
+nothing left behind."""
 
 from __future__ import annotations
 
@@ -35,25 +36,35 @@ POLICIES: dict[str, dict[str, Any]] = {
     "updated there, in RAM": {"update_on": "device"},
     "updated there, compact": {**NVME, "ram": "min", "update_on": "device", "state": "compact"},
     "updated there, spilled": {**NVME, "grads": "nvme", "ram": "2800KiB", "update_on": "device"},
-    "updated there, in transactions": {**NVME, "ram": "min", "update_on": "device", "generations": 2},
+    "updated there, in transactions": {
+        **NVME,
+        "ram": "min",
+        "update_on": "device",
+        "generations": 2,
+    },
     "unverified": {**NVME, "ram": "min", "verify": "off"},
 }
 
 
-def train(training: harness.Training, given: dict[str, Any], directory: Path, *, seam: Seam | None = None) -> harness.Result:
+def train(
+    training: harness.Training, given: dict[str, Any], directory: Path, *, seam: Seam | None = None
+) -> harness.Result:
     nvme = {"nvme": directory} if "nvme" in given.values() else {}
     return harness.offloaded(training, inf.Policy(**given, **nvme), seam=seam)
 
 
 def alike(given: dict[str, Any]) -> harness.Training:
-    """What this policy can train: update="backward" alone neither clips nor adds up without `no_sync`."""
+    """What this policy can train: update="backward" alone neither clips nor adds up without
+    `no_sync`."""
     early = given.get("update") == "backward" and "generations" not in given
     options = {"max_norm": None, "accumulation": 1} if early else {}
     return harness.Training(models.llama, steps=3, **options)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_bits_as_on_the_cpu(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = POLICIES[name]
     expected = _on_the_cpu(name, tmp_path)
     with simulated(monkeypatch, seed=len(name)) as device:
@@ -69,7 +80,9 @@ def test_the_same_bits_as_on_the_cpu(name: str, tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
-def test_activations_leave_the_device(tier: str, reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_leave_the_device(
+    tier: str, reentrant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from infinity._src.hooks import activation_offload as activations
 
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
@@ -84,13 +97,22 @@ def test_activations_leave_the_device(tier: str, reentrant: bool, tmp_path: Path
     assert found.stats.activations.fetched_bytes > 0
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
-    name=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 99), delay_us=st.sampled_from([0, 300, 5000]),
+    name=st.sampled_from(sorted(POLICIES)),
+    seed=st.integers(0, 99),
+    delay_us=st.sampled_from([0, 300, 5000]),
     drive_us=st.sampled_from([0, 2000]),
-)  # fmt: skip
+)
 def test_whatever_the_timing(
-    name: str, seed: int, delay_us: int, drive_us: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    seed: int,
+    delay_us: int,
+    drive_us: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given = POLICIES[name]
     expected = _on_the_cpu(name, tmp_path)
@@ -104,7 +126,9 @@ _KNOWN: dict[str, harness.Result] = {}
 
 def _on_the_cpu(name: str, directory: Path) -> harness.Result:
     if name not in _KNOWN:
-        _KNOWN[name] = train(alike(POLICIES[name]), {**POLICIES[name], "update_on": "cpu"}, directory)
+        _KNOWN[name] = train(
+            alike(POLICIES[name]), {**POLICIES[name], "update_on": "cpu"}, directory
+        )
     return _KNOWN[name]
 
 
@@ -124,8 +148,11 @@ def _fails_at(nth: int, device: Simulated) -> None:
     device.fail(nth)
 
 
-def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two devices a thread's current one is not always the model's, and where torch allocates hangs on it."""
+def test_the_threads_current_device_stays_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two devices a thread's current one is not always the model's, and where torch allocates
+    hangs on it."""
     with simulated(monkeypatch) as device:
         device.current(2)
         model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
@@ -141,7 +168,8 @@ def test_the_threads_current_device_stays_what_it_is(tmp_path: Path, monkeypatch
 
 
 def thawed(**given: Any) -> list[torch.Tensor]:
-    """Parameters after steps of a model that was frozen when it was offloaded, but for its last layer."""
+    """Parameters after steps of a model that was frozen when it was offloaded, but for its last
+    layer."""
     model = models.make(models.llama)
     model.requires_grad_(False)
     model.lm_head.requires_grad_(True)
@@ -166,7 +194,9 @@ def test_what_is_thawed_after_offload_trains(update: str, monkeypatch: pytest.Mo
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 
 
-def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with simulated(monkeypatch, delay_us=200_000):
         model = inf.offload(models.make(models.llama), inf.Policy())
         inf.AdamW(model.parameters(), lr=1e-2)
@@ -178,7 +208,9 @@ def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(monkeypatch: py
         inf.handle(model).close()
 
 
-def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from infinity._src.memory.device import Device
 
     with simulated(monkeypatch):
@@ -202,9 +234,13 @@ def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(monkeypatch
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Lion"])
-def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_optimizers_are_updated_there(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()
-    training = harness.Training(models.llama, steps=3, optimizer=optimizer, options=options, lr=1e-3)
+    training = harness.Training(
+        models.llama, steps=3, optimizer=optimizer, options=options, lr=1e-3
+    )
     given = {**NVME, "ram": "min"}
     expected = train(training, given, tmp_path)
     with simulated(monkeypatch):
@@ -212,7 +248,9 @@ def test_other_optimizers_are_updated_there(optimizer: str, tmp_path: Path, monk
     harness.assert_equal(found, expected)
 
 
-def test_what_cannot_be_updated_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_updated_there_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match=r"inside opt\.step"):
         inf.Policy(update_on="device", update="backward")
     with pytest.raises(ValueError, match="computes on the CPU"):
@@ -241,7 +279,8 @@ class _Routed(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = torch.nn.ModuleList(
-            torch.nn.ModuleDict({str(n): torch.nn.Linear(64, 64) for n in range(4)}) for _ in range(3)
+            torch.nn.ModuleDict({str(n): torch.nn.Linear(64, 64) for n in range(4)})
+            for _ in range(3)
         )
 
     def forward(self, x: torch.Tensor, expert: int) -> torch.Tensor:
@@ -250,7 +289,9 @@ class _Routed(torch.nn.Module):
         return x
 
 
-def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with simulated(monkeypatch):
         model = _Routed()
         inf.offload(model, inf.Policy())
@@ -258,7 +299,12 @@ def test_sums_that_no_gradient_comes_for_do_not_stay_on_the_device(monkeypatch: 
         optimizer = inf.AdamW(model.parameters(), lr=1e-3)
         for turn in range(8):
             model(torch.randn(4, 64), turn % 4).sum().backward()
-            slots = [param.grad for unit in handle.units for param in unit.params if param.grad is not None]
+            slots = [
+                param.grad
+                for unit in handle.units
+                for param in unit.params
+                if param.grad is not None
+            ]
             assert not [slot.name for slot in slots if slot._h2d is not None]
         optimizer.step()
         handle.close()

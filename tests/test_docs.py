@@ -119,8 +119,11 @@ def test_python_examples_parse(page: Path) -> None:
 
 
 def tree_entries() -> Iterator[tuple[str, str]]:
-    """(path, description) of each line of the annotated tree; two blanks of indent are one level."""
-    (tree,) = [code for _, code in FENCE.findall(section(DOCS / "contributing.md", "Where things are"))]
+    """(path, description) of each line of the annotated tree; two blanks of indent are one
+    level."""
+    (tree,) = [
+        code for _, code in FENCE.findall(section(DOCS / "contributing.md", "Where things are"))
+    ]
     parents: list[str] = []
     for line in tree.splitlines():
         entry = line.lstrip()
@@ -153,7 +156,11 @@ def test_make_targets_are_listed() -> None:
 
 
 def test_the_guide_lists_every_field_of_the_policy() -> None:
-    rows = [row for row in section(DOCS / "guide.md", "The policy").splitlines() if row.startswith("| `")]
+    rows = [
+        row
+        for row in section(DOCS / "guide.md", "The policy").splitlines()
+        if row.startswith("| `")
+    ]
     fields = [field for row in rows for field in re.findall(r"`(\w+)`", row.split("|")[1])]
     assert sorted(fields) == sorted(field.name for field in dataclasses.fields(inf.Policy))
 
@@ -181,7 +188,9 @@ COMMANDS = {
     "infinity doctor": ("doctor",),
     "infinity plan": ("plan",),
     "infinity train": ("train",),
-    "infinity checkpoint": tuple(f"checkpoint {action}" for action in ("ls", "verify", "export", "reshard")),
+    "infinity checkpoint": tuple(
+        f"checkpoint {action}" for action in ("ls", "verify", "export", "reshard")
+    ),
 }
 
 
@@ -197,7 +206,9 @@ def test_the_options_of_a_command_are_listed(title: str) -> None:
 
 def test_environment_variables_are_listed() -> None:
     read = set()
-    sources = [path for folder in ("infinity", "aio", "native") for path in (ROOT / folder).rglob("*.py")]
+    sources = [
+        path for folder in ("infinity", "aio", "native") for path in (ROOT / folder).rglob("*.py")
+    ]
     for path in [*sources, ROOT / "tests" / "conftest.py"]:
         for line in text_of(path).splitlines():
             if "environ" in line or "getenv" in line:

@@ -1,4 +1,5 @@
-"""Durable runs: after a crash anywhere `inf.restore` goes on from the last committed step, on the trajectory of a run that met none."""
+"""Durable runs: after a crash anywhere `inf.restore` goes on from the last committed step, on the
+trajectory of a run that met none."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ STEPS = 6
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
-    return inf.Policy(**{"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True, **values})
+    return inf.Policy(
+        **{
+            "params": "nvme",
+            "optim": "nvme",
+            "ram": "min",
+            "nvme": tmp_path,
+            "durable": True,
+            **values,
+        }
+    )
 
 
 def made(tmp_path: Path, factory: Any = models.llama, **values: Any) -> tuple[Any, Any]:
@@ -24,7 +34,9 @@ def made(tmp_path: Path, factory: Any = models.llama, **values: Any) -> tuple[An
     return model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
 
 
-def train(model: Any, optimizer: Any, start: int, end: int, *, clip: float | None = None) -> list[float]:
+def train(
+    model: Any, optimizer: Any, start: int, end: int, *, clip: float | None = None
+) -> list[float]:
     """The steps from `start` to `end`, each with the batch and the rate of its index."""
     losses = []
     batches = models.token_batches(end)
@@ -46,7 +58,9 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def undisturbed(factory: Any = models.llama, *, clip: float | None = None, **values: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+def undisturbed(
+    factory: Any = models.llama, *, clip: float | None = None, **values: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     model = offload(models.make(factory), inf.Policy(params="cpu", optim="cpu", **values))
     optimizer = inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = train(model, optimizer, 0, STEPS, clip=clip)

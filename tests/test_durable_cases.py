@@ -1,4 +1,5 @@
-"""Durable runs of every kind: frozen parameters, other tiers, groups added late, gathered writes, checkpoints in and out."""
+"""Durable runs of every kind: frozen parameters, other tiers, groups added late, gathered writes,
+checkpoints in and out."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def test_every_third_step_is_committed(tmp_path: Path, wanted: list[str]) -> Non
         close(model)
 
 
-def test_a_run_that_is_given_up_stays_until_the_first_step(tmp_path: Path, wanted: list[str]) -> None:
+def test_a_run_that_is_given_up_stays_until_the_first_step(
+    tmp_path: Path, wanted: list[str]
+) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     close(model)
@@ -103,7 +106,9 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     code = f"from tests.test_durable_faults import made; from pathlib import Path; made(Path({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
     assert "AioError" in done.stderr, done.stderr
     assert "is held by" in done.stderr
     with pytest.raises(AioError) as caught:
@@ -132,7 +137,13 @@ def test_frozen_parameters_and_late_groups(tmp_path: Path) -> None:
         model.zero_grad()
 
     plain, plain_optimizer = begin()
-    durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+    durable: Any = {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "nvme": tmp_path,
+        "durable": True,
+    }
     for index in range(4):
         if index == 2:
             plain_optimizer.add_param_group({"params": group(plain, 1), "lr": 1e-3})
@@ -159,7 +170,8 @@ def test_frozen_parameters_and_late_groups(tmp_path: Path) -> None:
 
 
 def test_writes_between_steps_survive(tmp_path: Path) -> None:
-    """Gathered writes after a step are committed with it; those after a commit stand beside it until the next."""
+    """Gathered writes after a step are committed with it; those after a commit stand beside it
+    until the next."""
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
     chosen = model.blocks[1][0].weight
@@ -249,7 +261,13 @@ def test_what_is_set_before_the_first_step_is_committed_with_it(tmp_path: Path) 
 
 def test_a_group_that_is_added_after_restoring_keeps_extra(tmp_path: Path) -> None:
     def begin() -> tuple[Any, Any, list[Any]]:
-        durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+        durable: Any = {
+            "params": "nvme",
+            "optim": "nvme",
+            "ram": "min",
+            "nvme": tmp_path,
+            "durable": True,
+        }
         model = offload(models.make(lambda: models.lora(2)), inf.Policy(**durable))
         trained = [param for param in model.parameters() if param.requires_grad]
         return model, inf.AdamW(trained[0::2], lr=1e-2), trained[1::2]
@@ -296,7 +314,11 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
             loss = model((torch.randn(4, 24) + drawn + random.random()).bfloat16())
             loss.backward()
             arrays = np.random.get_state()  # noqa: NPY002 - what users have
-            generators = {"torch": torch.get_rng_state(), "numpy": arrays, "random": random.getstate()}
+            generators = {
+                "torch": torch.get_rng_state(),
+                "numpy": arrays,
+                "random": random.getstate(),
+            }
             inf.handle(model).extra = {"schedule": schedule.state_dict(), **generators}
             told.append((loss.item(), optimizer.param_groups[0]["lr"]))
             optimizer.step()
@@ -307,7 +329,13 @@ def test_a_scheduler_and_random_generators_go_on(tmp_path: Path) -> None:
         return told
 
     expected = live(0, 5)
-    durable: Any = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": tmp_path, "durable": True}
+    durable: Any = {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "nvme": tmp_path,
+        "durable": True,
+    }
     assert [each for index in range(5) for each in live(index, index + 1, **durable)] == expected
 
 

@@ -1,4 +1,5 @@
-"""SIGKILL at random moments: a durable run goes on at the last or the last but one step, a save leaves the checkpoint before."""
+"""SIGKILL at random moments: a durable run goes on at the last or the last but one step, a save
+leaves the checkpoint before."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_trainers_go_on(case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_killed_trainers_go_on(
+    case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     values, kills = CASES[case]
     job, begun = Job(tmp_path, **values), time.monotonic()
     wanted = trajectory(tmp_path_factory.getbasetemp() / "reference", job.world)

@@ -34,7 +34,8 @@ def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
     step(model, optimizer, 1, 0)
     close(model)
     assert [name for name in run_files(one) if name.startswith("drive")] == []
-    assert len([name for name in run_files(two) if name.startswith("states-")]) == 2  # those of the other run
+    # those of the other run
+    assert len([name for name in run_files(two) if name.startswith("states-")]) == 2
     model, optimizer = made(three, two)
     assert inf.restore(model, optimizer, three).step == 1
     assert digest(model) == wanted[1]
@@ -54,7 +55,9 @@ def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) ->
     model, optimizer = made(one, two)
     step(model, optimizer, 0, 0)
     close(model)
-    for index, (old, new) in enumerate([((one, two), (three, four)), ((three, four), (one, three))], 1):
+    for index, (old, new) in enumerate(
+        [((one, two), (three, four)), ((three, four), (one, three))], 1
+    ):
         old[0].rename(new[0])  # the second time, where the other drive was
         old[1].rename(new[1])
         model, optimizer = made(*new)
@@ -63,11 +66,15 @@ def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) ->
         step(model, optimizer, index, 0)
         close(model)
         assert len([name for name in run_files(new[1]) if name.startswith("states-")]) == 2
-        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (["drive1"], ["drive2"])
+        assert [name for name in run_files(new[0]) if name.startswith((".", "drive"))] in (
+            ["drive1"],
+            ["drive2"],
+        )
 
 
 def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[str]) -> None:
-    """The links in a copy lead to the original's further drives, which may be damaged or gone on meanwhile."""
+    """The links in a copy lead to the original's further drives, which may be damaged or gone on
+    meanwhile."""
     one, two, copy, other = [tmp_path / name for name in ("one", "two", "copy", "other")]
     for place in (one, two):
         place.mkdir()
@@ -88,7 +95,9 @@ def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[s
     assert [name.split("-")[0] for name in run_files(other)] == ["home", "states", "states"]
 
 
-def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(tmp_path: Path, wanted: list[str]) -> None:
+def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(
+    tmp_path: Path, wanted: list[str]
+) -> None:
     one, two, copy, four = [tmp_path / name for name in ("one", "two", "copy", "four")]
     for place in (one, two, four):
         place.mkdir()

@@ -1,4 +1,5 @@
-"""Durable runs and the calls that fail: the step before stays, the error is typed, training goes on once the cause is mended."""
+"""Durable runs and the calls that fail: the step before stays, the error is typed, training goes on
+once the cause is mended."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def wanted() -> list[str]:
 
 @final
 class Failing:
-    """The nth call of a function of `os` fails; writes are torn: half of the bytes are written first."""
+    """The nth call of a function of `os` fails; writes are torn: half of the bytes are written
+    first."""
 
     def __init__(self, name: str, nth: int, code: int, *, interrupts: bool = False) -> None:
         self.name, self.nth, self.code, self.interrupts = name, nth, code, interrupts
@@ -58,9 +60,14 @@ class Failing:
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize(("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)])
-def test_every_call_of_a_commit_fails_once(tmp_path: Path, wanted: list[str], update: str, name: str, code: int) -> None:
-    """Whatever fails, a restore has the step before or the one that was being committed, and this process goes on."""
+@pytest.mark.parametrize(
+    ("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)]
+)
+def test_every_call_of_a_commit_fails_once(
+    tmp_path: Path, wanted: list[str], update: str, name: str, code: int
+) -> None:
+    """Whatever fails, a restore has the step before or the one that was being committed, and this
+    process goes on."""
     for nth in range(20):
         place = tmp_path / str(nth)
         model, optimizer = made(place, update=update)
@@ -93,7 +100,9 @@ def test_every_call_of_a_commit_fails_once(tmp_path: Path, wanted: list[str], up
 
 
 @pytest.mark.parametrize("name", ["write", "replace", "fsync", "unlink"])
-def test_a_commit_that_is_interrupted_is_made_up_for(tmp_path: Path, wanted: list[str], name: str) -> None:
+def test_a_commit_that_is_interrupted_is_made_up_for(
+    tmp_path: Path, wanted: list[str], name: str
+) -> None:
     """The next step writes nothing that an interrupted commit has named, also where none is due."""
     for nth in range(20):
         place = tmp_path / str(nth)
@@ -118,8 +127,11 @@ def test_a_commit_that_is_interrupted_is_made_up_for(tmp_path: Path, wanted: lis
     raise AssertionError("a commit makes too many calls")
 
 
-def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path, wanted: list[str]) -> None:
-    """Where a manifest has its name, the process that ends leaves what it names; wherever `inf.restore` breaks off."""
+def test_states_stay_when_the_first_commit_is_interrupted(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    """Where a manifest has its name, the process that ends leaves what it names; wherever
+    `inf.restore` breaks off."""
     for name in ("replace", "fsync", "unlink"):
         for nth in range(12):
             place = tmp_path / f"{name}{nth}"
@@ -142,8 +154,11 @@ def test_states_stay_when_the_first_commit_is_interrupted(tmp_path: Path, wanted
                 break
 
 
-def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without room beside what a checkpoint has a part in no step writes there, whether a commit is due or not."""
+def test_no_room_beside_a_checkpoint(
+    tmp_path: Path, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without room beside what a checkpoint has a part in no step writes there, whether a commit is
+    due or not."""
     model, optimizer = made(tmp_path / "run", durable_every=2)
     for index in range(2):
         step(model, optimizer, index, 0)
@@ -171,7 +186,9 @@ def test_no_room_beside_a_checkpoint(tmp_path: Path, wanted: list[str], monkeypa
     close(model)
 
 
-def test_names_are_on_every_drive_before_a_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_are_on_every_drive_before_a_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A directory is flushed after each name that a manifest needs was made in it."""
     places = [tmp_path / "one", tmp_path / "two"]
     for place in places:
@@ -211,7 +228,9 @@ def test_names_are_on_every_drive_before_a_manifest(tmp_path: Path, monkeypatch:
 def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, kind: str) -> None:
     for nth in (24, 51, 78):
         place = tmp_path / str(nth)
-        model, optimizer = made(place, update=update, seam=Seam(fault=Fault("write", nth, kind=kind)))
+        model, optimizer = made(
+            place, update=update, seam=Seam(fault=Fault("write", nth, kind=kind))
+        )
         index = 0
         for _ in range(6):  # what was damaged at rest is undone every time
             if index == 3:
@@ -301,7 +320,15 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
         else:
             close(model)
         kinds = [name.split("-")[0] for name in run_files(places[0])]
-        assert kinds == ["buffers", "drive1", "extra", "lock.rank0", "manifest", "states", "states"], run_files(places[0])
+        assert kinds == [
+            "buffers",
+            "drive1",
+            "extra",
+            "lock.rank0",
+            "manifest",
+            "states",
+            "states",
+        ], run_files(places[0])
         assert [name.split("-")[0] for name in run_files(places[1])] == ["home", "states", "states"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
 

@@ -1,15 +1,19 @@
-"""The byte floor: what a step moves is what the formulas of `infinity._src.perf.roofline` say, to the byte, by the engine's counters and
-by the kernel's.
+"""The byte floor: what a step moves is what the formulas of `infinity._src.perf.roofline` say, to
+the byte, by the engine's counters and by the kernel's.
 
-The cases train one after the other in a process of their own, so that /proc/self/io counts nobody else, past the page cache
-(O_DIRECT), between two moments at which nothing is pending. The formulas leave out two things, which are computed here from the units alone:
+The cases train one after the other in a process of their own, so that /proc/self/io counts nobody
+else, past the page cache (O_DIRECT), between two moments at which nothing is pending. The formulas
+leave out two things, which are computed here from the units alone:
 
-- less: where a pass over the units ends and the next one begins in the other direction, what is gathered then is read once for
+- less: where a pass over the units ends and the next one begins in the other direction, what is
+gathered then is read once for
   both. That is a prefix of the next pass, as long as fits into `gathered_bytes_max` (`kept_bytes`);
-- more: after `flush()` the first forward cannot be fed by an update and reads the parameters: once per measurement.
+- more: after `flush()` the first forward cannot be fed by an update and reads the parameters: once
+per measurement.
 
-A gate whose update nobody takes for 20 ms (no forward comes: a busy machine) *escapes*, and its unit is read once more. So that
-nothing here depends on time, the gates are held until forward begins, and none may escape.
+A gate whose update nobody takes for 20 ms (no forward comes: a busy machine) *escapes*, and its
+unit is read once more. So that nothing here depends on time, the gates are held until forward
+begins, and none may escape.
 """
 
 from __future__ import annotations
@@ -36,12 +40,14 @@ from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
 
 KERNEL_SLACK_BYTES = 1 << 20
-"""What the interpreter itself reads meanwhile (a module that is imported late, a page of a library)."""
+"""What the interpreter itself reads meanwhile (a module that is imported late, a page of a
+library)."""
 
 STEPS = 2
 LAYERS, HIDDEN = 5, 256
 ROWS, LENGTH = 2, 64
-"""Of batches whose boundary activations are large enough to be put away, and whole blocks of 4096 bytes."""
+"""Of batches whose boundary activations are large enough to be put away, and whole blocks of 4096
+bytes."""
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -55,7 +61,11 @@ OTHERS: dict[str, tuple[float, dict[str, Any]]] = {  # with bytes per parameter 
     "SGD with momentum": (8, {"optimizer": "SGD"}),
     "Lion": (8, {"optimizer": "Lion", "update": "backward"}),
 }
-SHARES = [{"params": 1.0, "optim": 0.0}, {"params": 0.0, "optim": 1.0}, {"params": 0.5, "optim": 0.25}]
+SHARES = [
+    {"params": 1.0, "optim": 0.0},
+    {"params": 0.0, "optim": 1.0},
+    {"params": 0.5, "optim": 0.25},
+]
 
 CASES: dict[str, dict[str, Any]] = {
     **{
@@ -64,7 +74,10 @@ CASES: dict[str, dict[str, Any]] = {
         for update in UPDATES
     },
     **{name: case | {"micro_batches": [1, 2]} for name, (_, case) in OTHERS.items()},
-    **{f"resident {shares}": {"ram": "256MiB", "resident": shares, "micro_batches": [1, 2]} for shares in SHARES},
+    **{
+        f"resident {shares}": {"ram": "256MiB", "resident": shares, "micro_batches": [1, 2]}
+        for shares in SHARES
+    },
     **{
         f"two generations {update}": {"generations": 2, "update": update, "micro_batches": [1, 3]}
         for update in ("deferred", "backward")
@@ -81,7 +94,8 @@ def kernel_bytes() -> tuple[int, int]:
 
 
 def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
-    """What rests on NVMe by kind, each section of a chunk in whole blocks of 4096 bytes, from the engine's records."""
+    """What rests on NVMe by kind, each section of a chunk in whole blocks of 4096 bytes, from the
+    engine's records."""
     found = AtRest()
     for flat in (flat for unit in units for flat in unit.flats):
         rest = handle.parts.tiers.store[flat]
@@ -98,8 +112,8 @@ def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
 
 
 def kept_bytes(handle: Any, order: Iterable[Unit]) -> float:
-    """What a pass in this order need not read because the pass before it ended there: of its first units, as many as may be
-    gathered at once, what rests on NVMe of them."""
+    """What a pass in this order need not read because the pass before it ended there: of its first
+    units, as many as may be gathered at once, what rests on NVMe of them."""
     sizes = itertools.accumulate(unit.size_bytes for unit in order)
     count = sum(size <= handle.unsharder.gathered_bytes_max for size in sizes)
     return on_nvme(handle, list(order)[:count]).params
@@ -110,17 +124,25 @@ def expected_read(handle: Any, micro_batches: int, activations: int) -> float:
     update = handle.policy.update
     rests = on_nvme(handle, handle.units)
     floor = STEPS * traffic(rests, update, micro_batches, activations=activations).total.read
-    if update == "delayed":  # the passes read nothing: they compute from a copy in RAM, which is filled from below
+    # the passes read nothing: they compute from a copy in RAM, which is filled from below
+    if update == "delayed":
         return floor
-    to_backward, to_forward = kept_bytes(handle, handle.units[::-1]), kept_bytes(handle, handle.units)
+    to_backward, to_forward = (
+        kept_bytes(handle, handle.units[::-1]),
+        kept_bytes(handle, handle.units),
+    )
     within = STEPS * (micro_batches * to_backward + (micro_batches - 1) * to_forward)
-    if update == "backward":  # updated where they lie gathered, the last of backward stay for the next forward
+    # updated where they lie gathered, the last of backward stay for the next forward
+    if update == "backward":
         return floor - within - STEPS * to_forward
-    # The updates fill all forwards but the first, for which those of the warm-up filled what was gathered.
+    # The updates fill all forwards but the first, for which those of the warm-up filled what was
+    # gathered.
     return floor - within + rests.params - to_forward
 
 
-def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: int) -> dict[str, Any]:
+def measure(
+    handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: int
+) -> dict[str, Any]:
     """One warm-up step, then `STEPS` measured ones; what they moved and what they should have."""
     boundary = ROWS * LENGTH * HIDDEN * 2 if handle.policy.activations == "nvme" else 0
     activations = (LAYERS - HELD_CALLS) * boundary
@@ -131,7 +153,8 @@ def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: 
             last = index == len(batches) - 1
             with contextlib.nullcontext() if last else handle.no_sync():
                 (models.loss_of(model, batch) / len(batches)).backward()
-        handle.parts.tiers.executor.hold_gates(True)  # forward goes on holding them, and its end lets go
+        # forward goes on holding them, and its end lets go
+        handle.parts.tiers.executor.hold_gates(True)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -153,7 +176,8 @@ def measure(handle: Any, model: torch.nn.Module, optimizer: Any, micro_batches: 
         "floor_read": STEPS * moved.read,
         "expected_read": expected_read(handle, micro_batches, activations),
         "expected_written": STEPS * moved.written,
-        "turning_max": STEPS * turning_bytes_max(handle.unsharder.gathered_bytes_max, update, micro_batches),
+        "turning_max": STEPS
+        * turning_bytes_max(handle.unsharder.gathered_bytes_max, update, micro_batches),
         "escaped": escaped,
         "grads": rests.grads,
         "spilled": after.spilled_bytes,
@@ -171,13 +195,20 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     dtype, name = getattr(torch, case.pop("dtype", "bfloat16")), case.pop("optimizer", "AdamW")
     micro_batches, spills = case.pop("micro_batches"), case.pop("spills", False)
-    layers = 4 * LAYERS if spills else LAYERS  # whose gradients are more than the larger chunks that spilling takes
+    # whose gradients are more than the larger chunks that spilling takes
+    layers = 4 * LAYERS if spills else LAYERS
 
     def offloaded(**values: Any) -> tuple[Any, Any, Any]:
         model: Any = models.llama(layers=layers, hidden=HIDDEN).to(dtype)
         if case.get("activations"):
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        settings: dict[str, Any] = {"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", "delayed_warmup": 0}
+        settings: dict[str, Any] = {
+            "params": "nvme",
+            "optim": "nvme",
+            "nvme": directory,
+            "ram": "min",
+            "delayed_warmup": 0,
+        }
         inf.offload(model, inf.Policy(**settings | case | values))
         return model, OPTIMIZERS[name](model.parameters()), inf.handle(model)
 
@@ -209,7 +240,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["written"] == found["expected_written"], found
     assert found["floor_read"] - found["expected_read"] <= found["turning_max"]
     if not found["direct"]:
-        pytest.skip("the directory for temporary files allows no O_DIRECT, so the kernel's counters are the page cache's")
+        pytest.skip(
+            "the directory for temporary files allows no O_DIRECT, so the kernel's counters are the page cache's"
+        )
     assert found["read"] <= found["kernel_read"] <= found["read"] + KERNEL_SLACK_BYTES
     assert found["written"] <= found["kernel_written"] <= found["written"] + KERNEL_SLACK_BYTES
 
@@ -218,7 +251,8 @@ def check(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("state", STATES)
 def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
     for found in measurements()[f"{state} {update}"]:
-        # Nothing is resident, and what rests is what the format says: padding costs less than one part in a hundred.
+        # Nothing is resident, and what rests is what the format says: padding costs less than one
+        # part in a hundred.
         assert found["resident"] == 0
         sigma = {"exact": 12.0, "bf16": 8.0, "compact": 5.0625}[state]
         assert sigma <= found["states_per_param"] < sigma * 1.01
@@ -249,7 +283,10 @@ def test_spilled_gradients_move_once_in_each_direction_per_micro_batch() -> None
 
 def test_activations_move_once_in_each_direction_per_micro_batch() -> None:
     for micro_batches, found in zip([1, 2], measurements()["activations"], strict=True):
-        assert found["activations"] == STEPS * micro_batches * (LAYERS - HELD_CALLS) * ROWS * LENGTH * HIDDEN * 2
+        assert (
+            found["activations"]
+            == STEPS * micro_batches * (LAYERS - HELD_CALLS) * ROWS * LENGTH * HIDDEN * 2
+        )
         check(found)
 
 
@@ -263,4 +300,6 @@ def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: run(sys.argv[1], case) for name, case in json.loads(sys.argv[2]).items()}))
+    print(
+        json.dumps({name: run(sys.argv[1], case) for name, case in json.loads(sys.argv[2]).items()})
+    )

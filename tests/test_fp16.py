@@ -1,4 +1,5 @@
-"""fp16 parameters with torch's GradScaler: the bits of a plain loop with fp16 parameters and fp32 masters."""
+"""fp16 parameters with torch's GradScaler: the bits of a plain loop with fp16 parameters and fp32
+masters."""
 
 from __future__ import annotations
 
@@ -23,7 +24,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 # Skips at 1 and 4, grows after two good steps: 512, 256, 256, 512, 256, 256, 512
 SCALED = Training(
-    models.llama, steps=7, dtype=torch.float16, lr=1e-3, scaler=(512.0, 2), poisoned=(1, 4), accumulation=2
+    models.llama,
+    steps=7,
+    dtype=torch.float16,
+    lr=1e-3,
+    scaler=(512.0, 2),
+    poisoned=(1, 4),
+    accumulation=2,
 )
 
 
@@ -58,7 +65,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variants_are_too(name: str, tmp_path: Path) -> None:
-    values = {"factory": SCALED.factory, "steps": 6, "dtype": torch.float16, "lr": 1e-3, "scaler": (512.0, 2)}
+    values = {
+        "factory": SCALED.factory,
+        "steps": 6,
+        "dtype": torch.float16,
+        "lr": 1e-3,
+        "scaler": (512.0, 2),
+    }
     training = Training(**{**values, "poisoned": (1,), **VARIANTS[name]})
     chosen = policy(tmp_path, **MIN, grad_dtype=training.grad_dtype)
     result = harness.offloaded(training, chosen, seam=Seam(delay_us_max=500, seed=2))
@@ -67,7 +80,9 @@ def test_variants_are_too(name: str, tmp_path: Path) -> None:
 
 def test_a_scale_that_overflows_fp16_backs_off_until_it_fits(tmp_path: Path) -> None:
     """No loss is infinite here; the gradients are, where they no longer fit fp16."""
-    training = Training(models.llama, steps=12, dtype=torch.float16, lr=1e-3, scaler=(2.0**24, 50), accumulation=1)
+    training = Training(
+        models.llama, steps=12, dtype=torch.float16, lr=1e-3, scaler=(2.0**24, 50), accumulation=1
+    )
     result = harness.offloaded(training, policy(tmp_path, **MIN))
     expected = harness.reference(training)
     assert expected.seen[0] == 2.0**23
@@ -77,7 +92,10 @@ def test_a_scale_that_overflows_fp16_backs_off_until_it_fits(tmp_path: Path) -> 
 
 def test_without_a_scaler_an_overflow_is_raised_or_skipped(tmp_path: Path) -> None:
     for mode in ("raise", "skip"):
-        model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, on_nonfinite=mode))
+        model = inf.offload(
+            models.make(models.llama, dtype=torch.float16),
+            policy(tmp_path, **MIN, on_nonfinite=mode),
+        )
         optimizer = inf.AdamW(model.parameters())
         before = {name: value.clone() for name, value in model.state_dict().items()}
         (models.loss_of(model, models.token_batches(1)[0]) * 1e30).backward()
@@ -93,23 +111,42 @@ def test_without_a_scaler_an_overflow_is_raised_or_skipped(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("place", PLACEMENTS)
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_updates_in_backward_are_the_loops_bits_without_a_scaler(accumulation: int, place: str, tmp_path: Path) -> None:
+def test_updates_in_backward_are_the_loops_bits_without_a_scaler(
+    accumulation: int, place: str, tmp_path: Path
+) -> None:
     training = Training(
-        models.llama, steps=4, dtype=torch.float16, lr=1e-3, max_norm=None, accumulation=accumulation, groups=True
+        models.llama,
+        steps=4,
+        dtype=torch.float16,
+        lr=1e-3,
+        max_norm=None,
+        accumulation=accumulation,
+        groups=True,
     )
-    result = test_update_modes.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS[place]))
+    result = test_update_modes.offloaded(
+        training, policy(tmp_path, update="backward", **PLACEMENTS[place])
+    )
     harness.assert_equal(result, test_update_modes.reference(training))
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(grad_dtype: torch.dtype | None, tmp_path: Path) -> None:
+def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(
+    grad_dtype: torch.dtype | None, tmp_path: Path
+) -> None:
     """What is divided by the scale is the rate."""
     scale = 256.0
     training = Training(
-        models.llama, dtype=torch.float16, lr=0.5 / scale, weight_decay=0.0, optimizer="SGD", grad_dtype=grad_dtype
+        models.llama,
+        dtype=torch.float16,
+        lr=0.5 / scale,
+        weight_decay=0.0,
+        optimizer="SGD",
+        grad_dtype=grad_dtype,
     )
     with harness.one_thread():
-        model = inf.offload(training.model(), policy(tmp_path, **MIN, update="backward", grad_dtype=grad_dtype))
+        model = inf.offload(
+            training.model(), policy(tmp_path, **MIN, update="backward", grad_dtype=grad_dtype)
+        )
         plain = training.model()
         both = ((model, training.make_optimizer(model)), (plain, training.make_reference(plain)))
         for batch in training.batches:
@@ -122,8 +159,12 @@ def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(grad_dtype: torch.
         inf.handle(model).close()
 
 
-def test_a_scaler_is_refused_where_backward_updates_and_one_that_is_off_is_not(tmp_path: Path) -> None:
-    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, update="backward"))
+def test_a_scaler_is_refused_where_backward_updates_and_one_that_is_off_is_not(
+    tmp_path: Path,
+) -> None:
+    model = inf.offload(
+        models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, update="backward")
+    )
     optimizer = inf.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     scaler.scale(models.loss_of(model, models.token_batches(1)[0])).backward()

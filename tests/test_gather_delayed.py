@@ -1,4 +1,5 @@
-"""`handle.gather()`, and evaluation, where update="delayed" keeps two ages of the parameters: no pass mixes them."""
+"""`handle.gather()`, and evaluation, where update="delayed" keeps two ages of the parameters: no
+pass mixes them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from tests.test_update_modes import policy
 
 @pytest.mark.parametrize("where", ["forward and backward", "forward", "backward"])
 def test_a_training_pass_of_what_gather_shows_is_refused(where: str, tmp_path: Path) -> None:
-    """Its forward would compute with values that its backward has no more, or the other way round."""
+    """Its forward would compute with values that its backward has no more, or the other way
+    round."""
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=1)
     plain, reference = reference_of(LLAMA, warmup=1)
     batches = models.token_batches(6)
@@ -29,7 +31,10 @@ def test_a_training_pass_of_what_gather_shows_is_refused(where: str, tmp_path: P
         param = dict(model.named_parameters())[NAME]
         if where == "backward":
             loss = models.loss_of(model, batches[3])
-            with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"), handle.gather(param):
+            with (
+                pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"),
+                handle.gather(param),
+            ):
                 loss.backward()
         else:
             with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
@@ -47,7 +52,9 @@ def test_a_training_pass_of_what_gather_shows_is_refused(where: str, tmp_path: P
     handle.close()
 
 
-def test_a_training_pass_in_gather_computes_as_ever_where_no_update_is_delayed(tmp_path: Path) -> None:
+def test_a_training_pass_in_gather_computes_as_ever_where_no_update_is_delayed(
+    tmp_path: Path,
+) -> None:
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=10)
     plain, reference = reference_of(LLAMA, warmup=10)
     with harness.one_thread():
@@ -90,7 +97,8 @@ def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_pa
                 param.clamp_(-1e-3, 1e-3)
 
         def hook(_module: nn.Module, _args: object, out: Any) -> None:
-            (out[0] if isinstance(out, tuple) else out).register_hook(clamp)  # backward has passed the layers after it by then
+            # backward has passed the layers after it by then
+            (out[0] if isinstance(out, tuple) else out).register_hook(clamp)
 
         hooked = model.model.layers[0].register_forward_hook(hook)
         loss = models.loss_of(model, batches[2])
@@ -98,7 +106,8 @@ def test_gather_in_a_backward_does_not_show_what_is_older_than_the_update(tmp_pa
         with pytest.raises(RuntimeError, match=r"gather\(\).*update='delayed'"):
             loss.backward()
         optimizer.zero_grad()
-        with torch.no_grad(), handle.gather(param):  # between the passes it is allowed, and of the newest
+        # between the passes it is allowed, and of the newest
+        with torch.no_grad(), handle.gather(param):
             shown = param.detach().float()
         assert torch.equal(shown, handle.optimizer_state(param)["master"].bfloat16().float())
         take_step(model, optimizer, batches[3])
@@ -119,9 +128,13 @@ class _Slope(nn.Module):
         return loss.detach()
 
 
-def test_a_backward_inside_an_evaluation_takes_the_parameters_of_its_forward(tmp_path: Path) -> None:
+def test_a_backward_inside_an_evaluation_takes_the_parameters_of_its_forward(
+    tmp_path: Path,
+) -> None:
     training = Training(lambda: _Slope(models.llama()), steps=6, accumulation=1, max_norm=None)
-    model, optimizer, handle = opened(training, policy(tmp_path, **MIN, update="delayed", delayed_warmup=0))
+    model, optimizer, handle = opened(
+        training, policy(tmp_path, **MIN, update="delayed", delayed_warmup=0)
+    )
     with harness.one_thread():
         for batch in models.token_batches(3):
             take_step(model.body, optimizer, batch)
@@ -137,8 +150,11 @@ def test_a_backward_inside_an_evaluation_takes_the_parameters_of_its_forward(tmp
 
 
 @pytest.mark.parametrize("look", ["evaluation", "state_dict", "gather"])
-def test_what_was_looked_at_before_an_update_shows_that_update_after_it(look: str, tmp_path: Path) -> None:
-    """Also where the step before left the unit alone, so that what training computes with is not older."""
+def test_what_was_looked_at_before_an_update_shows_that_update_after_it(
+    look: str, tmp_path: Path
+) -> None:
+    """Also where the step before left the unit alone, so that what training computes with is not
+    older."""
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0)
     plain, reference = reference_of(LLAMA, warmup=0)
     param = dict(model.named_parameters())[NAME]

@@ -1,4 +1,5 @@
-"""Two generations: a step is a transaction, and update="backward" serves every loop; the reference loop's bits all the same."""
+"""Two generations: a step is a transaction, and update="backward" serves every loop; the reference
+loop's bits all the same."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from tests.harness import Training
 
 PLACEMENTS = {
     "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
-    "partly resident": {"params": "nvme", "optim": "nvme", "ram": "min", "resident": {"params": 0.5, "optim": 0.5}},
+    "partly resident": {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "resident": {"params": 0.5, "optim": 0.5},
+    },
     "cpu": {"params": "cpu", "optim": "cpu"},
     "device": {"params": "device", "optim": "nvme", "ram": "min"},
     "threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
@@ -45,13 +51,23 @@ def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, clip, accumulation):
     max_norm = CLIPS[clip] * (0.75 if clip == "sometimes" and accumulation == 2 else 1.0)
-    training = dataclasses.replace(LLAMA, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6)
-    ours = harness.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"]))
+    training = dataclasses.replace(
+        LLAMA, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6
+    )
+    ours = harness.offloaded(
+        training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"])
+    )
     theirs = harness.reference(training)
     harness.assert_equal(ours, theirs)
     fired = [norm > max_norm for norm in theirs.norms]
-    assert {"never": not any(fired), "always": all(fired), "sometimes": len(set(fired)) == 2}[clip], theirs.norms
-    kept, withdrawn, units = ours.stats.updates_ahead, ours.stats.updates_withdrawn, ours.stats.units
+    assert {"never": not any(fired), "always": all(fired), "sometimes": len(set(fired)) == 2}[
+        clip
+    ], theirs.norms
+    kept, withdrawn, units = (
+        ours.stats.updates_ahead,
+        ours.stats.updates_withdrawn,
+        ours.stats.units,
+    )
     if clip == "never":  # the first step tells how many micro-batches there are
         assert (kept, withdrawn) == (units * (training.steps - 1), 0)
     elif clip == "always":  # the first two steps tell that it is in vain
@@ -100,10 +116,14 @@ def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batc
 TRAININGS = {
     "micro-batches that are marked": dataclasses.replace(LLAMA, steps=4, accumulation=3),
     "frozen parameters": dataclasses.replace(LLAMA, factory=models.lora, steps=4, max_norm=1e6),
-    "experts without gradients": dataclasses.replace(LLAMA, factory=models.mixtral, steps=4, max_norm=1e6),
+    "experts without gradients": dataclasses.replace(
+        LLAMA, factory=models.mixtral, steps=4, max_norm=1e6
+    ),
     "tied weights": dataclasses.replace(LLAMA, factory=models.gpt2, steps=4, max_norm=1e6),
     "checkpointed": dataclasses.replace(LLAMA, steps=4, checkpointing=True, max_norm=1e6),
-    "fp32 gradients": dataclasses.replace(LLAMA, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0),
+    "fp32 gradients": dataclasses.replace(
+        LLAMA, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0
+    ),
     "two groups": dataclasses.replace(LLAMA, steps=4, groups=True, max_norm=1e6),
     "momentum": dataclasses.replace(LLAMA, steps=4, optimizer="SGD", options=(("momentum", 0.9),)),
     "a class of torch": dataclasses.replace(LLAMA, steps=3, optimizer="Adagrad"),
@@ -125,7 +145,10 @@ def test_every_kind_of_training(tmp_path, name):
 def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, state):
     training = dataclasses.replace(LLAMA, steps=8, max_norm=CLIPS["sometimes"])
     found = [
-        harness.offloaded(training, inf.Policy(state=state, update=update, generations=generations, nvme=tmp_path, **tiers))
+        harness.offloaded(
+            training,
+            inf.Policy(state=state, update=update, generations=generations, nvme=tmp_path, **tiers),
+        )
         for update, generations, tiers in [
             ("deferred", 1, {"params": "cpu", "optim": "cpu"}),
             ("backward", 2, PLACEMENTS["nvme min"]),
@@ -138,9 +161,17 @@ def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, st
 
 def test_a_scaler_that_skips_steps(tmp_path):
     training = Training(
-        models.llama, steps=8, accumulation=1, dtype=torch.float16, max_norm=None, scaler=(2.0**10, 3), poisoned=(2, 5)
+        models.llama,
+        steps=8,
+        accumulation=1,
+        dtype=torch.float16,
+        max_norm=None,
+        scaler=(2.0**10, 3),
+        poisoned=(2, 5),
     )
-    ours = harness.offloaded(training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"]))
+    ours = harness.offloaded(
+        training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"])
+    )
     harness.assert_equal(ours, harness.reference(training))
 
 
@@ -175,7 +206,9 @@ def plain(tmp_path: Path) -> tuple[Any, Any]:
 
 def speculating(tmp_path: Path, **values: Any) -> tuple[Any, Any]:
     seam = values.pop("seam", None)
-    model = offload(small(), policy(tmp_path, update="backward", **PLACEMENTS["nvme min"], **values), _seam=seam)
+    model = offload(
+        small(), policy(tmp_path, update="backward", **PLACEMENTS["nvme min"], **values), _seam=seam
+    )
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -188,7 +221,8 @@ def test_gradients_that_are_not_finite_leave_no_trace(tmp_path, batches, mode):
         if optimizer is pairs[1][1]:
             (models.loss_of(model, batches[3]) * float("nan")).backward()
             before = inf.handle(model).stats()
-            assert len(inf.handle(model).parts.mode._ahead) == before.units  # all are written already
+            # all are written already
+            assert len(inf.handle(model).parts.mode._ahead) == before.units
             if mode == "raise":
                 with pytest.raises(NonFiniteGradient, match="no state was touched"):
                     optimizer.step()
@@ -238,7 +272,9 @@ def values(model: Any, batch: Any) -> Any:
     return float(sum(value.float().abs().sum() for value in model.state_dict().values()))
 
 
-@pytest.mark.parametrize("look", [evaluate, write, moment, again, rate, values], ids=lambda look: look.__name__)
+@pytest.mark.parametrize(
+    "look", [evaluate, write, moment, again, rate, values], ids=lambda look: look.__name__
+)
 def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
     found = []
     for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
@@ -268,7 +304,11 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
 
         def look(_param: Any, model: Any = model, last: Any = last, got: list[Any] = got) -> None:
             with torch.no_grad(), inf.handle(model).gather(last):
-                got.append(models.loss_of(model, batches[7]).item() if reads == "forward" else float(last.float().sum()))
+                got.append(
+                    models.loss_of(model, batches[7]).item()
+                    if reads == "forward"
+                    else float(last.float().sum())
+                )
 
         first.register_post_accumulate_grad_hook(look)
         got += [stepped(model, optimizer, batch) for batch in batches[:5]]
@@ -306,7 +346,10 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
             del got[taken:]
             optimizer.zero_grad()
             undone += 1
-        assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} in ({len(got)}, {0} if not got else set())
+        assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} in (
+            {len(got)},
+            {0} if not got else set(),
+        )
     assert undone == 1
     assert got == wanted
     ours, theirs = values_of(model), values_of(reference)
@@ -317,7 +360,8 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
 
 
 def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
-    """An update that fails after `gather()` has kept a write would take the write back with the step."""
+    """An update that fails after `gather()` has kept a write would take the write back with the
+    step."""
 
     def run(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
         weights = list(model.parameters())[:2]
@@ -345,7 +389,9 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     inf.handle(probe).flush()
     writes = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
-    model = offload(small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6))
+    model = offload(
+        small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6)
+    )
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
     theirs = run(*plain(tmp_path))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -371,7 +417,9 @@ def test_a_graph_that_runs_again_meets_the_values_that_it_saved(tmp_path, batche
     assert stats.updates_withdrawn >= stats.units
 
 
-def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows_of(tmp_path, batches, monkeypatch):
+def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows_of(
+    tmp_path, batches, monkeypatch
+):
     found = []
     for model, optimizer in (plain(tmp_path), speculating(tmp_path)):
         got = [stepped(model, optimizer, batch) for batch in batches[:3]]

@@ -1,4 +1,5 @@
-"""Speculation against the plain deferred loop: any loop at all, however it treats its gradients, gives the same bits."""
+"""Speculation against the plain deferred loop: any loop at all, however it treats its gradients,
+gives the same bits."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ deep = functools.partial(models.llama, layers=5)
 ONE = st.integers(0, 40)
 ACTIONS = st.one_of(
     st.tuples(st.just("backward"), st.integers(0, 7)),
-    st.tuples(st.just("train"), st.sampled_from([0.02, 0.5, 2.4, 1e9])),  # backward, clip, step, clear
+    # backward, clip, step, clear
+    st.tuples(st.just("train"), st.sampled_from([0.02, 0.5, 2.4, 1e9])),
     st.tuples(st.just("train"), st.sampled_from([1e9, 1e9])),
     st.tuples(st.just("marked"), st.integers(0, 7)),  # in no_sync
     st.tuples(st.just("poisoned"), st.sampled_from([float("nan"), float("inf")])),
@@ -49,10 +51,14 @@ PROGRAMS = st.lists(ACTIONS, min_size=3, max_size=14)
 class Loop:
     """A model, its optimizers, and what the program has seen of them."""
 
-    def __init__(self, factory: Any, policy: inf.Policy, optimizers: int, seam: Seam | None = None) -> None:
+    def __init__(
+        self, factory: Any, policy: inf.Policy, optimizers: int, seam: Seam | None = None
+    ) -> None:
         self.model: Any = offload(models.make(factory), policy, _seam=seam)
         self.params = list(self.model.parameters())
-        self.optimizers = [inf.AdamW(self.params[index::optimizers], lr=1e-2) for index in range(optimizers)]
+        self.optimizers = [
+            inf.AdamW(self.params[index::optimizers], lr=1e-2) for index in range(optimizers)
+        ]
         self.seen: list[Any] = []
         self.turn = 0
 
@@ -66,7 +72,10 @@ class Loop:
             values = {name: value.clone() for name, value in self.model.state_dict().items()}
             for index, param in enumerate(self.params):
                 state = inf.handle(self.model).optimizer_state(param)
-                values |= {f"{index} {name}": state[name].clone() for name in ("exp_avg", "exp_avg_sq", "master")}
+                values |= {
+                    f"{index} {name}": state[name].clone()
+                    for name in ("exp_avg", "exp_avg_sq", "master")
+                }
             return self.seen, values
         finally:
             self.stats = inf.handle(self.model).stats()
@@ -108,7 +117,9 @@ class Loop:
         def stop(*_args: Any) -> None:
             raise RuntimeError("stop")
 
-        hook = self.model.model.layers[index % len(self.model.model.layers)].register_full_backward_hook(stop)
+        hook = self.model.model.layers[
+            index % len(self.model.model.layers)
+        ].register_full_backward_hook(stop)
         try:
             self.backward(index)
         finally:
@@ -155,7 +166,9 @@ class Loop:
             self.param(index).grad.mul_(0.5)
 
     def assign_one(self, index: int) -> None:
-        self.param(index).grad = torch.full(self.param(index).shape, 0.01, dtype=self.param(index).dtype)
+        self.param(index).grad = torch.full(
+            self.param(index).shape, 0.01, dtype=self.param(index).dtype
+        )
 
     def freeze(self, index: int) -> None:
         self.param(index).requires_grad_(not self.param(index).requires_grad)
@@ -171,9 +184,16 @@ def least_ram() -> int:
 def spilling(place: Path, ram: int, update: str = "backward") -> inf.Policy:
     nowhere = {"params": 0.0, "optim": 0.0}
     return inf.Policy(
-        params="nvme", optim="nvme", grads="nvme", nvme=place, ram=ram, resident=nowhere, unit_bytes_max=4096,
-        update=update, generations=2,
-    )  # fmt: skip
+        params="nvme",
+        optim="nvme",
+        grads="nvme",
+        nvme=place,
+        ram=ram,
+        resident=nowhere,
+        unit_bytes_max=4096,
+        update=update,
+        generations=2,
+    )
 
 
 def policies(place: Path) -> dict[str, inf.Policy]:
@@ -189,7 +209,14 @@ def policies(place: Path) -> dict[str, inf.Policy]:
     }
 
 
-def check(program: list[tuple[str, Any]], place: Path, kind: str, optimizers: int, delay: int, mode: str = "raise") -> Any:
+def check(
+    program: list[tuple[str, Any]],
+    place: Path,
+    kind: str,
+    optimizers: int,
+    delay: int,
+    mode: str = "raise",
+) -> Any:
     with harness.one_thread():
         policy = policies(place)[kind]
         object.__setattr__(policy, "on_nonfinite", mode)
@@ -202,7 +229,11 @@ def check(program: list[tuple[str, Any]], place: Path, kind: str, optimizers: in
         theirs = Loop(deep, plain, optimizers)
         wanted = theirs.run(program)
     assert found[0] == wanted[0]
-    different = [name for name, value in wanted[1].items() if not torch.equal(found[1][name].nan_to_num(7), value.nan_to_num(7))]
+    different = [
+        name
+        for name, value in wanted[1].items()
+        if not torch.equal(found[1][name].nan_to_num(7), value.nan_to_num(7))
+    ]
     assert not different, different[:5]
     return ours.stats
 
@@ -217,7 +248,9 @@ LOOPS = {
 
 
 def explore(max_examples: int) -> Any:
-    return settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 @explore(12)
@@ -229,7 +262,20 @@ def test_any_loop_gives_the_plain_one_s_bits(tmp_path, program, kind, optimizers
 @pytest.mark.parametrize("name", ["zero one", "assign one", "scale one", "zero_grad"])
 def test_spilled_gradients_that_change_after_backward_take_the_update_back(tmp_path, name):
     train = ("train", 1e9)
-    check([train, train, ("backward", 1), (name, False if name == "zero_grad" else 5), ("step", 0), train], tmp_path, "spilling", 1, 0)
+    check(
+        [
+            train,
+            train,
+            ("backward", 1),
+            (name, False if name == "zero_grad" else 5),
+            ("step", 0),
+            train,
+        ],
+        tmp_path,
+        "spilling",
+        1,
+        0,
+    )
 
 
 @pytest.mark.soak

@@ -1,4 +1,5 @@
-"""Values in and out of an offloaded model in the formats of others: same logits, same masters, and nothing that unpickles."""
+"""Values in and out of an offloaded model in the formats of others: same logits, same masters, and
+nothing that unpickles."""
 
 from __future__ import annotations
 
@@ -31,11 +32,16 @@ def opened(
     values = values or CPU
     torch.manual_seed(seed)
     model = factory().eval()
-    for param in model.parameters():  # as `from_pretrained` makes it: buffers (rotary frequencies) stay in fp32
+    # as `from_pretrained` makes it: buffers (rotary frequencies) stay in fp32
+    for param in model.parameters():
         param.data = param.data.bfloat16()
     inf.offload(model, inf.Policy(**values, **({"nvme": place} if values != CPU else {})))
     try:
-        yield model, inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2), inf.handle(model)
+        yield (
+            model,
+            inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2),
+            inf.handle(model),
+        )
     finally:
         inf.handle(model).close()
 
@@ -70,7 +76,7 @@ def logits(model: nn.Module) -> torch.Tensor:
         return model(input_ids=models.token_batches(1)[0]["input_ids"]).logits
 
 
-# -- safetensors -------------------------------------------------------------------------------------------------------
+# -- safetensors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("factory", [models.llama, models.gpt2], ids=["llama", "gpt2, tied"])
@@ -96,24 +102,34 @@ def test_exported_masters_are_the_masters_and_load_back_whole(tmp_path: Path) ->
         train(model, optimizer)
         inf.export_safetensors(model, out, masters=True, shard_bytes_max="30KiB")
         expected, values = states_of(model, handle), model.state_dict()
-    files = {name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()}
+    files = {
+        name: value for file in out.glob("*.safetensors") for name, value in load_file(file).items()
+    }
     assert {value.dtype for value in files.values()} == {torch.float32}
     for name, state in expected.items():
         assert torch.equal(files[name], state["master"])
     with opened(models.gpt2, tmp_path, seed=1) as (other, _, handle):
         assert inf.load_safetensors(other, out) == ((), ())
         found = states_of(other, handle)
-        assert_same({name: state["master"] for name, state in expected.items()}, {n: s["master"] for n, s in found.items()})
+        assert_same(
+            {name: state["master"] for name, state in expected.items()},
+            {n: s["master"] for n, s in found.items()},
+        )
         assert_same(dict(values), dict(other.state_dict()))
         assert all(not state["exp_avg"].any() for state in found.values())
 
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
-def test_a_bf16_file_leaves_nothing_of_the_masters_and_all_of_the_moments(state: str, tmp_path: Path) -> None:
+def test_a_bf16_file_leaves_nothing_of_the_masters_and_all_of_the_moments(
+    state: str, tmp_path: Path
+) -> None:
     with opened(models.llama, tmp_path, **NVME, state=state) as (model, optimizer, handle):
         train(model, optimizer)
         inf.export_safetensors(model, tmp_path / "out", shard_bytes_max="20KiB")
-        before, saved = states_of(model, handle), {k: v.clone() for k, v in model.state_dict().items()}
+        before, saved = (
+            states_of(model, handle),
+            {k: v.clone() for k, v in model.state_dict().items()},
+        )
         train(model, optimizer, 1)
         trained = states_of(model, handle)
         assert inf.load_safetensors(model, tmp_path / "out") == ((), ())
@@ -121,12 +137,16 @@ def test_a_bf16_file_leaves_nothing_of_the_masters_and_all_of_the_moments(state:
         for name, after in states_of(model, handle).items():
             assert torch.equal(after["master"], saved[name].float())
             assert not torch.equal(after["master"], before[name]["master"])
-            assert_same({k: v for k, v in after.items() if k != "master"}, {k: v for k, v in trained[name].items() if k != "master"})
+            assert_same(
+                {k: v for k, v in after.items() if k != "master"},
+                {k: v for k, v in trained[name].items() if k != "master"},
+            )
         train(model, optimizer, 1)
 
 
 class Odd(nn.Module):
-    """A persistent buffer under two names, one that is not persistent, whole numbers, a frozen parameter, an empty one."""
+    """A persistent buffer under two names, one that is not persistent, whole numbers, a frozen
+    parameter, an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +183,12 @@ def test_without_an_optimizer_values_are_rounded_to_the_parameters(tmp_path: Pat
     inf.handle(model).close()
 
 
-def edited(change: Callable[[dict[str, torch.Tensor]], object], place: Path, model: nn.Module) -> Path:
-    tensors = {name: value.clone() + 1 for name, value in model.state_dict().items() if name != "same"}
+def edited(
+    change: Callable[[dict[str, torch.Tensor]], object], place: Path, model: nn.Module
+) -> Path:
+    tensors = {
+        name: value.clone() + 1 for name, value in model.state_dict().items() if name != "same"
+    }
     change(tensors)
     save_file(tensors, place / "model.safetensors")
     return place
@@ -176,9 +200,18 @@ def edited(change: Callable[[dict[str, torch.Tensor]], object], place: Path, mod
         (lambda t: t.pop("first.bias"), r"missing: first\.bias; strict=False"),
         (lambda t: t.pop("scale"), r"missing: scale; strict=False"),
         (lambda t: t.update(extra=torch.ones(1)), r"unexpected: extra; strict=False"),
-        (lambda t: t.update({"first.bias": torch.ones(5)}), r"first\.bias has shape \(5,\) there and \(4,\) here"),
-        (lambda t: t.update({"first.bias": torch.ones(4).long()}), r"first\.bias is a tensor of whole numbers there"),
-        (lambda t: t.update({"count": torch.ones(2)}), r"count is a tensor of floating numbers there"),
+        (
+            lambda t: t.update({"first.bias": torch.ones(5)}),
+            r"first\.bias has shape \(5,\) there and \(4,\) here",
+        ),
+        (
+            lambda t: t.update({"first.bias": torch.ones(4).long()}),
+            r"first\.bias is a tensor of whole numbers there",
+        ),
+        (
+            lambda t: t.update({"count": torch.ones(2)}),
+            r"count is a tensor of floating numbers there",
+        ),
     ],
 )
 def test_what_does_not_fit_is_named_before_anything_is_written(
@@ -206,7 +239,9 @@ def test_not_strict_takes_what_fits_and_says_the_rest(tmp_path: Path) -> None:
         assert torch.equal(after["count"], before["count"] + 1)
 
 
-@pytest.mark.parametrize("file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", 3])
+@pytest.mark.parametrize(
+    "file", ["../model.safetensors", "/etc/passwd", "a/b.safetensors", "..", 3]
+)
 def test_an_index_that_points_elsewhere_is_refused(file: object, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with opened(Odd, tmp_path) as (model, _, _):
@@ -222,7 +257,9 @@ def test_an_index_that_points_elsewhere_is_refused(file: object, tmp_path: Path)
         index.write_text(json.dumps({"weight_map": {"first.weights": "model.safetensors"}}))
         with pytest.raises(ValueError, match=r"first\.weight"):
             inf.load_safetensors(model, out)
-        index.write_text(json.dumps({"weight_map": {**dict.fromkeys(model.state_dict(), "model.safetensors")}}))
+        index.write_text(
+            json.dumps({"weight_map": {**dict.fromkeys(model.state_dict(), "model.safetensors")}})
+        )
         (out / "model.safetensors").write_bytes(b"no such thing")
         with pytest.raises(ValueError, match="not a whole safetensors file"):
             inf.load_safetensors(model, out)
@@ -235,7 +272,9 @@ def test_inside_gather_a_load_is_refused(tmp_path: Path) -> None:
             inf.load_safetensors(model, tmp_path / "out")
 
 
-def test_an_export_that_fails_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_that_fails_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with opened(Odd, tmp_path) as (model, _, _):
         (tmp_path / "file").write_text("")
         with pytest.raises(OSError, match="file"):
@@ -259,11 +298,17 @@ def test_what_a_killed_export_left_goes_with_the_next(tmp_path: Path) -> None:
         (out / f"{name}.partial").write_text("")
     with opened(Odd, tmp_path) as (model, _, _):
         inf.export_safetensors(model, out)
-    assert sorted(path.name for path in out.iterdir()) == ["model-mine.partial", "model.safetensors"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "model-mine.partial",
+        "model.safetensors",
+    ]
 
 
-def test_an_export_that_fails_half_way_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shards have the same names as those before: none of them is replaced before all are written."""
+def test_an_export_that_fails_half_way_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its shards have the same names as those before: none of them is replaced before all are
+    written."""
     out = tmp_path / "out"
     with opened(models.gpt2, tmp_path) as (model, _, _):
         inf.export_safetensors(model, out, shard_bytes_max=1)

@@ -1,4 +1,5 @@
-"""Checkpoints of torch.distributed.checkpoint and of DeepSpeed, in and out: bit for bit, checked before anything is written."""
+"""Checkpoints of torch.distributed.checkpoint and of DeepSpeed, in and out: bit for bit, checked
+before anything is written."""
 
 from __future__ import annotations
 
@@ -41,13 +42,18 @@ def test_torch_goes_on_from_what_was_exported(tmp_path: Path) -> None:
     values, states = dcp_states.get_state_dict(plain, adamw)
     wanted: dict[str, Any] = {"model": values, "optim": states}
     dcp.load(wanted, checkpoint_id=tmp_path / "out", no_dist=True, planner=TiedLoad())
-    dcp_states.set_state_dict(plain, adamw, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"])
+    dcp_states.set_state_dict(
+        plain, adamw, model_state_dict=wanted["model"], optim_state_dict=wanted["optim"]
+    )
     assert adamw.param_groups[0]["lr"] == 0.125
     for name, param in plain.named_parameters():
         assert torch.equal(param, expected[name]["master"])
         state = adamw.state[param]
         assert state["step"] == expected[name]["step"] == 2
-        assert all(torch.equal(state[moment], expected[name][moment]) for moment in ("exp_avg", "exp_avg_sq"))
+        assert all(
+            torch.equal(state[moment], expected[name][moment])
+            for moment in ("exp_avg", "exp_avg_sq")
+        )
     train(plain, adamw)
 
 
@@ -87,12 +93,18 @@ def test_what_torch_saved_is_loaded(tmp_path: Path) -> None:
             param = plain.get_parameter(name)
             assert torch.equal(found["master"], param)
             assert found["step"] == 2
-            assert all(torch.equal(found[moment], adamw.state[param][moment]) for moment in ("exp_avg", "exp_avg_sq"))
+            assert all(
+                torch.equal(found[moment], adamw.state[param][moment])
+                for moment in ("exp_avg", "exp_avg_sq")
+            )
         assert inf.load_dcp(model, None, tmp_path / "out") == ((), ())
     dcp.save(values, checkpoint_id=tmp_path / "bare", no_dist=True)
     with opened(models.gpt2, tmp_path, **NVME) as (model, _, handle):
         assert inf.load_dcp(model, None, tmp_path / "bare", keys=("", "optim")) == ((), ())
-        assert all(torch.equal(found["master"], plain.get_parameter(name)) for name, found in states_of(model, handle).items())
+        assert all(
+            torch.equal(found["master"], plain.get_parameter(name))
+            for name, found in states_of(model, handle).items()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +126,9 @@ class OnRanks:
             assert inf.load_dcp(model, optimizer, place / "dcp") == ((), ())
             seen["dcp"] = states_of(model, handle)
             mine = place / ("masters" if rank else "gone")  # one rank does not find its file
-            with pytest.raises(PeerFailed if rank else FileNotFoundError, match=r"opening|no such directory"):
+            with pytest.raises(
+                PeerFailed if rank else FileNotFoundError, match=r"opening|no such directory"
+            ):
                 inf.load_safetensors(model, mine)
             (place / "file").touch()
             with pytest.raises(PeerFailed if rank else OSError, match="file"):  # only rank 0 writes
@@ -134,31 +148,47 @@ def save_sharded(directory: Path) -> None:
 
     mesh = init_device_mesh("cpu", (2,))
     values = sharded_values()
-    placed = {name: distribute_tensor(value, mesh, [Shard(value.ndim - 1)]) for name, value in values.items()}
+    placed = {
+        name: distribute_tensor(value, mesh, [Shard(value.ndim - 1)])
+        for name, value in values.items()
+    }
     dcp.save({"model": placed}, checkpoint_id=directory)
 
 
 def sharded_values() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return {"weight": torch.randn(3, 5, generator=generator), "bias": torch.randn(3, generator=generator)}
+    return {
+        "weight": torch.randn(3, 5, generator=generator),
+        "bias": torch.randn(3, generator=generator),
+    }
 
 
 def test_two_ranks_write_and_read_all_of_it_and_fail_together(tmp_path: Path) -> None:
     place = tmp_path / "ranks"
     first, second = on_two_ranks(OnRanks(), place)
     assert_same(first, second)
-    trained, expected = first["trained"], load_file(DEEPSPEED / "two_ranks_fp32" / "expected.safetensors")
-    assert_same({name: state["master"] for name, state in trained.items()}, {n: s["master"] for n, s in first["safetensors"].items()})
+    trained, expected = (
+        first["trained"],
+        load_file(DEEPSPEED / "two_ranks_fp32" / "expected.safetensors"),
+    )
+    assert_same(
+        {name: state["master"] for name, state in trained.items()},
+        {n: s["master"] for n, s in first["safetensors"].items()},
+    )
     assert_same(trained, first["dcp"])
     for name, state in first["deepspeed"].items():
         assert torch.equal(state["master"], expected[name])
-    with opened(make.Net, tmp_path, seed=1) as (model, optimizer, handle):  # what two wrote, one reads
+    # what two wrote, one reads
+    with opened(make.Net, tmp_path, seed=1) as (model, optimizer, handle):
         inf.load_dcp(model, optimizer, place / "dcp")
         assert_same(trained, states_of(model, handle))
     assert len(DCPFiles(place / "sharded").tensors["model.weight"].boxes) == 2
     with opened(lambda: nn.Linear(5, 3), tmp_path) as (model, _, handle):  # what two of torch wrote
         inf.load_dcp(model, None, place / "sharded")
-        assert_same(sharded_values(), {name: state["master"] for name, state in states_of(model, handle).items()})
+        assert_same(
+            sharded_values(),
+            {name: state["master"] for name, state in states_of(model, handle).items()},
+        )
 
 
 def test_a_second_export_into_a_directory_is_refused_and_a_broken_one_leaves_nothing(
@@ -168,7 +198,10 @@ def test_a_second_export_into_a_directory_is_refused_and_a_broken_one_leaves_not
         inf.export_dcp(model, optimizer, tmp_path / "out")
         with pytest.raises(ValueError, match="has a checkpoint already"):
             inf.export_dcp(model, optimizer, tmp_path / "out")
-        with pytest.raises(ValueError, match="holds no parameter of this model"), opened(Odd, tmp_path) as (other, _, _):
+        with (
+            pytest.raises(ValueError, match="holds no parameter of this model"),
+            opened(Odd, tmp_path) as (other, _, _),
+        ):
             inf.export_dcp(other, optimizer, tmp_path / "other")
         saved = dict(model.state_dict())
 
@@ -190,10 +223,15 @@ def test_states_that_do_not_fit_are_named_before_anything_is_written(tmp_path: P
         inf.export_dcp(model, optimizer, tmp_path / "adamw")
         train_odd(model, optimizer)
         before = states_of(model, handle)
-        with pytest.raises(ValueError, match=r"missing: optim\.state\.nothing\.exp_avg, optim.*strict=False"):
+        with pytest.raises(
+            ValueError, match=r"missing: optim\.state\.nothing\.exp_avg, optim.*strict=False"
+        ):
             inf.load_dcp(model, optimizer, tmp_path / "model")
         assert_same(before, states_of(model, handle))
-        assert "optim.state.first.weight.step" in inf.load_dcp(model, optimizer, tmp_path / "model", strict=False).missing
+        assert (
+            "optim.state.first.weight.step"
+            in inf.load_dcp(model, optimizer, tmp_path / "model", strict=False).missing
+        )
         with pytest.raises(FileNotFoundError, match=r"has no \.metadata"):
             inf.load_dcp(model, optimizer, tmp_path)
     torch.manual_seed(0)
@@ -210,7 +248,7 @@ def train_odd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-# -- DeepSpeed ---------------------------------------------------------------------------------------------------------
+# -- DeepSpeed -------------------------------------------------------------------------------------
 
 DEEPSPEED = Path(__file__).parent / "data" / "deepspeed_zero3"
 
@@ -222,7 +260,9 @@ def test_the_weights_of_a_checkpoint_that_deepspeed_wrote(name: str, tmp_path: P
     with opened(make.Net, tmp_path, **NVME) as (model, _, handle):
         model.scale.zero_()
         assert inf.load_deepspeed(model, DEEPSPEED / name) == ((), ())
-        assert_same(expected, {name: state["master"] for name, state in states_of(model, handle).items()})
+        assert_same(
+            expected, {name: state["master"] for name, state in states_of(model, handle).items()}
+        )
         assert torch.equal(model.state_dict()["frozen.weight"], frozen.bfloat16())
         assert model.scale == 2
         assert inf.load_deepspeed(model, DEEPSPEED / name, "global_step3") == ((), ())
@@ -232,6 +272,8 @@ def test_the_weights_of_a_checkpoint_that_deepspeed_wrote(name: str, tmp_path: P
 def test_a_model_that_is_not_the_one_deepspeed_saved_is_refused(tmp_path: Path) -> None:
     with opened(Odd, tmp_path) as (model, _, _):
         before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(ValueError, match=r"missing: nothing, first\.weight.*unexpected: blocks\.0\.bias"):
+        with pytest.raises(
+            ValueError, match=r"missing: nothing, first\.weight.*unexpected: blocks\.0\.bias"
+        ):
             inf.load_deepspeed(model, DEEPSPEED / "one_rank")
         assert_same(before, dict(model.state_dict()))

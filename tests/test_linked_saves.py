@@ -1,4 +1,5 @@
-"""Checkpoints of a durable run copy nothing: its files get second names, and what a checkpoint has is never written again."""
+"""Checkpoints of a durable run copy nothing: its files get second names, and what a checkpoint has
+is never written again."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from tests.test_durable import STEPS, assert_same, made, policy, train, undistur
 
 
 def states_files(tmp_path: Path) -> list[Path]:
-    return sorted(path for path in (tmp_path / "infinity-run").iterdir() if path.name.startswith("states-"))
+    return sorted(
+        path for path in (tmp_path / "infinity-run").iterdir() if path.name.startswith("states-")
+    )
 
 
 def restored(directory: Path, factory: Any = models.llama) -> tuple[int, dict[str, torch.Tensor]]:
@@ -25,13 +28,18 @@ def restored(directory: Path, factory: Any = models.llama) -> tuple[int, dict[st
     optimizer = inf.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     step = inf.restore(model, optimizer, directory).step
     found = values_of(model)
-    found |= {f"moment of {name}": inf.handle(model).optimizer_state(p)["exp_avg"] for name, p in model.named_parameters()
-              if p.requires_grad}  # fmt: skip
+    found |= {
+        f"moment of {name}": inf.handle(model).optimizer_state(p)["exp_avg"]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     inf.handle(model).close()
     return step, found
 
 
-@pytest.mark.parametrize("factory", [models.llama, models.mixtral, models.lora], ids=lambda factory: factory.__name__)
+@pytest.mark.parametrize(
+    "factory", [models.llama, models.mixtral, models.lora], ids=lambda factory: factory.__name__
+)
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_every_checkpoint_stays_what_it_was_while_training_goes_on(tmp_path, factory, update):
     losses, wanted = undisturbed(factory)
@@ -49,7 +57,9 @@ def test_every_checkpoint_stays_what_it_was_while_training_goes_on(tmp_path, fac
     inf.handle(model).close()
     for step in range(STEPS):
         again = restored(tmp_path / f"step{step}", factory)
-        assert [name for name, value in seen[step][1].items() if not torch.equal(value, again[1][name])] == []
+        assert [
+            name for name, value in seen[step][1].items() if not torch.equal(value, again[1][name])
+        ] == []
 
 
 def test_files_come_and_go(tmp_path):
@@ -104,7 +114,10 @@ def test_what_is_placed_anew_keeps_away_from_what_a_checkpoint_has(tmp_path):
     train(model, optimizer, 2, 5)
     wanted = values_of(model)
     inf.handle(model).close()
-    assert all(torch.equal(value, before[name]) for name, value in restored_values(tmp_path / "kept").items())
+    assert all(
+        torch.equal(value, before[name])
+        for name, value in restored_values(tmp_path / "kept").items()
+    )
     again = restored_values(tmp_path)
     assert all(torch.equal(value, again[name]) for name, value in wanted.items())
 

@@ -1,6 +1,7 @@
-"""Placement never changes the numbers: every optimizer, state format and update mode, over units of several chunks, with
-random delays. What rounds at random has no reference that shares no code with the engine, so it is held against everything in
-RAM; exact states are held against the plain loop besides."""
+"""Placement never changes the numbers: every optimizer, state format and update mode, over units of
+several chunks, with random delays. What rounds at random has no reference that shares no code with
+the engine, so it is held against everything in RAM; exact states are held against the plain loop
+besides."""
 
 from __future__ import annotations
 
@@ -38,7 +39,10 @@ def wide_llama() -> nn.Module:
 
 
 def train(
-    factory: Callable[[], nn.Module], optimizer_name: str, policy: inf.Policy, seam: Seam | None = None
+    factory: Callable[[], nn.Module],
+    optimizer_name: str,
+    policy: inf.Policy,
+    seam: Seam | None = None,
 ) -> Outcome:
     """All micro-batches but the last in `no_sync`; clipped where the mode allows it."""
     with harness.one_thread():
@@ -46,14 +50,19 @@ def train(
         model = offload(factory().bfloat16(), policy, _seam=seam)
         handle = inf.handle(model)
         try:
-            optimizer = getattr(inf, optimizer_name)(model.parameters(), **OPTIMIZERS[optimizer_name])
+            optimizer = getattr(inf, optimizer_name)(
+                model.parameters(), **OPTIMIZERS[optimizer_name]
+            )
             if factory is wide_llama and policy.unit_bytes_max is None:
-                assert sum(len(flat.layout.chunks) > 1 for flat in handle.parts.split.flats) >= 2  # both layers
+                # both layers
+                assert sum(len(flat.layout.chunks) > 1 for flat in handle.parts.split.flats) >= 2
             batches = iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6))
             losses = []
             for _ in range(STEPS):
                 for micro in range(MICRO_BATCHES):
-                    with handle.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext():
+                    with (
+                        handle.no_sync() if micro < MICRO_BATCHES - 1 else contextlib.nullcontext()
+                    ):
                         loss = models.loss_of(model, next(batches)) / MICRO_BATCHES
                         loss.backward()
                     losses.append(loss.item())
@@ -67,7 +76,9 @@ def train(
 
 
 @functools.cache
-def in_ram(factory: Callable[[], nn.Module], optimizer: str, state: str, update: str, seed: int = 0) -> Outcome:
+def in_ram(
+    factory: Callable[[], nn.Module], optimizer: str, state: str, update: str, seed: int = 0
+) -> Outcome:
     """Everything in RAM, nothing delayed."""
     policy = inf.Policy(state=state, update=update, delayed_warmup=WARMUP, seed=seed)
     return train(factory, optimizer, policy)
@@ -75,13 +86,18 @@ def in_ram(factory: Callable[[], nn.Module], optimizer: str, state: str, update:
 
 @functools.cache
 def plain(factory: Callable[[], nn.Module], optimizer_name: str, update: str) -> Outcome:
-    """The reference loop in plain torch. "delayed": from WARMUP on it computes with the parameters before the last update."""
+    """The reference loop in plain torch. "delayed": from WARMUP on it computes with the parameters
+    before the last update."""
     with harness.one_thread():
         torch.manual_seed(0)
         model = factory().bfloat16()
         made = getattr(reference, f"Reference{optimizer_name}")
         optimizer = made([{"params": list(model.parameters())}], **OPTIMIZERS[optimizer_name])
-        newest, losses, batches = values_of(model), [], iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6))
+        newest, losses, batches = (
+            values_of(model),
+            [],
+            iter(models.token_batches(STEPS * MICRO_BATCHES, rows=1, length=6)),
+        )
         for step in range(STEPS):
             for _ in range(MICRO_BATCHES):
                 loss = models.loss_of(model, next(batches)) / MICRO_BATCHES
@@ -112,7 +128,13 @@ def test_nvme_with_delays_is_ram_and_exact_is_the_plain_loop(
     optimizer: str, state: str, update: str, tmp_path: Path
 ) -> None:
     policy = inf.Policy(
-        params="nvme", optim="nvme", nvme=tmp_path, ram="min", state=state, update=update, delayed_warmup=WARMUP
+        params="nvme",
+        optim="nvme",
+        nvme=tmp_path,
+        ram="min",
+        state=state,
+        update=update,
+        delayed_warmup=WARMUP,
     )
     seam = Seam(delay_us_max=1500, seed=len(optimizer + state + update))
     found = train(wide_llama, optimizer, policy, seam)
@@ -127,7 +149,12 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "parameters in ram": {"params": "cpu", "optim": "nvme", "ram": "min"},
     "optimizer in ram": {"params": "nvme", "optim": "cpu", "ram": "min"},
     "parameters on the device": {"params": "device", "optim": "nvme", "ram": "min"},
-    "half of everything": {"params": "nvme", "optim": "nvme", "ram": "min", "resident": {"params": 0.5, "optim": 0.5}},
+    "half of everything": {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "resident": {"params": 0.5, "optim": 0.5},
+    },
     "small units": {"params": "nvme", "optim": "nvme", "ram": "min", "unit_bytes_max": 16384},
 }
 
@@ -135,17 +162,21 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("place", range(len(PLACEMENTS)), ids=list(PLACEMENTS))
 def test_other_placements_with_delays_are_ram(place: int, update: str, tmp_path: Path) -> None:
-    """Every placement with every update mode and with every state format; every mode with every format."""
+    """Every placement with every update mode and with every state format; every mode with every
+    format."""
     state = STATES[(place + UPDATES.index(update)) % len(STATES)]
     chosen = list(PLACEMENTS.values())[place]
     policy = inf.Policy(state=state, update=update, delayed_warmup=WARMUP, nvme=tmp_path, **chosen)
     seam = Seam(delay_us_max=1500, seed=place)
-    assert_same(train(wide_llama, "AdamW", policy, seam), in_ram(wide_llama, "AdamW", state, update))
+    assert_same(
+        train(wide_llama, "AdamW", policy, seam), in_ram(wide_llama, "AdamW", state, update)
+    )
 
 
 @pytest.mark.parametrize("state", ["bf16", "compact"])
 def test_early_updates_round_as_deferred_ones(state: str) -> None:
-    """Without clipping the modes are one computation: the rounding's key is the step and the parameter, not the time."""
+    """Without clipping the modes are one computation: the rounding's key is the step and the
+    parameter, not the time."""
     results = []
     for update in ("deferred", "backward"):
         with harness.one_thread():

@@ -24,7 +24,8 @@ LAYERS = 6
 
 
 def measure(directory: Path, layers: int) -> dict[str, float]:
-    """Train a Llama of `layers` layers, made on the meta device, in a process of its own; its peak and its plan."""
+    """Train a Llama of `layers` layers, made on the meta device, in a process of its own; its peak
+    and its plan."""
     output = forks.in_a_fork("tests.test_memory", str(directory), str(layers))
     found: dict[str, float] = json.loads(output.strip().splitlines()[-1])
     return found
@@ -54,7 +55,9 @@ def train(directory: str, layers: int) -> None:
         model = models.llama(layers=layers, hidden=HIDDEN).to(torch.bfloat16)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     model.train()
-    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min"), load=fill)
+    inf.offload(
+        model, inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min"), load=fill
+    )
     optimizer = inf.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for batch in models.token_batches(3):
@@ -95,7 +98,8 @@ def test_peak_memory_grows_by_the_gradients_only_with_five_times_the_layers(tmp_
     assert many["gathered"] == few["gathered"]
     assert many["ram"] - few["ram"] < grads + 1 * MIB  # and checksums
     assert many["spare"] == few["spare"]
-    # activations at the checkpoints, Python objects, the allocator's leftovers; and how full the heap's allowance happens to be
+    # activations at the checkpoints, Python objects, the allocator's leftovers; and how full the
+    # heap's allowance happens to be
     slack = 12 * MIB + few["spare"]
     assert slack < states / 8
     assert grown < grads + slack, (
@@ -153,8 +157,9 @@ def test_a_closed_engine_holds_nothing_beside_its_model(tmp_path: Path) -> None:
 
 
 class Allocations:
-    """What is prepared for transfers in this process: memory that forked children do not get (all that the engine pins, native
-    code included), pages that are locked or pinned, and how many slabs were ever made, those that were freed again included."""
+    """What is prepared for transfers in this process: memory that forked children do not get (all
+    that the engine pins, native code included), pages that are locked or pinned, and how many slabs
+    were ever made, those that were freed again included."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0
@@ -168,7 +173,9 @@ class Allocations:
 
     def now(self) -> dict[str, int]:
         """Bytes, and the count."""
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
+        )
         found = {name: int(status[name].split()[0]) * 1024 for name in ("VmLck", "VmPin")}
         kept = size = 0
         for line in Path("/proc/self/smaps").read_text(errors="replace").splitlines():
@@ -211,7 +218,10 @@ def test_no_step_after_the_first_two_allocates_for_the_engine(
             seen.append(allocations.now())  # before flush() as well as after
             handle.flush()
             stats = handle.stats()
-            seen.append(allocations.now() | {"planned": stats.ram_bytes, "gathered": stats.gathered_bytes_peak})
+            seen.append(
+                allocations.now()
+                | {"planned": stats.ram_bytes, "gathered": stats.gathered_bytes_peak}
+            )
         assert seen[4::2] == seen[4:5] * 4
         assert seen[5::2] == seen[5:6] * 4
         assert seen[-1]["not inherited"] - before["not inherited"] >= stats.pool_bytes

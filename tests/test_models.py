@@ -1,5 +1,5 @@
-"""Every model family, with checkpointing of both kinds, accumulation, evaluation and generation in between, and
-exceptions in forward and backward: the reference loop's bits."""
+"""Every model family, with checkpointing of both kinds, accumulation, evaluation and generation in
+between, and exceptions in forward and backward: the reference loop's bits."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ def test_models_train_as_the_plain_loop_does(case: models.Case, nvme: inf.Policy
 @pytest.mark.parametrize(
     "case", [case for case in models.CASES if case.checkpoints], ids=lambda case: case.name
 )
-def test_models_train_with_checkpointing(case: models.Case, use_reentrant: bool, nvme: inf.Policy) -> None:
+def test_models_train_with_checkpointing(
+    case: models.Case, use_reentrant: bool, nvme: inf.Policy
+) -> None:
     check(Training(case.factory, steps=3, checkpointing=use_reentrant), nvme)
 
 
 def evaluate(model: nn.Module, step: int) -> list[Any]:
-    """Evaluation between forward and the next one: eval mode, no_grad, and generation where the model has it."""
+    """Evaluation between forward and the next one: eval mode, no_grad, and generation where the
+    model has it."""
     seen: list[Any] = []
     model.eval()
     with torch.no_grad():
@@ -51,7 +54,10 @@ def evaluate(model: nn.Module, step: int) -> list[Any]:
     generate = getattr(model, "generate", None)
     if generate is not None and hasattr(getattr(model, "config", None), "vocab_size"):
         tokens = generate(
-            input_ids=models.beside(model, BATCH)["input_ids"], max_new_tokens=4, do_sample=False, num_beams=1 + step % 2
+            input_ids=models.beside(model, BATCH)["input_ids"],
+            max_new_tokens=4,
+            do_sample=False,
+            num_beams=1 + step % 2,
         )
         seen.append(tokens.tolist())
     with torch.inference_mode():
@@ -61,7 +67,9 @@ def evaluate(model: nn.Module, step: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-def test_evaluation_and_generation_in_between_change_nothing(case: models.Case, nvme: inf.Policy) -> None:
+def test_evaluation_and_generation_in_between_change_nothing(
+    case: models.Case, nvme: inf.Policy
+) -> None:
     between = evaluate if case.generates else evaluate_only
     check(Training(case.factory, steps=2, between=between), nvme)
 
@@ -121,13 +129,17 @@ def fail_in_backward(model: nn.Module, step: int) -> None:
 
 
 FAILING = [
-    case for case in models.CASES if case.name in ("llama", "t5", "mixtral", "lora", "list_moe", "external")
+    case
+    for case in models.CASES
+    if case.name in ("llama", "t5", "mixtral", "lora", "list_moe", "external")
 ]
 
 
 @pytest.mark.parametrize("before", [fail_in_forward, fail_in_backward])
 @pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
-def test_exceptions_leave_a_clean_state(case: models.Case, before: harness.Between, nvme: inf.Policy) -> None:
+def test_exceptions_leave_a_clean_state(
+    case: models.Case, before: harness.Between, nvme: inf.Policy
+) -> None:
     check(Training(case.factory, steps=3, before=before), nvme)
 
 
@@ -151,8 +163,15 @@ def fail_under_checkpointing(model: nn.Module, step: int) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_an_exception_in_recompute_leaves_a_clean_state(use_reentrant: bool, nvme: inf.Policy) -> None:
-    check(Training(models.llama, steps=3, checkpointing=use_reentrant, before=fail_under_checkpointing), nvme)
+def test_an_exception_in_recompute_leaves_a_clean_state(
+    use_reentrant: bool, nvme: inf.Policy
+) -> None:
+    check(
+        Training(
+            models.llama, steps=3, checkpointing=use_reentrant, before=fail_under_checkpointing
+        ),
+        nvme,
+    )
 
 
 def test_two_forwards_then_two_backwards_in_either_order(nvme: inf.Policy) -> None:
@@ -202,7 +221,8 @@ def test_a_step_between_forward_and_backward_raises_as_in_torch(nvme: inf.Policy
 
 
 def train_by_hand(one_step: Any, policy: inf.Policy | None) -> list[list[float]]:
-    """Three calls of `one_step(model, optimizer)` on a Llama, offloaded or plain; what they return, then a loss."""
+    """Three calls of `one_step(model, optimizer)` on a Llama, offloaded or plain; what they return,
+    then a loss."""
     from tests.reference import ReferenceAdamW
 
     with harness.one_thread():
@@ -239,7 +259,8 @@ def test_a_gradient_is_scaled_zeroed_and_replaced_as_in_torch(nvme: inf.Policy) 
 
 
 def test_a_grad_scaler_unscales_what_it_scaled(nvme: inf.Policy) -> None:
-    """A scale that is a power of two changes no bits, so the scaled loop equals the plain one; an overflow is skipped."""
+    """A scale that is a power of two changes no bits, so the scaled loop equals the plain one; an
+    overflow is skipped."""
 
     def scaled(model: nn.Module, optimizer: Any) -> list[float]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

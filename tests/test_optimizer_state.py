@@ -1,4 +1,5 @@
-"""`handle.optimizer_state`, `full_grad` and `set_full_grad`: any state of any parameter, by name, wherever it rests."""
+"""`handle.optimizer_state`, `full_grad` and `set_full_grad`: any state of any parameter, by name,
+wherever it rests."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ PLACEMENTS: list[dict[str, Any]] = [
 
 
 @contextmanager
-def opened(chosen: inf.Policy, training: Training | None = None) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Handle]]:
+def opened(
+    chosen: inf.Policy, training: Training | None = None
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer, Handle]]:
     training = training or Training(models.llama)
     model = inf.offload(training.model(), chosen)
     handle = inf.handle(model)
@@ -50,9 +53,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> 
 
 @pytest.mark.parametrize("place", PLACEMENTS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_exact_states_read_as_the_reference_loop_has_them(place: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+def test_exact_states_read_as_the_reference_loop_has_them(
+    place: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
     training = Training(wide_llama, steps=3, accumulation=1, dtype=dtype)
-    with harness.one_thread(), opened(policy(tmp_path, **place), training) as (model, optimizer, handle):
+    with (
+        harness.one_thread(),
+        opened(policy(tmp_path, **place), training) as (model, optimizer, handle),
+    ):
         plain = training.model()
         reference = training.make_reference(plain)
         for each, stepper in ((model, optimizer), (plain, reference)):
@@ -72,7 +80,10 @@ def test_what_is_written_is_what_the_next_step_uses(tmp_path: Path) -> None:
     for place in ({"params": "cpu", "optim": "cpu"}, MIN):
         with harness.one_thread(), opened(policy(tmp_path, **place)) as (model, optimizer, handle):
             step(model, optimizer, 3)
-            kept = {name: dict(handle.optimizer_state(param)) for name, param in model.named_parameters()}
+            kept = {
+                name: dict(handle.optimizer_state(param))
+                for name, param in model.named_parameters()
+            }
             step(model, optimizer, 2)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
         with harness.one_thread(), opened(policy(tmp_path, **place)) as (model, optimizer, handle):
@@ -94,7 +105,10 @@ def test_so_it_is_with_other_optimizers(optimizer: str, tmp_path: Path) -> None:
     with harness.one_thread():
         with opened(policy(tmp_path, **MIN), training) as (model, stepper, handle):
             step(model, stepper, 3)
-            kept = {name: dict(handle.optimizer_state(param)) for name, param in model.named_parameters()}
+            kept = {
+                name: dict(handle.optimizer_state(param))
+                for name, param in model.named_parameters()
+            }
             step(model, stepper, 2)
             results.append({name: value.clone() for name, value in model.state_dict().items()})
         with opened(policy(tmp_path, **MIN), training) as (model, stepper, handle):
@@ -123,7 +137,9 @@ BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: 
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_writing_one_state_leaves_the_others_and_other_parameters(state: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_writing_one_state_leaves_the_others_and_other_parameters(
+    state: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     training = Training(models.llama, dtype=dtype)
     with opened(policy(tmp_path, **MIN, state=state), training) as (model, optimizer, handle):
         step(model, optimizer, 2)
@@ -137,11 +153,17 @@ def test_writing_one_state_leaves_the_others_and_other_parameters(state: str, dt
             before[3][written] = target[written]
             for param, kept in zip(params, before, strict=True):
                 for key, value in handle.optimizer_state(param).items():
-                    same = torch.equal(value, kept[key]) if isinstance(value, torch.Tensor) else value == kept[key]
+                    same = (
+                        torch.equal(value, kept[key])
+                        if isinstance(value, torch.Tensor)
+                        else value == kept[key]
+                    )
                     assert same, (written, key)
         with handle.gather(params[3]):
             rounded = before[3]["master"].to(dtype)
-            assert (params[3].detach().view(BITS[dtype]) - rounded.view(BITS[dtype])).abs().max() <= 1
+            assert (
+                params[3].detach().view(BITS[dtype]) - rounded.view(BITS[dtype])
+            ).abs().max() <= 1
 
 
 @st.composite
@@ -149,15 +171,22 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     """Numbers of every size, some of them special, for a parameter of 16 x 32."""
     seed, exponent = draw(st.integers(0, 2**31)), draw(st.integers(-30, 30))
     values = torch.randn(16, 32, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
-    for special in draw(st.lists(st.sampled_from([0.0, -0.0, float("inf"), float("-inf"), 1e-41, 3e38]), max_size=4)):
+    for special in draw(
+        st.lists(st.sampled_from([0.0, -0.0, float("inf"), float("-inf"), 1e-41, 3e38]), max_size=4)
+    ):
         values.view(-1)[draw(st.integers(0, 511))] = special
     return values
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(data=st.data())
-def test_what_is_written_reads_back(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Exact states come back bit for bit; others come back rounded, and what comes back is written and read without change."""
+def test_what_is_written_reads_back(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Exact states come back bit for bit; others come back rounded, and what comes back is written
+    and read without change."""
     dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
     state = data.draw(st.sampled_from(["exact", "bf16"]))
     place = data.draw(st.sampled_from(PLACEMENTS))
@@ -173,7 +202,10 @@ def test_what_is_written_reads_back(data: st.DataObject, tmp_path_factory: pytes
                 assert torch.equal(back.view(torch.int32), value.view(torch.int32))
             else:
                 finite = value.abs() < 3e38
-                assert torch.equal(back[finite], value.bfloat16().float()[finite]) or name == "exp_avg_sq"
+                assert (
+                    torch.equal(back[finite], value.bfloat16().float()[finite])
+                    or name == "exp_avg_sq"
+                )
             mapping[name] = back
             assert torch.equal(mapping[name].view(torch.int32), back.view(torch.int32))
 
@@ -209,7 +241,9 @@ def test_errors_name_what_was_asked_and_what_there_is(tmp_path: Path) -> None:
     inf.handle(bare).close()
 
 
-def test_eight_bits_refuse_a_second_moment_below_zero_and_keep_what_they_had(tmp_path: Path) -> None:
+def test_eight_bits_refuse_a_second_moment_below_zero_and_keep_what_they_had(
+    tmp_path: Path,
+) -> None:
     with opened(policy(tmp_path, state="compact", **MIN)) as (model, optimizer, handle):
         step(model, optimizer)
         param = next(model.parameters())
@@ -217,7 +251,9 @@ def test_eight_bits_refuse_a_second_moment_below_zero_and_keep_what_they_had(tmp
         before = state["exp_avg_sq"]
         wrong = before.clone()
         wrong.view(-1)[5] = -1e-3
-        with pytest.raises(ValueError, match=r"second moment .* below zero \(the least is -0.001\).*clamp"):
+        with pytest.raises(
+            ValueError, match=r"second moment .* below zero \(the least is -0.001\).*clamp"
+        ):
             state["exp_avg_sq"] = wrong
         assert torch.equal(state["exp_avg_sq"], before)
         state["exp_avg"] = wrong  # a first moment has a sign
@@ -227,7 +263,9 @@ def test_eight_bits_refuse_a_second_moment_below_zero_and_keep_what_they_had(tmp
 
 def test_a_read_that_fails_is_a_typed_error(tmp_path: Path) -> None:
     def begun(seam: Seam | None) -> tuple[nn.Module, Any]:
-        model = offload(models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam)
+        model = offload(
+            models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam
+        )
         return model, inf.AdamW(model.parameters())
 
     model, optimizer = begun(None)
@@ -241,13 +279,19 @@ def test_a_read_that_fails_is_a_typed_error(tmp_path: Path) -> None:
     inf.handle(model).close()
 
 
-# -- gather keeps what it does not change ------------------------------------------------------------------------------
+# -- gather keeps what it does not change ----------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", ["exact", "compact"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_writing_an_element_in_gather_keeps_the_masters_of_the_others(state: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    with opened(policy(tmp_path, **MIN, state=state), Training(models.llama, dtype=dtype)) as (model, optimizer, handle):
+def test_writing_an_element_in_gather_keeps_the_masters_of_the_others(
+    state: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with opened(policy(tmp_path, **MIN, state=state), Training(models.llama, dtype=dtype)) as (
+        model,
+        optimizer,
+        handle,
+    ):
         step(model, optimizer, 2)
         param = list(model.parameters())[2]
         before = handle.optimizer_state(param)["master"]
@@ -261,8 +305,14 @@ def test_writing_an_element_in_gather_keeps_the_masters_of_the_others(state: str
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_a_new_optimizer_begins_with_masters_and_moments_of_its_own(dtype: torch.dtype, tmp_path: Path) -> None:
-    with opened(policy(tmp_path, **MIN), Training(models.llama, dtype=dtype)) as (model, first, handle):
+def test_a_new_optimizer_begins_with_masters_and_moments_of_its_own(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    with opened(policy(tmp_path, **MIN), Training(models.llama, dtype=dtype)) as (
+        model,
+        first,
+        handle,
+    ):
         step(model, first, 2)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         del first
@@ -275,14 +325,17 @@ def test_a_new_optimizer_begins_with_masters_and_moments_of_its_own(dtype: torch
         del optimizer
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
 def test_full_gradients_are_those_of_the_loop_with_what_was_done_to_them(
     grad_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    with harness.one_thread(), opened(policy(tmp_path, **MIN, grad_dtype=grad_dtype)) as (model, optimizer, handle):
+    with (
+        harness.one_thread(),
+        opened(policy(tmp_path, **MIN, grad_dtype=grad_dtype)) as (model, optimizer, handle),
+    ):
         plain = models.make(models.llama)
         batch = models.token_batches(1)[0]
         assert handle.full_grad(next(model.parameters())) is None
@@ -335,7 +388,7 @@ def test_spilled_gradients_are_read_and_set_like_others(tmp_path: Path) -> None:
         optimizer.step()
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
 
 def access_on_a_rank(rank: int, place: Path) -> Any:
@@ -343,7 +396,8 @@ def access_on_a_rank(rank: int, place: Path) -> Any:
     seen: list[Any] = []
     for state in ("exact", "compact"):
         model = inf.offload(
-            models.make(models.llama), inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min", state=state)
+            models.make(models.llama),
+            inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min", state=state),
         )
         handle = inf.handle(model)
         optimizer = inf.AdamW(model.parameters(), lr=1e-3)
@@ -359,8 +413,15 @@ def access_on_a_rank(rank: int, place: Path) -> Any:
         seen.append((handle.optimizer_state(params[0])["exp_avg"], handle.full_grad(params[0])))
         handle.close()
     for chosen in ("Adagrad", "SGD"):
-        training = Training(models.llama, optimizer=chosen, options=(("momentum", 0.9),) if chosen == "SGD" else (), lr=1e-2)
-        result = harness.offloaded(training, inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min"))
+        training = Training(
+            models.llama,
+            optimizer=chosen,
+            options=(("momentum", 0.9),) if chosen == "SGD" else (),
+            lr=1e-2,
+        )
+        result = harness.offloaded(
+            training, inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min")
+        )
         seen.append(result.params)
     return seen
 
@@ -373,7 +434,12 @@ def test_on_two_ranks_every_rank_sees_the_whole(tmp_path: Path) -> None:
     assert torch.equal(first[2][1], whole.bfloat16().float())
     # Both ranks train on the same batches here, so their mean is one rank's gradient.
     for seen, chosen in zip(first[-2:], ("Adagrad", "SGD"), strict=True):
-        training = Training(models.llama, optimizer=chosen, options=(("momentum", 0.9),) if chosen == "SGD" else (), lr=1e-2)
+        training = Training(
+            models.llama,
+            optimizer=chosen,
+            options=(("momentum", 0.9),) if chosen == "SGD" else (),
+            lr=1e-2,
+        )
         for name, value in harness.reference(training).params.items():
             assert (seen[name].float() - value.float()).abs().max() < 2e-2, name
 

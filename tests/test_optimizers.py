@@ -1,5 +1,5 @@
-"""AdamW, SGD, Lion and classes of torch.optim over states at rest: the reference loop's bits in every exact format, the same bits
-everywhere in the others."""
+"""AdamW, SGD, Lion and classes of torch.optim over states at rest: the reference loop's bits in
+every exact format, the same bits everywhere in the others."""
 
 from __future__ import annotations
 
@@ -48,7 +48,12 @@ GENERIC: dict[str, tuple[str, dict[str, Any], float]] = {
 def training(name: str, **values: Any) -> Training:
     optimizer, options, lr = (ALGORITHMS | GENERIC)[name]
     values = {"steps": 4, "accumulation": 1, "lr": lr, "weight_decay": 0.01, **values}
-    return Training(values.pop("factory", models.llama), optimizer=optimizer, options=tuple(options.items()), **values)
+    return Training(
+        values.pop("factory", models.llama),
+        optimizer=optimizer,
+        options=tuple(options.items()),
+        **values,
+    )
 
 
 PLACEMENTS: dict[str, dict[str, Any]] = {
@@ -69,34 +74,53 @@ def test_exact_states_are_the_reference_loops_bits(name: str, place: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Lion"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_so_they_are_of_parameters_in_other_dtypes(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_so_they_are_of_parameters_in_other_dtypes(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     chosen = training(name, dtype=dtype, groups=True, accumulation=2)
-    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), harness.reference(chosen))
+    harness.assert_equal(
+        harness.offloaded(chosen, policy(tmp_path, **MIN)), harness.reference(chosen)
+    )
 
 
 def test_and_of_units_with_two_dtypes_and_of_many_chunks(tmp_path: Path) -> None:
-    for chosen in (training("Lion", factory=MixedDtypes), training("SGD momentum", factory=wide_llama, steps=2)):
-        result = harness.offloaded(chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=2000, seed=3))
+    for chosen in (
+        training("Lion", factory=MixedDtypes),
+        training("SGD momentum", factory=wide_llama, steps=2),
+    ):
+        result = harness.offloaded(
+            chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=2000, seed=3)
+        )
         harness.assert_equal(result, harness.reference(chosen))
 
 
-# -- the generic path --------------------------------------------------------------------------------------------------
+# -- the generic path ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", GENERIC)
-def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(name: str, tmp_path: Path) -> None:
+def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(
+    name: str, tmp_path: Path
+) -> None:
     chosen = training(name)
     result = harness.offloaded(chosen, policy(tmp_path, **MIN), seam=Seam(delay_us_max=500, seed=1))
     harness.assert_equal(result, harness.reference(chosen))
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
-@pytest.mark.parametrize("values", [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}], ids=["wide", "fp16", "fp32"])
-def test_so_they_do_in_slices_and_other_dtypes(name: str, values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "values",
+    [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}],
+    ids=["wide", "fp16", "fp32"],
+)
+def test_so_they_do_in_slices_and_other_dtypes(
+    name: str, values: dict[str, Any], tmp_path: Path
+) -> None:
     chosen = training(name, steps=3, accumulation=2, **values)
     expected = harness.reference(chosen)
     harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, **MIN)), expected)
-    harness.assert_equal(harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected)
+    harness.assert_equal(
+        harness.offloaded(chosen, policy(tmp_path, params="cpu", optim="cpu")), expected
+    )
 
 
 @pytest.mark.parametrize("factory", [models.llama, wide_llama])
@@ -104,7 +128,11 @@ def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: P
     values: dict[str, Any] = {"lr": 1e-3, "etas": (0.4, 1.3), "step_sizes": (1e-5, 0.1)}
     plain, model = models.make(factory), inf.offload(models.make(factory), policy(tmp_path, **MIN))
     theirs = harness.ReferenceTorch(
-        [{"params": list(plain.parameters())}], torch_class=torch.optim.Rprop, settings=values, lr=1e-3, weight_decay=0.0
+        [{"params": list(plain.parameters())}],
+        torch_class=torch.optim.Rprop,
+        settings=values,
+        lr=1e-3,
+        weight_decay=0.0,
     )
     ours = inf.Elementwise(torch.optim.Rprop, model.parameters(), **values)
     with harness.one_thread():
@@ -115,16 +143,23 @@ def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: P
                 loss.backward()
                 stepper.step()
                 stepper.zero_grad()
-    state, weight = inf.handle(model).optimizer_state(next(model.parameters())), next(plain.parameters())
+    state, weight = (
+        inf.handle(model).optimizer_state(next(model.parameters())),
+        next(plain.parameters()),
+    )
     inner = theirs.states[weight].inner
     assert inner is not None
     for name in ("prev", "step_size"):
         assert torch.equal(state[name], inner.state[theirs.states[weight].master][name])
-    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items())
+    assert all(
+        torch.equal(model.state_dict()[name], value) for name, value in plain.state_dict().items()
+    )
     inf.handle(model).close()
 
 
-def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(tmp_path: Path) -> None:
+def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(
+    tmp_path: Path,
+) -> None:
     chosen = Training(models.llama, steps=3, optimizer="Adam", options=(("amsgrad", True),))
     result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
     harness.assert_equal(result, harness.reference(chosen))
@@ -132,8 +167,11 @@ def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(tm
         harness.offloaded(dataclasses.replace(chosen, factory=wide_llama), policy(tmp_path, **MIN))
 
 
-def test_gradients_that_spilled_reach_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inf.Elementwise, "scratch_bytes", lambda self, formats: 0)  # else no small budget would spill
+def test_gradients_that_spilled_reach_the_class(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # else no small budget would spill
+    monkeypatch.setattr(inf.Elementwise, "scratch_bytes", lambda self, formats: 0)
     chosen = training("Adagrad", factory=test_spill.deep, steps=3)
     result = test_spill.run(chosen, tmp_path)
     harness.assert_equal(result, harness.reference(chosen))
@@ -167,7 +205,9 @@ class LargestMoves(torch.optim.SGD):
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
-                param.grad = torch.where(param.grad.abs() == param.grad.abs().max(), param.grad, 0.0)
+                param.grad = torch.where(
+                    param.grad.abs() == param.grad.abs().max(), param.grad, 0.0
+                )
         return super().step(closure)
 
 
@@ -196,7 +236,9 @@ class Centralised(torch.optim.SGD):
         (nn.Linear, "no torch.optim.Optimizer"),
     ],
 )
-def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(torch_class: Any, reason: str) -> None:
+def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(
+    torch_class: Any, reason: str
+) -> None:
     model = inf.offload(models.make(models.llama))
     with pytest.raises(ValueError, match=reason):
         inf.Elementwise(torch_class, model.parameters(), lr=1e-3)
@@ -204,7 +246,9 @@ def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(t
     inf.handle(model).close()
 
 
-@pytest.mark.parametrize("values", [{"state": "compact"}, {"update": "backward"}, {"update": "delayed"}], ids=str)
+@pytest.mark.parametrize(
+    "values", [{"state": "compact"}, {"update": "backward"}, {"update": "delayed"}], ids=str
+)
 def test_what_the_generic_path_does_not_do_is_refused(values: dict[str, Any]) -> None:
     model = inf.offload(models.make(models.llama), inf.Policy(**values))
     with pytest.raises(ValueError, match=next(iter(values))):
@@ -215,7 +259,9 @@ def test_what_the_generic_path_does_not_do_is_refused(values: dict[str, Any]) ->
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_fault_in_a_generic_step_is_raised_by_it_and_stays(op: str, tmp_path: Path) -> None:
     def begun(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = offload(models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam)
+        model = offload(
+            models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam
+        )
         optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters())
         models.loss_of(model, models.token_batches(1)[0]).backward()
         return model, optimizer
@@ -233,7 +279,7 @@ def test_a_fault_in_a_generic_step_is_raised_by_it_and_stays(op: str, tmp_path: 
         inf.handle(model).close()
 
 
-# -- states that round -------------------------------------------------------------------------------------------------
+# -- states that round -----------------------------------------------------------------------------
 
 ROUNDED: list[tuple[str, str]] = [
     ("AdamW", "bf16"),
@@ -252,26 +298,39 @@ def rounding(name: str, **values: Any) -> Training:
 
 
 @pytest.mark.parametrize(("name", "state"), ROUNDED)
-def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(name: str, state: str, tmp_path: Path) -> None:
+def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(
+    name: str, state: str, tmp_path: Path
+) -> None:
     chosen = rounding(name, factory=wide_llama, steps=4)
     results = [
-        harness.offloaded(chosen, policy(tmp_path, **place, state=state), seam=Seam(delay_us_max=800, seed=seed))
+        harness.offloaded(
+            chosen, policy(tmp_path, **place, state=state), seam=Seam(delay_us_max=800, seed=seed)
+        )
         for seed, place in enumerate(PLACEMENTS.values())
     ]
     for result in results[1:]:
         harness.assert_equal(result, results[0])
     exact = harness.reference(chosen)
     assert results[0].losses == pytest.approx(exact.losses, rel=2e-2)
-    assert any(not torch.equal(results[0].params[key], value) for key, value in exact.params.items())
+    assert any(
+        not torch.equal(results[0].params[key], value) for key, value in exact.params.items()
+    )
     other = harness.offloaded(chosen, policy(tmp_path, **PLACEMENTS["cpu"], state=state, seed=1))
-    assert any(not torch.equal(results[0].params[key], value) for key, value in other.params.items())
+    assert any(
+        not torch.equal(results[0].params[key], value) for key, value in other.params.items()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_masters_of_other_dtypes_stay_fp32_when_moments_round(dtype: torch.dtype, state: str, tmp_path: Path) -> None:
+def test_masters_of_other_dtypes_stay_fp32_when_moments_round(
+    dtype: torch.dtype, state: str, tmp_path: Path
+) -> None:
     chosen = rounding("AdamW", dtype=dtype, accumulation=2)
-    results = [harness.offloaded(chosen, policy(tmp_path, **place, state=state)) for place in PLACEMENTS.values()]
+    results = [
+        harness.offloaded(chosen, policy(tmp_path, **place, state=state))
+        for place in PLACEMENTS.values()
+    ]
     for result in results[1:]:
         harness.assert_equal(result, results[0])
     assert results[0].losses == pytest.approx(harness.reference(chosen).losses, rel=2e-2)
@@ -281,18 +340,22 @@ def test_masters_of_other_dtypes_stay_fp32_when_moments_round(dtype: torch.dtype
 def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
     """Rounding is keyed on the parameter's name and element, not on where its chunks begin."""
     chosen = rounding("AdamW")
-    whole = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, units=["LlamaForCausalLM"]))
+    whole = harness.offloaded(
+        chosen, policy(tmp_path, **MIN, state=state, units=["LlamaForCausalLM"])
+    )
     parts = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, unit_bytes_max=8192))
     harness.assert_equal(parts, whole)
 
 
-# -- holding, groups, manifests ----------------------------------------------------------------------------------------
+# -- holding, groups, manifests --------------------------------------------------------------------
 
 
 def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Path) -> None:
     def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         of_layers = [param for name, param in model.named_parameters() if ".layers." in name]
-        return of_layers, [param for name, param in model.named_parameters() if ".layers." not in name]
+        return of_layers, [
+            param for name, param in model.named_parameters() if ".layers." not in name
+        ]
 
     model = inf.offload(models.make(models.llama), policy(tmp_path, **MIN))
     first, second = halves(model)
@@ -303,7 +366,9 @@ def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Pat
         inf.SGD(first[:1])
     plain = models.make(models.llama)
     theirs = [
-        harness.ReferenceLion([{"params": halves(plain)[0]}], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0),
+        harness.ReferenceLion(
+            [{"params": halves(plain)[0]}], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0
+        ),
         harness.ReferenceAdamW([{"params": halves(plain)[1]}], lr=1e-2, weight_decay=0.01),
     ]
     with harness.one_thread():
@@ -344,7 +409,10 @@ def test_optimizers_with_as_many_moments_share_a_unit_and_others_do_not(tmp_path
         (lambda params: inf.Lion(params, betas=(1.0, 0.9)), r"betas=\(1\.0"),
         (lambda params: inf.Lion(params, weight_decay=-1), "weight_decay=-1"),
         (lambda params: inf.AdamW(params, eps=-1), "eps=-1"),
-        (lambda params: inf.Elementwise(torch.optim.Adagrad, params, lr=-1), "[Ii]nvalid learning rate: -1"),
+        (
+            lambda params: inf.Elementwise(torch.optim.Adagrad, params, lr=-1),
+            "[Ii]nvalid learning rate: -1",
+        ),
     ],
 )
 def test_values_out_of_range_name_value_and_range(make: Any, match: str) -> None:

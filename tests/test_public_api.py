@@ -49,7 +49,9 @@ def public_modules() -> set[str]:
         for file in files:
             if not file.endswith(".py"):
                 continue
-            parts = inside.parts if file == "__init__.py" else (*inside.parts, file.removesuffix(".py"))
+            parts = (
+                inside.parts if file == "__init__.py" else (*inside.parts, file.removesuffix(".py"))
+            )
             module = ".".join(parts)
             in_aio = module.startswith("infinity.aio.") and module not in NAMED_IN_AIO
             if not in_aio and not any(part.startswith("_") for part in parts):

@@ -1,4 +1,5 @@
-"""A new placement while gradients wait: nothing of theirs is lost, and one that fails leaves what was in force."""
+"""A new placement while gradients wait: nothing of theirs is lost, and one that fails leaves what
+was in force."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
 
 @functools.cache
 def least(**values: Any) -> int:
-    """The smallest `ram` that works when gradients may spill, as the error of one that does not says."""
+    """The smallest `ram` that works when gradients may spill, as the error of one that does not
+    says."""
     with pytest.raises(BudgetError) as caught:
         offload(models.make(deep), policy(Path("/tmp"), ram=1, **values))
     return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
@@ -43,7 +45,8 @@ def least(**values: Any) -> int:
 
 @functools.cache
 def between(**values: Any) -> int:
-    """A `ram` that holds some of the gradients, and, while half of the parameters have no optimizer, some of the states."""
+    """A `ram` that holds some of the gradients, and, while half of the parameters have no
+    optimizer, some of the states."""
     model = offload(models.make(deep), policy(Path("/tmp"), ram="min", **values))
     inf.AdamW(model.parameters())
     unspilled = inf.handle(model).stats().ram_min_bytes
@@ -64,7 +67,10 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def masks_of(model: nn.Module) -> dict[str, list[list[int]]]:
     """What rests on NVMe of each unit."""
     handle = inf.handle(model)
-    return {unit.name: [handle.parts.tiers.store._masks_of(flat) for flat in unit.flats] for unit in handle.units}
+    return {
+        unit.name: [handle.parts.tiers.store._masks_of(flat) for flat in unit.flats]
+        for unit in handle.units
+    }
 
 
 @dataclasses.dataclass
@@ -82,7 +88,10 @@ def requests_of(handle: Any) -> dict[str, int]:
     handle.flush()
     handle.parts.tiers.executor.wait_all()
     drives = handle.parts.tiers.executor.stats().drives
-    return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
+    return {
+        "read": sum(drive.reads for drive in drives),
+        "write": sum(drive.writes for drive in drives),
+    }
 
 
 def attempt(handle: Any, result: Placed, place: Any) -> None:
@@ -95,16 +104,25 @@ def attempt(handle: Any, result: Placed, place: Any) -> None:
     except (AioError, MemoryError):
         result.failed = True
         plan = handle.parts.tiers.planner.plan
-        rests = tuple(tuple(handle.parts.tiers.store._masks_of(flat)) for flat in handle.parts.split.flats)
-        assert plan is before or plan.nvme_masks == rests  # it failed when all but gradients had moved
+        rests = tuple(
+            tuple(handle.parts.tiers.store._masks_of(flat)) for flat in handle.parts.split.flats
+        )
+        # it failed when all but gradients had moved
+        assert plan is before or plan.nvme_masks == rests
         made = handle.parts.tiers.buffers.size_bytes - before.grad_bytes
-        assert LEDGER._reserved[id(handle)][0] - reserved >= handle.parts.tiers.store.resident_bytes - before.resident_bytes + made
+        assert (
+            LEDGER._reserved[id(handle)][0] - reserved
+            >= handle.parts.tiers.store.resident_bytes - before.resident_bytes + made
+        )
         assert all(torch.equal(handle.read(param), value) for param, value in kept.items())
     result.requests = {op: range(begun[op], done) for op, done in requests_of(handle).items()}
 
 
-def taken_later(how: str, chosen: inf.Policy, seam: Seam | None = None, *, early: bool = False) -> Placed:
-    """What is held of the second half is said before the first backward (early), or between its micro-batches and the step."""
+def taken_later(
+    how: str, chosen: inf.Policy, seam: Seam | None = None, *, early: bool = False
+) -> Placed:
+    """What is held of the second half is said before the first backward (early), or between its
+    micro-batches and the step."""
     result = Placed()
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=seam)
@@ -130,7 +148,11 @@ def taken_later(how: str, chosen: inf.Policy, seam: Seam | None = None, *, early
                     take_second()
                 spilled = {flat.unit.name for flat in handle.parts.tiers.planner.spilled}
                 held = {parameter.infinity_link.param.unit.name for parameter in first}  # type: ignore[attr-defined]
-                result.moved = any(before[name] != row for name, row in masks_of(model).items() if name in spilled & held)
+                result.moved = any(
+                    before[name] != row
+                    for name, row in masks_of(model).items()
+                    if name in spilled & held
+                )
             for optimizer in optimizers:
                 optimizer.step()
             model.zero_grad()
@@ -140,7 +162,9 @@ def taken_later(how: str, chosen: inf.Policy, seam: Seam | None = None, *, early
 
 
 def assert_same(ours: Placed, theirs: Placed) -> None:
-    assert [name for name, value in theirs.values.items() if not torch.equal(ours.values[name], value)] == []
+    assert [
+        name for name, value in theirs.values.items() if not torch.equal(ours.values[name], value)
+    ] == []
 
 
 @functools.cache
@@ -168,7 +192,8 @@ def test_gradients_outlive_a_new_placement_that_fails(how: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("momentum", [None, 0.9], ids=["same", "other moments"])
 def test_gradients_outlive_the_optimizer(momentum: float | None, tmp_path: Path) -> None:
-    """The optimizer before is gone, and with it the states; what backward left is the next one's."""
+    """The optimizer before is gone, and with it the states; what backward left is the next
+    one's."""
 
     def train(chosen: inf.Policy) -> Placed:
         with harness.one_thread():
@@ -185,8 +210,14 @@ def test_gradients_outlive_the_optimizer(momentum: float | None, tmp_path: Path)
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-@pytest.mark.parametrize("now", [SPILLED, Format(Master.SPLIT, Moments.FP32, 1, GradSection.BF16)], ids=["same", "other moments"])
-def test_spilled_gradients_of_many_chunks_keep_their_bits(now: Format, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "now",
+    [SPILLED, Format(Master.SPLIT, Moments.FP32, 1, GradSection.BF16)],
+    ids=["same", "other moments"],
+)
+def test_spilled_gradients_of_many_chunks_keep_their_bits(
+    now: Format, backend: str, tmp_path: Path
+) -> None:
     with make_rest(tmp_path, backend) as rest:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
         chunks = len(flat.layout.chunks)
@@ -205,7 +236,8 @@ def test_spilled_gradients_of_many_chunks_keep_their_bits(now: Format, backend: 
 
 
 def accumulated(chosen: inf.Policy, seam: Seam | None = None, prepare: Any = None) -> Placed:
-    """Two steps without accumulation, then two with it. `prepare(handle)` is called before gradients are given memory."""
+    """Two steps without accumulation, then two with it. `prepare(handle)` is called before
+    gradients are given memory."""
     result = Placed()
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=seam)
@@ -255,7 +287,9 @@ def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(tmp_p
         assert_same(found, accumulated_in_ram())
 
 
-def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fill(handle: Any) -> None:
         space = handle.parts.tiers.store._space
         reserve = space.reserve_together
@@ -271,8 +305,11 @@ def test_a_full_drive_while_gradients_get_memory_costs_that_call_only(tmp_path: 
     assert_same(found, accumulated_in_ram())
 
 
-def test_windows_that_cannot_be_had_cost_that_call_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients that stay in RAM had their memory by then: it is counted, and found again by the next try."""
+def test_windows_that_cannot_be_had_cost_that_call_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradients that stay in RAM had their memory by then: it is counted, and found again by
+    the next try."""
     make = spill._make_windows
 
     def refuse(_count: int, _size_bytes: int) -> Any:
@@ -297,7 +334,10 @@ def test_a_write_that_fails_while_gradients_get_memory_is_said_at_every_later_st
     chosen = policy(tmp_path, ram=between(), update="backward")
     writes = requests_meanwhile()["write"]
     assert len(writes) > 20
-    result, fault = Placed(), Fault("write", writes[int(share * len(writes))], persistent=persistent)
+    result, fault = (
+        Placed(),
+        Fault("write", writes[int(share * len(writes))], persistent=persistent),
+    )
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=Seam(fault=fault))
         handle = inf.handle(model)

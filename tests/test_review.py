@@ -1,4 +1,5 @@
-"""What a review found: optimizers that come and go, parameters at the edges, what is left after close and after errors."""
+"""What a review found: optimizers that come and go, parameters at the edges, what is left after
+close and after errors."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def nvme(tmp_path: Path, **values: Any) -> inf.Policy:
-    return inf.Policy(**{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values})
+    return inf.Policy(
+        **{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values}
+    )
 
 
 def moe() -> nn.Module:
@@ -119,7 +122,9 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) 
     inf.handle(model).close()
 
 
-def test_frozen_parameters_in_an_optimizer_cost_no_states_and_thawed_ones_raise(tmp_path: Path) -> None:
+def test_frozen_parameters_in_an_optimizer_cost_no_states_and_thawed_ones_raise(
+    tmp_path: Path,
+) -> None:
     model = moe()
     model.head.weight.requires_grad_(False)  # type: ignore[union-attr]
     inf.offload(model, nvme(tmp_path))
@@ -212,7 +217,9 @@ class Bytes(nn.Module):
         return self.linear(x) * self.scale * self.codes.float().mean() + self.none.sum()
 
 
-def test_parameters_of_one_byte_of_no_dimension_and_of_no_elements_are_carried(tmp_path: Path) -> None:
+def test_parameters_of_one_byte_of_no_dimension_and_of_no_elements_are_carried(
+    tmp_path: Path,
+) -> None:
     model = inf.offload(Bytes(), nvme(tmp_path))
     optimizer = inf.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):
@@ -253,7 +260,9 @@ def test_a_dtype_that_is_none_is_refused_by_field() -> None:
             inf.Policy(**{field: "fp32"})
 
 
-def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_ended(tmp_path: Path) -> None:
+def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_ended(
+    tmp_path: Path,
+) -> None:
     policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
     seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
     model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)

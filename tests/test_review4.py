@@ -1,4 +1,5 @@
-"""Regressions found in review of the update modes: what broke off, came at an odd moment, or was kept too long."""
+"""Regressions found in review of the update modes: what broke off, came at an odd moment, or was
+kept too long."""
 
 from __future__ import annotations
 
@@ -25,14 +26,18 @@ def loss_of(model: nn.Module, index: int = 0) -> torch.Tensor:
 
 
 def make(tmp_path: Path, update: str, *, seam: Seam | None = None, **values: Any) -> nn.Module:
-    chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values)
+    chosen = inf.Policy(
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values
+    )
     return offload(models.make(models.llama), chosen, _seam=seam)
 
 
 def plain() -> tuple[nn.Module, ReferenceAdamW]:
     model = models.make(models.llama)
     params = list(model.parameters())
-    return model, ReferenceAdamW([{"params": params}], lr=1e-2, weight_decay=1e-2, order=iter(params))
+    return model, ReferenceAdamW(
+        [{"params": params}], lr=1e-2, weight_decay=1e-2, order=iter(params)
+    )
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -41,7 +46,9 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_same(model: nn.Module, reference: nn.Module) -> None:
     state = model.state_dict()
-    assert [name for name, value in reference.named_parameters() if not torch.equal(value, state[name])] == []
+    assert [
+        name for name, value in reference.named_parameters() if not torch.equal(value, state[name])
+    ] == []
 
 
 def break_off(model: nn.Module, parameter: torch.Tensor) -> None:
@@ -67,7 +74,8 @@ def test_a_step_right_after_a_half_taken_backward_is_not_silent(tmp_path: Path) 
 
 
 def test_gradients_that_a_broken_backward_lost_are_not_left_out_silently(tmp_path: Path) -> None:
-    """All in one unit: none is updated when it breaks off, but gradients have come, and are gone."""
+    """All in one unit: none is updated when it breaks off, but gradients have come, and are
+    gone."""
     model = make(tmp_path, "backward", units=[""])
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     break_off(model, model.get_input_embeddings().weight)  # type: ignore[operator]
@@ -104,14 +112,17 @@ def test_a_gradient_assigned_after_the_update_took_one_raises(tmp_path: Path) ->
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     loss_of(model).backward()
     weight = model.get_input_embeddings().weight  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"assigned to model\.embed_tokens\.weight after backward.*deferred"):
+    with pytest.raises(
+        RuntimeError, match=r"assigned to model\.embed_tokens\.weight after backward.*deferred"
+    ):
         weight.grad = torch.ones(weight.shape, dtype=weight.dtype)
     optimizer.step()
     inf.handle(model).close()
 
 
 def test_an_optimizer_that_does_not_step_is_noticed_in_backward(tmp_path: Path) -> None:
-    """Backward has updated what it holds; it is the next gradient that tells that nobody wanted that."""
+    """Backward has updated what it holds; it is the next gradient that tells that nobody wanted
+    that."""
     model = make(tmp_path, "backward")
     params = list(model.parameters())
     one, other = inf.AdamW(params[:5], lr=1e-2), inf.AdamW(params[5:], lr=1e-2)
@@ -135,7 +146,9 @@ def test_micro_batches_after_the_last_one_raise(clear: bool, tmp_path: Path) -> 
         model.zero_grad()  # and no step
     else:
         optimizer.step()  # and no zero_grad
-    match = r"second gradient .* before opt\.step\(\)" if clear else r"zero_grad\(\) after opt\.step"
+    match = (
+        r"second gradient .* before opt\.step\(\)" if clear else r"zero_grad\(\) after opt\.step"
+    )
     with pytest.raises(RuntimeError, match=match), inf.handle(model).no_sync():
         loss_of(model).backward()
     inf.handle(model).close()
@@ -253,7 +266,8 @@ def test_an_interrupt_in_an_elementwise_step_is_sticky(tmp_path: Path) -> None:
 def test_a_closed_engine_keeps_no_gradient_memory(tmp_path: Path) -> None:
     """The handle lives as long as the model."""
     for update in ("delayed", "backward"):
-        before = {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}  # other tests' leavings
+        # other tests' leavings
+        before = {id(each) for each in gc.get_objects() if type(each) is torch.Tensor}
         model = make(tmp_path, update, delayed_warmup=0)
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         for step in range(3):

@@ -1,4 +1,5 @@
-"""Gradients past the budget: spilled to NVMe and back, with the same bits as in memory, and the bytes that design says."""
+"""Gradients past the budget: spilled to NVMe and back, with the same bits as in memory, and the
+bytes that design says."""
 
 from __future__ import annotations
 
@@ -27,24 +28,35 @@ DEEP = Training(deep, steps=3, accumulation=2)
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
-    """Everything on NVMe in small units; nothing rests in RAM for having room, so that a small model has to spill, too."""
+    """Everything on NVMe in small units; nothing rests in RAM for having room, so that a small
+    model has to spill, too."""
     nowhere = {"params": 0.0, "optim": 0.0}
-    values = {"params": "nvme", "optim": "nvme", "resident": nowhere, "unit_bytes_max": 4096} | values
+    values = {
+        "params": "nvme",
+        "optim": "nvme",
+        "resident": nowhere,
+        "unit_bytes_max": 4096,
+    } | values
     return inf.Policy(nvme=tmp_path, **values)
 
 
 @functools.lru_cache
 def least(training: Training, **values: Any) -> int:
-    """The smallest `ram` that works when gradients may spill, as the error of one that does not says."""
+    """The smallest `ram` that works when gradients may spill, as the error of one that does not
+    says."""
     with pytest.raises(BudgetError) as caught:
         offload(training.model(), policy(Path("/tmp"), ram=1, grads="nvme", **values))
     return int(str(caught.value).split("works is ")[1].split(" bytes")[0])
 
 
-def run(training: Training, tmp_path: Path, *, more: int = 0, seam: Seam | None = None, **values: Any) -> harness.Result:
+def run(
+    training: Training, tmp_path: Path, *, more: int = 0, seam: Seam | None = None, **values: Any
+) -> harness.Result:
     """A run in the smallest budget, or in `more` bytes than that."""
     return harness.offloaded(
-        training, policy(tmp_path, ram=least(training, **values) + more, grads="nvme", **values), seam=seam
+        training,
+        policy(tmp_path, ram=least(training, **values) + more, grads="nvme", **values),
+        seam=seam,
     )
 
 
@@ -53,7 +65,8 @@ def test_spilled_gradients_train_as_the_plain_loop(accumulation: int, tmp_path: 
     training = dataclasses.replace(DEEP, accumulation=accumulation)
     result = run(training, tmp_path)
     harness.assert_equal(result, harness.reference(training))
-    assert result.stats.spilled_bytes > 10 * result.stats.grad_bytes  # those of embedding and head: windows stay small
+    # those of embedding and head: windows stay small
+    assert result.stats.spilled_bytes > 10 * result.stats.grad_bytes
 
 
 @pytest.mark.parametrize(
@@ -77,9 +90,13 @@ def test_models_and_dtypes(training: Training, tmp_path: Path) -> None:
     assert result.stats.spilled_bytes > 0
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(share=st.floats(0.0, 1.0), delay=st.sampled_from([0, 800]), seed=st.integers(0, 9))
-def test_any_budget_and_any_timing_give_the_same_bits(share: float, delay: int, seed: int, tmp_path: Path) -> None:
+def test_any_budget_and_any_timing_give_the_same_bits(
+    share: float, delay: int, seed: int, tmp_path: Path
+) -> None:
     more = int(share * 240_000)
     result = run(DEEP, tmp_path, more=more, seam=Seam(delay_us_max=delay, seed=seed))
     harness.assert_equal(result, harness.reference(DEEP))
@@ -89,9 +106,13 @@ def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path)
     training = Training(deep, steps=1)
     whole = harness.offloaded(training, policy(tmp_path, ram="min", grads="nvme")).stats
     assert whole.spilled_bytes == 0
-    at_least = harness.offloaded(training, policy(tmp_path, ram=whole.ram_min_bytes, grads="nvme")).stats
+    at_least = harness.offloaded(
+        training, policy(tmp_path, ram=whole.ram_min_bytes, grads="nvme")
+    ).stats
     assert at_least.spilled_bytes == 0
-    spilled = [run(training, tmp_path, more=more).stats.spilled_bytes for more in (0, 40_000, 80_000)]
+    spilled = [
+        run(training, tmp_path, more=more).stats.spilled_bytes for more in (0, 40_000, 80_000)
+    ]
     assert spilled == sorted(spilled, reverse=True)
     assert spilled[0] > spilled[-1] > 0
     with pytest.raises(BudgetError, match="grads='nvme'"):
@@ -99,11 +120,15 @@ def test_more_ram_spills_less_and_all_of_it_only_below_the_least(tmp_path: Path)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_micro_batch_moves_each_gradient_there_and_back(accumulation: int, tmp_path: Path) -> None:
-    """One unit per layer; the states beside them move as ever: all of them once in each direction."""
+def test_a_micro_batch_moves_each_gradient_there_and_back(
+    accumulation: int, tmp_path: Path
+) -> None:
+    """One unit per layer; the states beside them move as ever: all of them once in each
+    direction."""
     training = Training(functools.partial(models.llama, layers=24), accumulation=accumulation)
     short, long = [
-        run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats for steps in (1, 2)
+        run(dataclasses.replace(training, steps=steps), tmp_path, unit_bytes_max=1 << 20).stats
+        for steps in (1, 2)
     ]
     states, grads = short.nvme_bytes, short.spilled_bytes
     window = short.staging_bytes // 3
@@ -115,9 +140,15 @@ def test_a_micro_batch_moves_each_gradient_there_and_back(accumulation: int, tmp
 
 
 def train_in_mode(
-    factory: Any, chosen: inf.Policy, *, steps: int = 3, micro_batches: int = 2, seam: Seam | None = None
+    factory: Any,
+    chosen: inf.Policy,
+    *,
+    steps: int = 3,
+    micro_batches: int = 2,
+    seam: Seam | None = None,
 ) -> harness.Result:
-    """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all gradients, so not here."""
+    """Several micro-batches a step, all but the last in `no_sync`; clipping by norm needs all
+    gradients, so not here."""
     with harness.one_thread():
         model = offload(models.make(factory), chosen, _seam=seam)
         handle, losses = inf.handle(model), []
@@ -138,8 +169,13 @@ def train_in_mode(
 
 
 def least_in_mode(training: Training, update: str, **values: Any) -> int:
-    """As `least`; without accumulation update="backward" keeps no gradients, so it is told what the deferred update needs."""
-    return least(training, **values) if update == "backward" else least(training, update=update, **values)
+    """As `least`; without accumulation update="backward" keeps no gradients, so it is told what the
+    deferred update needs."""
+    return (
+        least(training, **values)
+        if update == "backward"
+        else least(training, update=update, **values)
+    )
 
 
 @pytest.mark.parametrize("update", ["delayed", "backward"])
@@ -151,7 +187,8 @@ def test_other_update_modes(update: str, tmp_path: Path) -> None:
     harness.assert_equal(spilled, train_in_mode(deep, policy(tmp_path, ram="min", **values)))
 
 
-wide = functools.partial(models.llama, layers=8, hidden=288)  # as many layers as make spilling pay: slots grow by the section
+# as many layers as make spilling pay: slots grow by the section
+wide = functools.partial(models.llama, layers=8, hidden=288)
 
 
 @functools.cache
@@ -160,13 +197,23 @@ def wide_in_ram(update: str) -> harness.Result:
 
 
 @pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
-def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(update: str, tmp_path: Path) -> None:
+def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(
+    update: str, tmp_path: Path
+) -> None:
     values: dict[str, Any] = {"unit_bytes_max": 4 << 20}
     chosen = policy(
-        tmp_path, ram=least_in_mode(Training(wide), update, **values), grads="nvme", update=update, delayed_warmup=1, **values
+        tmp_path,
+        ram=least_in_mode(Training(wide), update, **values),
+        grads="nvme",
+        update=update,
+        delayed_warmup=1,
+        **values,
     )
-    spilled = train_in_mode(wide, chosen, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update)))
-    assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL  # windows change hands
+    spilled = train_in_mode(
+        wide, chosen, micro_batches=3, seam=Seam(delay_us_max=1500, seed=len(update))
+    )
+    # windows change hands
+    assert spilled.stats.spilled_bytes > spilled.stats.staging_bytes > 3 * 2 * CHUNK_NUMEL
     harness.assert_equal(spilled, wide_in_ram(update))
 
 
@@ -187,7 +234,8 @@ def test_scaling_and_other_norms_between_micro_batches(tmp_path: Path) -> None:
 
 
 def interfere(model: nn.Module, step: int) -> None:
-    """A backward whose gradients are cleared again, one that raises half-way, and zeros instead of None."""
+    """A backward whose gradients are cleared again, one that raises half-way, and zeros instead of
+    None."""
     batch = models.token_batches(1, seed=step)[0]
     loss = models.loss_of(model, batch)
     if step % 2:
@@ -238,11 +286,15 @@ def test_assigned_gradients_zeroed_ones_and_several_optimizers(tmp_path: Path) -
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(tmp_path: Path) -> None:
+def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(
+    tmp_path: Path,
+) -> None:
     with harness.one_thread():
         training = Training(deep)
         reference = models.make(deep)
-        before = {name: parameter.detach().clone() for name, parameter in reference.named_parameters()}
+        before = {
+            name: parameter.detach().clone() for name, parameter in reference.named_parameters()
+        }
         # Set-up writes whole states; the fault comes after that, with the first write of backward.
         model = models.make(deep)
         chosen = policy(tmp_path, ram=least(training), grads="nvme")
@@ -261,18 +313,28 @@ def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(tmp
         for parameter, name in zip(model.parameters(), before, strict=True):
             with handle.gather(parameter):
                 assert torch.equal(parameter.detach(), before[name]), name
-        with pytest.raises((AioError, RuntimeError)):  # the drive, or a backward that broke off: no step goes past it
+        # the drive, or a backward that broke off: no step goes past it
+        with pytest.raises((AioError, RuntimeError)):
             optimizer.step()
         handle.close()
 
 
-@pytest.mark.parametrize("values", [{}, {"generations": 2}, {"generations": 2, "update": "backward"}], ids=str)
-def test_training_goes_on_after_a_write_that_failed_once(tmp_path: Path, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "values", [{}, {"generations": 2}, {"generations": 2, "update": "backward"}], ids=str
+)
+def test_training_goes_on_after_a_write_that_failed_once(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
     batches = models.token_batches(3)
 
     def losses(nth: int | None) -> tuple[list[float], int]:
         seam = None if nth is None else Seam(fault=Fault("write", nth))
-        chosen = policy(tmp_path, ram=least(Training(deep), generations=values.get("generations", 1)), grads="nvme", **values)
+        chosen = policy(
+            tmp_path,
+            ram=least(Training(deep), generations=values.get("generations", 1)),
+            grads="nvme",
+            **values,
+        )
         model = offload(models.make(deep), chosen, _seam=seam)
         optimizer, failed, found = inf.AdamW(model.parameters(), lr=1e-2), 0, []
         writes = sum(drive.writes for drive in inf.handle(model).stats().drives)

@@ -1,4 +1,5 @@
-"""States, gradients and parameters that are written by hand, and steps that are skipped, under every `Policy.update`."""
+"""States, gradients and parameters that are written by hand, and steps that are skipped, under
+every `Policy.update`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ LLAMA = Training(models.llama, steps=6, accumulation=1, max_norm=None)
 NAME = "model.layers.1.self_attn.q_proj.weight"
 
 
-# -- gradients set by hand ---------------------------------------------------------------------------------------------
+# -- gradients set by hand -------------------------------------------------------------------------
 
 
 def small(tmp_path: Path, update: str, **values: Any) -> tuple[nn.Module, Any, Handle]:
@@ -47,7 +48,9 @@ def assign(handle: Handle, param: nn.Parameter, value: torch.Tensor, way: str) -
 
 
 @pytest.mark.parametrize("way", ["p.grad", "another class", "set_full_grad"])
-def test_a_gradient_set_after_an_update_in_backward_took_one_is_refused(way: str, tmp_path: Path) -> None:
+def test_a_gradient_set_after_an_update_in_backward_took_one_is_refused(
+    way: str, tmp_path: Path
+) -> None:
     model, optimizer, handle = small(tmp_path, "backward")
     param = dict(model.named_parameters())[NAME]
     batches = models.token_batches(2)
@@ -74,7 +77,8 @@ def test_a_refused_gradient_leaves_the_one_that_is_there(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="update='deferred'"):
         handle.set_full_grad(param, torch.ones(param.shape))
     assert param.grad is not None
-    handle.set_full_grad(param, None)  # as `p.grad = None`: the update was made, and its gradient may go
+    # as `p.grad = None`: the update was made, and its gradient may go
+    handle.set_full_grad(param, None)
     assert param.grad is None
     optimizer.step()
     assert handle.optimizer_state(param)["step"] == 1
@@ -85,7 +89,9 @@ def test_a_refused_gradient_leaves_the_one_that_is_there(tmp_path: Path) -> None
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 def test_a_gradient_set_before_backward_is_added_to(update: str, way: str, tmp_path: Path) -> None:
     """Also right after the step before, when `p.grad` still shows what that has taken."""
-    model, optimizer, handle = small(tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {}))
+    model, optimizer, handle = small(
+        tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {})
+    )
     plain, reference = reference_of(LLAMA, warmup=0 if update == "delayed" else 10)
     with harness.one_thread():
         for batch in models.token_batches(4):
@@ -105,11 +111,17 @@ def test_a_gradient_set_before_backward_is_added_to(update: str, way: str, tmp_p
 
 
 @pytest.mark.parametrize("update", ["backward", "delayed"])
-def test_gradients_that_are_set_without_a_backward_are_those_of_the_step(update: str, tmp_path: Path) -> None:
-    model, optimizer, handle = small(tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {}))
+def test_gradients_that_are_set_without_a_backward_are_those_of_the_step(
+    update: str, tmp_path: Path
+) -> None:
+    model, optimizer, handle = small(
+        tmp_path, update, **({"delayed_warmup": 0} if update == "delayed" else {})
+    )
     plain, reference = reference_of(LLAMA, warmup=0 if update == "delayed" else 10)
     for step in range(3):
-        for index, (mine, theirs) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        for index, (mine, theirs) in enumerate(
+            zip(model.parameters(), plain.parameters(), strict=True)
+        ):
             handle.set_full_grad(mine, torch.full(mine.shape, 0.5 + index))
             handle.set_full_grad(mine, torch.full(mine.shape, 0.25 * step + index))
             theirs.grad = torch.full_like(theirs, 0.25 * step + index)
@@ -148,7 +160,9 @@ def set_on_a_rank(rank: int, place: Path) -> Any:
     optimizer.step()
     steps = handle.optimizer_state(param)["step"]
     handle.close()
-    model, optimizer, handle = opened(LLAMA, policy(place, **MIN, update="delayed", delayed_warmup=0))
+    model, optimizer, handle = opened(
+        LLAMA, policy(place, **MIN, update="delayed", delayed_warmup=0)
+    )
     for batch in models.token_batches(2):
         take_step(model, optimizer, batch)
     handle.optimizer_state(next(model.parameters()))["master"] = torch.full(param.shape, 0.5)
@@ -169,7 +183,7 @@ def test_on_two_ranks_it_is_the_same(tmp_path: Path) -> None:
     assert first[1] == second[1] == expected
 
 
-# -- parameters written by hand ----------------------------------------------------------------------------------------
+# -- parameters written by hand --------------------------------------------------------------------
 
 
 def write(handle: Handle, model: nn.Module, value: torch.Tensor, way: str) -> None:
@@ -185,16 +199,21 @@ def write(handle: Handle, model: nn.Module, value: torch.Tensor, way: str) -> No
 
 @pytest.mark.parametrize(
     ("place", "dtype"),
-    [(place, torch.bfloat16) for place in PLACEMENTS] + [("nvme", torch.float16), ("nvme", torch.float32)], ids=str,
-)  # fmt: skip
+    [(place, torch.bfloat16) for place in PLACEMENTS]
+    + [("nvme", torch.float16), ("nvme", torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("way", ["master", "gather", "load_state_dict"])
 def test_what_is_written_is_what_the_next_delayed_step_computes_with(
     way: str, place: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """In the warm-up, with an update on its way, right after another write, and when a step leaves its unit alone."""
+    """In the warm-up, with an update on its way, right after another write, and when a step leaves
+    its unit alone."""
     training = Training(models.llama, steps=6, accumulation=1, max_norm=None, dtype=dtype)
     model, optimizer, handle = opened(
-        training, policy(tmp_path, update="delayed", delayed_warmup=1, **PLACEMENTS[place]), Seam(delay_us_max=300, seed=3)
+        training,
+        policy(tmp_path, update="delayed", delayed_warmup=1, **PLACEMENTS[place]),
+        Seam(delay_us_max=300, seed=3),
     )
     plain, reference = reference_of(training, warmup=1)
     shape = dict(plain.named_parameters())[NAME].shape
@@ -202,10 +221,14 @@ def test_what_is_written_is_what_the_next_delayed_step_computes_with(
     with harness.one_thread():
         for index, batch in enumerate(training.batches):
             without = "model.layers.1." if index == 4 else None
-            losses = [take_step(model, optimizer, batch, without), take_step(plain, reference, batch, without)]
+            losses = [
+                take_step(model, optimizer, batch, without),
+                take_step(plain, reference, batch, without),
+            ]
             assert losses[0] == losses[1]
             for _ in range((1, 0, 2, 1, 1, 0)[index]):
-                value = (torch.randn(shape, generator=generator) / 4).to(dtype).float()  # a master is as fine as its parameter
+                # a master is as fine as its parameter
+                value = (torch.randn(shape, generator=generator) / 4).to(dtype).float()
                 write(handle, model, value, way)
                 reference.write(NAME, value)
     assert_same_states(model, handle, reference)
@@ -216,7 +239,9 @@ def test_what_is_written_is_what_the_next_delayed_step_computes_with(
 def test_a_master_that_rounds_reaches_the_copy_as_it_rests(state: str, tmp_path: Path) -> None:
     """Also where a parameter lies in several chunks."""
     training = Training(wide_llama)
-    model, optimizer, handle = opened(training, policy(tmp_path, **MIN, update="delayed", delayed_warmup=0, state=state))
+    model, optimizer, handle = opened(
+        training, policy(tmp_path, **MIN, update="delayed", delayed_warmup=0, state=state)
+    )
     batches = models.token_batches(3)
     for batch in batches[:2]:
         take_step(model, optimizer, batch)
@@ -243,10 +268,12 @@ def test_a_moment_that_is_written_leaves_what_computes(tmp_path: Path) -> None:
     handle.close()
 
 
-# -- steps that are skipped --------------------------------------------------------------------------------------------
+# -- steps that are skipped ------------------------------------------------------------------------
 
 
-def looped(training: Training, model: nn.Module, optimizer: Any, clip: Any, scaler: Any) -> harness.Result:
+def looped(
+    training: Training, model: nn.Module, optimizer: Any, clip: Any, scaler: Any
+) -> harness.Result:
     losses, norms, seen = harness.run_loop(training, model, optimizer, clip, scaler)
     return harness.Result(losses, norms, seen, {})
 
@@ -261,33 +288,56 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize(
-    ("when", "place"), [(when, "nvme") for when in SKIPPED] + [("in the middle", "cpu"), ("in the middle", "device")]
+    ("when", "place"),
+    [(when, "nvme") for when in SKIPPED] + [("in the middle", "cpu"), ("in the middle", "device")],
 )
 @pytest.mark.parametrize("means", ["GradScaler", "on_nonfinite"])
-def test_a_delayed_loop_without_the_steps_that_are_skipped(means: str, when: str, place: str, tmp_path: Path) -> None:
-    """Nothing moves in a skipped step: the next one computes with the same parameters, and updates the same states."""
+def test_a_delayed_loop_without_the_steps_that_are_skipped(
+    means: str, when: str, place: str, tmp_path: Path
+) -> None:
+    """Nothing moves in a skipped step: the next one computes with the same parameters, and updates
+    the same states."""
     scaled = means == "GradScaler"
     training = Training(
-        models.llama, steps=7, accumulation=2, dtype=torch.float16 if scaled else torch.bfloat16, lr=1e-3,
-        scaler=(512.0, 2) if scaled else None, poisoned=SKIPPED[when],
-    )  # fmt: skip
+        models.llama,
+        steps=7,
+        accumulation=2,
+        dtype=torch.float16 if scaled else torch.bfloat16,
+        lr=1e-3,
+        scaler=(512.0, 2) if scaled else None,
+        poisoned=SKIPPED[when],
+    )
     chosen = policy(
-        tmp_path, update="delayed", delayed_warmup=2, on_nonfinite="raise" if scaled else "skip", **PLACEMENTS[place]
+        tmp_path,
+        update="delayed",
+        delayed_warmup=2,
+        on_nonfinite="raise" if scaled else "skip",
+        **PLACEMENTS[place],
     )
     with harness.one_thread():
         model, optimizer, handle = opened(training, chosen, Seam(delay_us_max=300, seed=4))
-        scaler = torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2) if scaled else None
+        scaler = (
+            torch.amp.GradScaler("cpu", init_scale=512.0, growth_interval=2) if scaled else None
+        )
         result = looped(training, model, optimizer, lambda: harness._clip(model, 1.0), scaler)
         plain = training.model()
         reference = DelayedReference(plain, training, warmup=2, skip=not scaled)
-        expected = looped(training, plain, reference, lambda: reference.clip(1.0), ReferenceScaler(512.0, 2) if scaled else None)
+        expected = looped(
+            training,
+            plain,
+            reference,
+            lambda: reference.clip(1.0),
+            ReferenceScaler(512.0, 2) if scaled else None,
+        )
         assert reference.taken == 7 - len(SKIPPED[when])
         assert_equal_but_nan(result, expected)
         assert_same_states(model, handle, reference)
         handle.close()
 
 
-def test_a_forward_after_a_skipped_delayed_step_computes_what_the_one_before_did(tmp_path: Path) -> None:
+def test_a_forward_after_a_skipped_delayed_step_computes_what_the_one_before_did(
+    tmp_path: Path,
+) -> None:
     model, optimizer, handle = small(tmp_path, "delayed", delayed_warmup=0, on_nonfinite="skip")
     batches = models.token_batches(3)
     for batch in batches[:2]:
@@ -300,7 +350,8 @@ def test_a_forward_after_a_skipped_delayed_step_computes_what_the_one_before_did
     again = models.loss_of(model, batches[2])
     assert again.item() == before.item()
     with torch.no_grad():
-        assert models.loss_of(model, batches[2]).item() != before.item()  # evaluation sees the update before
+        # evaluation sees the update before
+        assert models.loss_of(model, batches[2]).item() != before.item()
     again.backward()
     optimizer.step()
     assert handle.optimizer_state(next(model.parameters()))["step"] == 3

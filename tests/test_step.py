@@ -1,4 +1,5 @@
-"""The step from outside: what moves, who owns a gradient, what a fault leaves, how several optimizers behave."""
+"""The step from outside: what moves, who owns a gradient, what a fault leaves, how several
+optimizers behave."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from tests import forks, models
 
 
 def nvme(tmp_path: Path, **values: object) -> inf.Policy:
-    return inf.Policy(**{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values})  # type: ignore[arg-type]
+    return inf.Policy(
+        **{"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", **values}
+    )  # type: ignore[arg-type]
 
 
 def small_llama() -> nn.Module:
@@ -57,7 +60,8 @@ def test_a_step_reads_14_bytes_a_parameter_and_writes_12(tmp_path: Path) -> None
     numel = padded_numel(model)
     written = after.bytes_written - before.bytes_written
     read = after.bytes_read - before.bytes_read
-    # A gate that escaped (nobody came to open it for a while) costs one read of that unit's parameters.
+    # A gate that escaped (nobody came to open it for a while) costs one read of that unit's
+    # parameters.
     escaped = after.gates_escaped - before.gates_escaped
     largest = max(unit.size_bytes for unit in handle.units)
     handle.close()
@@ -87,7 +91,8 @@ def test_what_is_gathered_at_once_does_not_grow_with_the_layers(tmp_path: Path) 
 
 
 def test_gradients_may_be_changed_at_once_after_the_step(tmp_path: Path) -> None:
-    """The pipeline owns them until it has read them; accumulation without zero_grad waits for it."""
+    """The pipeline owns them until it has read them; accumulation without zero_grad waits for
+    it."""
     results = []
     for delay_us in (0, 3000):
         model = offload(small_llama(), nvme(tmp_path), _seam=Seam(delay_us_max=delay_us, seed=3))
@@ -106,7 +111,9 @@ def test_gradients_may_be_changed_at_once_after_the_step(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_failed_update_that_forward_meets_first_says_what_helps(tmp_path: Path, persistent: bool) -> None:
+def test_a_failed_update_that_forward_meets_first_says_what_helps(
+    tmp_path: Path, persistent: bool
+) -> None:
     def trained(seam: Seam | None, steps: int) -> nn.Module:
         model = offload(small_llama(), nvme(tmp_path), _seam=seam)
         optimizer = inf.AdamW(model.parameters())
@@ -127,17 +134,22 @@ def test_a_failed_update_that_forward_meets_first_says_what_helps(tmp_path: Path
 def test_a_read_that_fails_in_forward_names_the_unit(tmp_path: Path) -> None:
     fault = Fault("read", 0, persistent=True)
     model = offload(small_llama(), nvme(tmp_path), _seam=Seam(fault=fault))
-    with pytest.raises(DeviceFailedError, match=r"model\.\S+ cannot be gathered: .*errno 5") as caught:
+    with pytest.raises(
+        DeviceFailedError, match=r"model\.\S+ cannot be gathered: .*errno 5"
+    ) as caught:
         models.loss_of(model, models.token_batches(1)[0])
     assert caught.value.path == str(tmp_path)
     inf.handle(model).close()
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(tmp_path: Path, op: str) -> None:
+def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(
+    tmp_path: Path, op: str
+) -> None:
     def until_second_step(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = offload(models.llama(layers=8).bfloat16(), nvme(tmp_path), _seam=seam)  # more chunks than there are slots
+        # more chunks than there are slots
+        model = offload(models.llama(layers=8).bfloat16(), nvme(tmp_path), _seam=seam)
         optimizer = inf.AdamW(model.parameters())
         train(model, optimizer, 1)
         inf.handle(model).flush()
@@ -150,7 +162,8 @@ def test_a_fault_in_the_background_is_raised_by_the_next_call_and_stays(tmp_path
     inf.handle(model).close()
     nth = drive.reads if op == "read" else drive.writes
 
-    # In the second step's update, and away from its beginning: how often idle slots read is not the same in every run.
+    # In the second step's update, and away from its beginning: how often idle slots read is not the
+    # same in every run.
     fault = Fault(op=op, nth=nth + 2, errno=errno.EIO, persistent=True)
     model, optimizer = until_second_step(Seam(fault=fault))
     handle = inf.handle(model)

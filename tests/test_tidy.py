@@ -41,7 +41,9 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 @pytest.mark.parametrize("path", SOURCES, ids=name)
 def test_functions_fit_a_reader(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    long_lines = [row for row, line in enumerate(text.splitlines(), 1) if len(line) > LINE_COLUMNS_MAX]
+    long_lines = [
+        row for row, line in enumerate(text.splitlines(), 1) if len(line) > LINE_COLUMNS_MAX
+    ]
     assert not long_lines, f"{name(path)}: lines {long_lines} are too long"
     for function in functions(ast.parse(text)):
         lines = (function.end_lineno or 0) - function.lineno + 1
@@ -52,7 +54,9 @@ def test_functions_fit_a_reader(path: Path) -> None:
 
 @pytest.mark.parametrize("path", C_SOURCES, ids=name)
 def test_c_files_fit_a_reader(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").count("\n") <= 600, f"{name(path)}: split it by responsibility"
+    assert path.read_text(encoding="utf-8").count("\n") <= 600, (
+        f"{name(path)}: split it by responsibility"
+    )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
@@ -76,7 +80,10 @@ def test_no_error_is_swallowed(path: Path) -> None:
         where = f"{name(path)}:{node.lineno}"
         assert node.type is not None, f"{where}: bare except"
         if len(node.body) == 1 and isinstance(node.body[0], ast.Pass):
-            broad = isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+            broad = isinstance(node.type, ast.Name) and node.type.id in {
+                "Exception",
+                "BaseException",
+            }
             reason = "#" in "".join(lines[node.lineno - 1 : node.body[0].end_lineno])
             assert reason, f"{where}: an except that only passes needs a reason beside it"
             assert not broad, f"{where}: an except that only passes needs a narrow type"
@@ -89,7 +96,9 @@ def test_everything_public_says_what_it_does(path: Path) -> None:
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
             # A lazy module's __getattr__ and the like are underscored and need no words.
-            assert ast.get_docstring(node), f"{name(path)}:{node.lineno} {node.name} has no docstring"
+            assert ast.get_docstring(node), (
+                f"{name(path)}:{node.lineno} {node.name} has no docstring"
+            )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
@@ -122,16 +131,27 @@ def test_aio_imports_without_torch() -> None:
         "import sys, infinity, infinity.aio, infinity._src.telemetry, infinity._src.bench.command, infinity._src.cli.main\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """What pytest does not recurse into by its own rules (a folder called build) would pass by never running."""
+    """What pytest does not recurse into by its own rules (a folder called build) would pass by
+    never running."""
     patterns = pytestconfig.getini("norecursedirs")
-    folders = {part for path in ROOT.glob("tests/**/test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
+    folders = {
+        part
+        for path in ROOT.glob("tests/**/test_*.py")
+        for part in path.relative_to(ROOT).parts[:-1]
+    }
     assert "distributed" in folders
-    assert not [folder for folder in folders if any(fnmatch.fnmatch(folder, pattern) for pattern in patterns)]
+    assert not [
+        folder
+        for folder in folders
+        if any(fnmatch.fnmatch(folder, pattern) for pattern in patterns)
+    ]
 
 
 RIDDLES = re.compile(r"^(What|Who|Whose|Whom|Where|Which|How|Those|That|It|Of)\b")
@@ -149,7 +169,9 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
     """A relative clause as the subject has to be decoded before the sentence can be read."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = [f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)]
+    found = [
+        f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)
+    ]
     assert not found, "begin with a verb or with a noun of the field"
 
 
@@ -158,7 +180,11 @@ def test_every_module_of_the_implementation_has_a_layer() -> None:
     contracts.read(ROOT / "setup.cfg", encoding="utf-8")
     layers = set(re.findall(r"infinity[\w.]*", contracts["importlinter:contract:layers"]["layers"]))
     for path in SOURCES:
-        if path.name in {"__init__.py", "py.typed"} or path.parts[-2] == "aio" or "_src" not in path.parts:
+        if (
+            path.name in {"__init__.py", "py.typed"}
+            or path.parts[-2] == "aio"
+            or "_src" not in path.parts
+        ):
             continue
         module = name(path).removesuffix(".py").replace("/", ".")
         parents = {module.rsplit(".", count)[0] for count in range(module.count("."))} | {module}

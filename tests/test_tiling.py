@@ -1,5 +1,6 @@
-"""Memory-centric tiling in an offloaded model: the bits of the plain loop on the same tiles wherever states rest, peak memory by
-the tile, one weight in every file, and set-up that says when it is needed."""
+"""Memory-centric tiling in an offloaded model: the bits of the plain loop on the same tiles
+wherever states rest, peak memory by the tile, one weight in every file, and set-up that says when
+it is needed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,13 @@ from tests.test_bitwise import PLACEMENTS, policy
 RAM = "64MiB"
 
 
-def tiled(factory: Callable[[], nn.Module], tiles: Any = (3, 2), *, loss: int | None = 4, names: Any = None) -> nn.Module:
+def tiled(
+    factory: Callable[[], nn.Module],
+    tiles: Any = (3, 2),
+    *,
+    loss: int | None = 4,
+    names: Any = None,
+) -> nn.Module:
     """A model with its linears in tiles, and its loss without logits."""
     model = factory()
     if loss is not None:
@@ -74,17 +81,28 @@ def list_moe() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    return tiled(lambda: models.lora(layers=2), (2, 2), loss=None, names=["q_proj.base_layer", "gate_proj", "lm_head"])
+    return tiled(
+        lambda: models.lora(layers=2),
+        (2, 2),
+        loss=None,
+        names=["q_proj.base_layer", "gate_proj", "lm_head"],
+    )
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 LLAMA = Training(llama, steps=3)
 
 
-@pytest.mark.parametrize("name", [name for name in PLACEMENTS if name not in ("nvme measured", "nvme io_uring")])
-def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(name: str, tmp_path: Path) -> None:
-    harness.assert_equal(harness.offloaded(LLAMA, policy(tmp_path, **PLACEMENTS[name])), harness.reference(LLAMA))
+@pytest.mark.parametrize(
+    "name", [name for name in PLACEMENTS if name not in ("nvme measured", "nvme io_uring")]
+)
+def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(
+    name: str, tmp_path: Path
+) -> None:
+    harness.assert_equal(
+        harness.offloaded(LLAMA, policy(tmp_path, **PLACEMENTS[name])), harness.reference(LLAMA)
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -127,14 +145,20 @@ class Net(nn.Module):
 
     def __init__(self, width: int, tiles: Any) -> None:
         super().__init__()
-        self.first, self.middle, self.last = nn.Linear(6, 10), nn.Linear(10, width), nn.Linear(width, 4)
+        self.first, self.middle, self.last = (
+            nn.Linear(6, 10),
+            nn.Linear(10, width),
+            nn.Linear(width, 4),
+        )
         inf.tile_linears(self, tiles=tiles, names=["middle", "last"])
 
     def forward(self, x: torch.Tensor, how: str = "plain") -> torch.Tensor:
         def body(x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(self.middle(torch.tanh(self.first(x))))
 
-        hidden = body(x) if how == "plain" else checkpoint(body, x, use_reentrant=how == "reentrant")
+        hidden = (
+            body(x) if how == "plain" else checkpoint(body, x, use_reentrant=how == "reentrant")
+        )
         out: torch.Tensor = self.last(hidden)
         return out.square().mean()
 
@@ -147,7 +171,9 @@ class Net(nn.Module):
     seed=st.integers(0, 100),
 )
 @settings(max_examples=12, deadline=None)
-def test_any_grid_trains_as_without_an_engine(width: int, tiles: tuple[int, int], rows: int, how: str, seed: int) -> None:
+def test_any_grid_trains_as_without_an_engine(
+    width: int, tiles: tuple[int, int], rows: int, how: str, seed: int
+) -> None:
     gradients = []
     for offloaded in (False, True):
         torch.manual_seed(seed)
@@ -167,9 +193,18 @@ def test_any_grid_trains_as_without_an_engine(width: int, tiles: tuple[int, int]
 
 
 @pytest.mark.parametrize(
-    "values", [{"state": "bf16"}, {"state": "compact"}, {"update": "delayed"}, {"update": "backward", "generations": 2}], ids=str
+    "values",
+    [
+        {"state": "bf16"},
+        {"state": "compact"},
+        {"update": "delayed"},
+        {"update": "backward", "generations": 2},
+    ],
+    ids=str,
 )
-def test_every_numerics_is_the_same_wherever_tiles_rest(values: dict[str, Any], tmp_path: Path) -> None:
+def test_every_numerics_is_the_same_wherever_tiles_rest(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     places = [{"params": "cpu", "optim": "cpu"}, PLACEMENTS["nvme min"]]
     results = [harness.offloaded(LLAMA, policy(tmp_path, **place, **values)) for place in places]
     harness.assert_equal(*results)
@@ -183,7 +218,9 @@ def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:
             parameter.copy_(torch.randint(-2, 3, parameter.shape))
     model = inf.tile_linears(nn.Sequential(linear), tiles=(3, 2))
     plain = nn.Linear(24, 20, dtype=torch.bfloat16)
-    plain.load_state_dict({name.removeprefix("0."): value for name, value in model.state_dict().items()})
+    plain.load_state_dict(
+        {name.removeprefix("0."): value for name, value in model.state_dict().items()}
+    )
     inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
     x = torch.randint(-3, 4, (7, 24)).bfloat16()
     dy = torch.randint(-2, 3, (7, 20)).bfloat16()
@@ -202,12 +239,16 @@ def test_the_losses_are_near_those_of_the_untiled_model(tmp_path: Path) -> None:
     training = Training(llama, dtype=torch.float32)
     ours = harness.offloaded(training, policy(tmp_path, params="nvme", optim="nvme", ram="min"))
     plain = harness.reference(Training(two_layers, dtype=torch.float32))
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=0)
-    torch.testing.assert_close(torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(ours.losses), torch.tensor(plain.losses), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(
+        torch.tensor(ours.norms), torch.tensor(plain.norms), rtol=1e-4, atol=0
+    )
     assert ours.params.keys() == plain.params.keys()
 
 
-# -- peak memory -------------------------------------------------------------------------------------------------------
+# -- peak memory -----------------------------------------------------------------------------------
 
 
 class Huge(nn.Module):
@@ -226,10 +267,15 @@ class Huge(nn.Module):
         return self.loss(hidden, y) if self.loss is not None else self.huge(hidden).square().mean()
 
 
-def peaks(tiles: Any, *, head: bool, directory: Path, device: str = "cpu") -> tuple[int, int, int, int]:
-    """(bytes of the weight, most bytes gathered in forward, and in backward, most bytes of fresh gradients)."""
+def peaks(
+    tiles: Any, *, head: bool, directory: Path, device: str = "cpu"
+) -> tuple[int, int, int, int]:
+    """(bytes of the weight, most bytes gathered in forward, and in backward, most bytes of fresh
+    gradients)."""
     model = Huge(tiles, head=head).to(device)
-    chosen = inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min", unit_bytes_max=1 << 16)
+    chosen = inf.Policy(
+        params="nvme", optim="nvme", nvme=directory, ram="min", unit_bytes_max=1 << 16
+    )
     inf.offload(model, chosen)
     handle = inf.handle(model)
     opt = inf.AdamW(model.parameters(), lr=1e-3)
@@ -249,12 +295,17 @@ def peaks(tiles: Any, *, head: bool, directory: Path, device: str = "cpu") -> tu
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_what_is_gathered_at_once_falls_with_the_number_of_tiles(head: bool, tmp_path: Path) -> None:
+def test_what_is_gathered_at_once_falls_with_the_number_of_tiles(
+    head: bool, tmp_path: Path
+) -> None:
     table = {}
     for tiles in (None, 4, 8, 16, 32) if head else (None, 4, (4, 2), (8, 2), (8, 4)):
         size, forward, backward, fresh = peaks(tiles, head=head, directory=tmp_path)
         table[tiles] = forward, backward, fresh
-        kib = [f"{name} {value >> 10} KiB" for name, value in zip(("forward", "backward", "gradients"), table[tiles], strict=True)]
+        kib = [
+            f"{name} {value >> 10} KiB"
+            for name, value in zip(("forward", "backward", "gradients"), table[tiles], strict=True)
+        ]
         print(f"tiles {tiles!s:>8} of {size >> 10} KiB: at most {', '.join(kib)}")
         if tiles is not None:
             count = tiles if isinstance(tiles, int) else tiles[0] * tiles[1]
@@ -277,7 +328,10 @@ def test_backward_needs_room_for_the_chain_of_one_tile_only(tmp_path: Path) -> N
     def demand(unit: Unit) -> None:
         nonlocal most
         plain_demand(unit)
-        used = sum(unit.refs > 0 and len(unit.params) == 1 and unit.params[0].place is not None for unit in handle.units)
+        used = sum(
+            unit.refs > 0 and len(unit.params) == 1 and unit.params[0].place is not None
+            for unit in handle.units
+        )
         most = max(most, used)
 
     handle.unsharder.unshard = demand  # type: ignore[method-assign]
@@ -286,12 +340,16 @@ def test_backward_needs_room_for_the_chain_of_one_tile_only(tmp_path: Path) -> N
     assert sum(unit.refs for unit in handle.units) == 0
 
 
-# -- what goes out and comes in ----------------------------------------------------------------------------------------
+# -- what goes out and comes in --------------------------------------------------------------------
 
 
 def load_all(directory: Path) -> dict[str, torch.Tensor]:
     """All tensors of an export."""
-    return {name: value for file in sorted(directory.glob("*.safetensors")) for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
 
 
 def same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -319,7 +377,10 @@ def step(model: nn.Module, opt: Any) -> float:
 def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_path: Path) -> None:
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return tiled(lambda: models.make(factory, seed=seed), names="q_proj" if factory is two_layers else None)
+        return tiled(
+            lambda: models.make(factory, seed=seed),
+            names="q_proj" if factory is two_layers else None,
+        )
 
     plain = models.make(factory)
     plain.save_pretrained(tmp_path / "hub")  # type: ignore[operator]
@@ -344,19 +405,28 @@ def test_files_hold_whole_weights_and_fit_both_kinds_of_model(factory: Any, tmp_
             if options.get("masters"):
                 inf.export_safetensors(model, tmp_path / "masters", masters=True)
                 exported_masters = load_all(tmp_path / "masters")
-                assert all(torch.equal(again[name], value) for name, value in exported_masters.items())
+                assert all(
+                    torch.equal(again[name], value) for name, value in exported_masters.items()
+                )
             else:
-                assert all(torch.equal(again[name].bfloat16(), value.bfloat16()) for name, value in exported.items())
+                assert all(
+                    torch.equal(again[name].bfloat16(), value.bfloat16())
+                    for name, value in exported.items()
+                )
     inf.export_dcp(model, opt, tmp_path / "dcp")
 
-    others = [start(make(seed), seed) for seed in (1, 2, 3)] + [start(models.make(factory, seed=4), 4)]
+    others = [start(make(seed), seed) for seed in (1, 2, 3)] + [
+        start(models.make(factory, seed=4), 4)
+    ]
     inf.restore(*others[0], tmp_path / "save")
     for other in (others[1], others[3]):
         assert inf.load_dcp(*other, tmp_path / "dcp") == ((), ())
     assert inf.load_safetensors(others[2][0], tmp_path / "masters") == ((), ())
     for other, _ in others:
         same(other.state_dict(), state)
-    with pytest.raises(ValueError, match=r"another model: .*Tile the model as it was \(inf.tile_linears\)"):
+    with pytest.raises(
+        ValueError, match=r"another model: .*Tile the model as it was \(inf.tile_linears\)"
+    ):
         inf.restore(*others[3], tmp_path / "save")
     losses = [step(*each) for each in [(model, opt), *others]]
     assert losses[0] == losses[1] == losses[2] == losses[3]
@@ -391,13 +461,20 @@ def test_a_source_that_does_not_fit_is_told_by_the_whole_weight() -> None:
     right.pop("model.layers.0.mlp.down_proj.weight")
     with torch.device("meta"):
         model = llama()
-    with pytest.raises(ValueError, match=r"model.layers.0.mlp.down_proj.weight is missing\. Rename"):
+    with pytest.raises(
+        ValueError, match=r"model.layers.0.mlp.down_proj.weight is missing\. Rename"
+    ):
         inf.offload(model, inf.Policy(ram=RAM), load=right)
     right["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 3)
-    with pytest.raises(ValueError, match=r"down_proj.weight of shape \(3, 3\); the model wants \(32, 64\)"):
+    with pytest.raises(
+        ValueError, match=r"down_proj.weight of shape \(3, 3\); the model wants \(32, 64\)"
+    ):
         inf.offload(model, inf.Policy(ram=RAM), load=right)
     with pytest.raises(ValueError, match=r"lm_head.weight.*on the meta device without values"):
-        inf.offload(inf.tile_linears(nn.ModuleDict({"lm_head": nn.Linear(4, 4, device="meta")}), tiles=2), inf.Policy(ram=RAM))
+        inf.offload(
+            inf.tile_linears(nn.ModuleDict({"lm_head": nn.Linear(4, 4, device="meta")}), tiles=2),
+            inf.Policy(ram=RAM),
+        )
 
 
 def test_tiles_are_read_and_written_by_gather_and_refuse_otherwise() -> None:
@@ -414,12 +491,18 @@ def test_tiles_are_read_and_written_by_gather_and_refuse_otherwise() -> None:
         inf.tile_linears(model, tiles=2)
 
 
-# -- faults and refusals -----------------------------------------------------------------------------------------------
+# -- faults and refusals ---------------------------------------------------------------------------
 
 
 def test_a_tile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     model = Huge((4, 2), head=False)
-    values: dict[str, Any] = {"params": "nvme", "optim": "nvme", "nvme": tmp_path, "ram": "min", "io_backend": "threads"}
+    values: dict[str, Any] = {
+        "params": "nvme",
+        "optim": "nvme",
+        "nvme": tmp_path,
+        "ram": "min",
+        "io_backend": "threads",
+    }
     inf.offload(model, inf.Policy(**values), _seam=Seam(fault=Fault("read", 3, persistent=True)))
     with pytest.raises(AioError, match=r"huge\.tile_\d_\d cannot be gathered"):
         for _ in range(3):
@@ -430,32 +513,46 @@ def test_a_tile_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_a_linear_too_large_for_the_device_is_refused_with_tiles_that_fit() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 1 << 22), nn.Linear(1 << 22, 1 << 21))
-    with pytest.raises(ValueError, match=r"1.weight takes 32.0 TiB gathered whole.*inf.tile_linears\(model, tiles=\d+, names=\['1'\]\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"1.weight takes 32.0 TiB gathered whole.*inf.tile_linears\(model, tiles=\d+, names=\['1'\]\)",
+    ):
         inf.offload(model, inf.Policy(ram=RAM), load=lambda _name, out: out.zero_())
 
 
 def test_a_tile_too_large_for_the_device_is_told_to_be_cut_smaller() -> None:
     model = inf.tile_linears(nn.Sequential(nn.Linear(64, 4096, bias=False, device="meta")), tiles=2)
     units = find_units(model, unit_bytes_max=1 << 20)
-    with pytest.raises(ValueError, match=r"a tile already; give inf.tile_linears 6 times as many tiles"):
+    with pytest.raises(
+        ValueError, match=r"a tile already; give inf.tile_linears 6 times as many tiles"
+    ):
         check_gatherable(model, units, 1 << 20, torch.device("cpu"), 400_000)
 
 
 @given(
-    rows=st.integers(1, 3000), columns=st.integers(1, 100), memory=st.integers(2000, 1 << 20), unit_max=st.integers(1000, 1 << 20)
+    rows=st.integers(1, 3000),
+    columns=st.integers(1, 100),
+    memory=st.integers(2000, 1 << 20),
+    unit_max=st.integers(1000, 1 << 20),
 )
 @settings(max_examples=60, deadline=None)
-def test_the_number_of_tiles_that_is_told_works(rows: int, columns: int, memory: int, unit_max: int) -> None:
+def test_the_number_of_tiles_that_is_told_works(
+    rows: int, columns: int, memory: int, unit_max: int
+) -> None:
     model = nn.Sequential(nn.Linear(columns, rows, bias=False, device="meta"))
     size, room = rows * columns * 4, memory // GATHERED_AT_ONCE
     device = torch.device("cpu")
 
     def check() -> None:
-        check_gatherable(model, find_units(model, unit_bytes_max=unit_max), unit_max, device, memory)
+        check_gatherable(
+            model, find_units(model, unit_bytes_max=unit_max), unit_max, device, memory
+        )
 
     tiles = tiles_needed((rows, columns), size, room)
     if size > memory:
-        with pytest.raises(ValueError, match=rf"inf.tile_linears\(model, tiles={tiles}, names=\['0'\]\)"):
+        with pytest.raises(
+            ValueError, match=rf"inf.tile_linears\(model, tiles={tiles}, names=\['0'\]\)"
+        ):
             check()
     if tiles < rows:
         inf.tile_linears(model, tiles=tiles)
@@ -463,9 +560,13 @@ def test_the_number_of_tiles_that_is_told_works(rows: int, columns: int, memory:
         check()
 
 
-def test_a_linear_larger_than_a_unit_is_logged_with_tiles_that_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_linear_larger_than_a_unit_is_logged_with_tiles_that_fit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     for tiles in (1, 5):
-        model = inf.tile_linears(nn.Sequential(nn.Linear(64, 320), nn.ReLU(), nn.Linear(320, 8)), tiles=tiles, names="0")
+        model = inf.tile_linears(
+            nn.Sequential(nn.Linear(64, 320), nn.ReLU(), nn.Linear(320, 8)), tiles=tiles, names="0"
+        )
         if tiles == 1:
             model[0] = nn.Linear(64, 320)
         with caplog.at_level(logging.WARNING, "infinity"):
@@ -483,13 +584,20 @@ def test_tiles_of_experts_are_refused_on_several_ranks() -> None:
     assert any(isinstance(module, TiledModule) for module in model.modules())
 
 
-def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_one_is_gathered_by_the_user() -> None:
+def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_one_is_gathered_by_the_user() -> (
+    None
+):
     torch.manual_seed(0)
     hidden, target = torch.randn(5, 8), torch.randint(0, 12, (5,))
     found = []
     for tiles in (None, 3):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 12))
-        model.load_state_dict({name: torch.arange(value.numel()).view(value.shape) % 7 / 7 for name, value in model.state_dict().items()})
+        model.load_state_dict(
+            {
+                name: torch.arange(value.numel()).view(value.shape) % 7 / 7
+                for name, value in model.state_dict().items()
+            }
+        )
         if tiles is not None:
             inf.tile_linears(model, tiles=tiles, names="1")
         inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM))
@@ -505,7 +613,11 @@ def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_o
             value = loss(hidden, target)
             value.backward()
         grads = [handle.full_grad(parameter) for parameter in model[1].parameters()]
-        whole = grads[0] if tiles is None else torch.cat([grad for grad in grads if grad is not None and grad.ndim == 2])
+        whole = (
+            grads[0]
+            if tiles is None
+            else torch.cat([grad for grad in grads if grad is not None and grad.ndim == 2])
+        )
         found.append([value.detach(), whole])
         assert sum(unit.refs for unit in handle.units) == 0
         handle.close()
@@ -544,9 +656,15 @@ def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
         for _ in range(2):
             loss = call(torch.linspace(-1, 1, 18).view(3, 6))
             loss.backward()
-        found.append([loss.detach(), *(inf.handle(net).full_grad(parameter) for parameter in net.parameters())])
+        found.append(
+            [
+                loss.detach(),
+                *(inf.handle(net).full_grad(parameter) for parameter in net.parameters()),
+            ]
+        )
         inf.handle(net).close()
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert counter.frame_count == 3  # before, between and behind the two tiled linears, and nothing of them
+    # before, between and behind the two tiled linears, and nothing of them
+    assert counter.frame_count == 3
     torch._dynamo.reset()

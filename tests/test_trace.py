@@ -1,4 +1,5 @@
-"""Orders of units that change while training: what a deviation costs, and that it changes no bit."""
+"""Orders of units that change while training: what a deviation costs, and that it changes no
+bit."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ Order = Callable[[int], list[int]]
 
 
 class Stack(nn.Module):
-    """Blocks that a forward applies in an order of its own: `order` gives it for the number of the forward."""
+    """Blocks that a forward applies in an order of its own: `order` gives it for the number of the
+    forward."""
 
     def __init__(self, order: Order, hidden: int = 32, rows: int = models.VOCAB) -> None:
         super().__init__()
@@ -41,7 +43,9 @@ class Stack(nn.Module):
 
 
 def policy(directory: Path, **values: Any) -> inf.Policy:
-    return inf.Policy(**{"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", **values})
+    return inf.Policy(
+        **{"params": "nvme", "optim": "nvme", "nvme": directory, "ram": "min", **values}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +65,20 @@ def counted(order: Order, directory: Path) -> list[Counted]:
         stats = inf.handle(model).stats()
         totals.append(Counted(stats.demands, stats.demand_reads, stats.deviations))
 
-    training = harness.Training(functools.partial(Stack, order), steps=STEPS, accumulation=1, between=lambda *_: None)
+    training = harness.Training(
+        functools.partial(Stack, order), steps=STEPS, accumulation=1, between=lambda *_: None
+    )
     ours = harness.offloaded(dataclasses.replace(training, between=count), policy(directory))
     harness.assert_equal(ours, harness.reference(training))
     return [
-        Counted(*(now - then for now, then in zip(dataclasses.astuple(after), dataclasses.astuple(before), strict=True)))
+        Counted(
+            *(
+                now - then
+                for now, then in zip(
+                    dataclasses.astuple(after), dataclasses.astuple(before), strict=True
+                )
+            )
+        )
         for before, after in itertools.pairwise(totals)
     ]
 
@@ -87,11 +100,14 @@ def test_a_module_called_early_costs_its_own_read(tmp_path: Path) -> None:
 
 
 def test_a_layer_left_out_of_some_steps_costs_no_read(tmp_path: Path) -> None:
-    """The one after it has been read ahead already; but where the read of what is left out has not ended, its room is not
-    free yet."""
+    """The one after it has been read ahead already; but where the read of what is left out has not
+    ended, its room is not free yet."""
     steps = counted(lambda call: without(4) if call in (3, 4, 7, 10) else EVERY, tmp_path)
     assert sum(step.demand_reads for step in steps[1:]) <= 2
-    assert all(step.deviations <= (2 if number in (3, 4, 7, 10) else 0) for number, step in enumerate(steps))
+    assert all(
+        step.deviations <= (2 if number in (3, 4, 7, 10) else 0)
+        for number, step in enumerate(steps)
+    )
 
 
 def test_layers_dropped_at_random_cost_no_read(tmp_path: Path) -> None:
@@ -114,16 +130,25 @@ def test_two_forwards_that_take_turns_are_both_followed(tmp_path: Path) -> None:
     assert all((step.demand_reads, step.deviations) == (0, 0) for step in steps[3:])
 
 
-@pytest.mark.parametrize(("rows", "least", "most"), [(models.VOCAB, 3, 4), (8 * models.VOCAB, 7, 12)], ids=["even", "uneven"])
-def test_how_far_is_read_ahead_is_room_in_bytes(tmp_path: Path, rows: int, least: int, most: int) -> None:
-    """Two of the largest units, or the many small ones that take their place. `ram` does not count device memory, so it
-    does not change the depth: what it leaves keeps parameters in RAM, whose gathers are copies."""
+@pytest.mark.parametrize(
+    ("rows", "least", "most"),
+    [(models.VOCAB, 3, 4), (8 * models.VOCAB, 7, 12)],
+    ids=["even", "uneven"],
+)
+def test_how_far_is_read_ahead_is_room_in_bytes(
+    tmp_path: Path, rows: int, least: int, most: int
+) -> None:
+    """Two of the largest units, or the many small ones that take their place. `ram` does not count
+    device memory, so it does not change the depth: what it leaves keeps parameters in RAM, whose
+    gathers are copies."""
     counts = []
     for ram in ("min", "1GiB"):
         model = inf.offload(Stack(lambda _: EVERY, rows=rows), policy(tmp_path, ram=ram))
         handle, counted_units = inf.handle(model), []
         for block in model.blocks:
-            block.register_forward_pre_hook(lambda *_: counted_units.append(len(handle.unsharder._gathered)))  # noqa: B023
+            block.register_forward_pre_hook(
+                lambda *_: counted_units.append(len(handle.unsharder._gathered))
+            )  # noqa: B023
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
         assert handle.stats().gathered_bytes_peak <= handle.unsharder.gathered_bytes_max
@@ -133,7 +158,9 @@ def test_how_far_is_read_ahead_is_room_in_bytes(tmp_path: Path, rows: int, least
     assert least <= counts[0] <= most
 
 
-def test_a_demand_that_failed_leaves_a_unit_that_may_be_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_demand_that_failed_leaves_a_unit_that_may_be_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = inf.offload(Stack(lambda _: EVERY), policy(tmp_path))
     unsharder = inf.handle(model).unsharder
     last = unsharder.units[-1]

@@ -1,4 +1,5 @@
-"""update="backward" and update="delayed": the reference loop's bits, wherever states rest and however I/O is timed."""
+"""update="backward" and update="delayed": the reference loop's bits, wherever states rest and
+however I/O is timed."""
 
 from __future__ import annotations
 
@@ -70,7 +71,10 @@ def reference(training: Training, *, warmup: int | None = None) -> harness.Resul
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().to("cpu", copy=True) for name, parameter in model.named_parameters()}
+    return {
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in model.named_parameters()
+    }
 
 
 def set_values(model: nn.Module, values: dict[str, torch.Tensor]) -> None:
@@ -99,18 +103,22 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
                         loss.backward()
                     losses.append(loss.item())
                 if training.max_norm is not None:
-                    norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item())
+                    norms.append(
+                        torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item()
+                    )
                 optimizer.step()
                 optimizer.zero_grad()
             state = model.state_dict()
             names = [name for name, _ in model.named_parameters()]
             handle.flush()
-            return harness.Result(losses, norms, [], {name: state[name].clone() for name in names}, handle.stats())
+            return harness.Result(
+                losses, norms, [], {name: state[name].clone() for name in names}, handle.stats()
+            )
         finally:
             handle.close()
 
 
-# -- backward ----------------------------------------------------------------------------------------------------------
+# -- backward --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
@@ -121,17 +129,27 @@ def test_updates_in_backward_are_the_reference_loops_bits(name: str, tmp_path: P
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_delays_change_no_bits_of_updates_in_backward(seed: int, backend: str, tmp_path: Path) -> None:
-    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", update="backward", io_backend=backend)
-    harness.assert_equal(offloaded(LLAMA, chosen, Seam(delay_us_max=2000, seed=seed)), reference(LLAMA))
+def test_delays_change_no_bits_of_updates_in_backward(
+    seed: int, backend: str, tmp_path: Path
+) -> None:
+    chosen = policy(
+        tmp_path, params="nvme", optim="nvme", ram="min", update="backward", io_backend=backend
+    )
+    harness.assert_equal(
+        offloaded(LLAMA, chosen, Seam(delay_us_max=2000, seed=seed)), reference(LLAMA)
+    )
 
 
 VARIANTS = {
     "accumulation": Training(models.llama, steps=3, accumulation=3, max_norm=None),
-    "gradients in fp32": Training(models.llama, steps=3, accumulation=2, max_norm=None, grad_dtype=torch.float32),
+    "gradients in fp32": Training(
+        models.llama, steps=3, accumulation=2, max_norm=None, grad_dtype=torch.float32
+    ),
     "fp32": Training(models.llama, steps=3, accumulation=1, max_norm=None, dtype=torch.float32),
     "tied": Training(models.gpt2, steps=3, accumulation=2, max_norm=None, groups=False),
-    "checkpointing": Training(models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=False),
+    "checkpointing": Training(
+        models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=False
+    ),
     "reentrant": Training(models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=True),
     "shared blocks": Training(models.albert, steps=3, accumulation=1, max_norm=None),
     "encoder and decoder": Training(models.t5, steps=3, accumulation=1, max_norm=None),
@@ -144,7 +162,13 @@ VARIANTS = {
 def test_models_and_loops_keep_their_bits(name: str, update: str, tmp_path: Path) -> None:
     training = VARIANTS[name]
     chosen = policy(
-        tmp_path, params="nvme", optim="nvme", ram="min", update=update, grad_dtype=training.grad_dtype, delayed_warmup=1
+        tmp_path,
+        params="nvme",
+        optim="nvme",
+        ram="min",
+        update=update,
+        grad_dtype=training.grad_dtype,
+        delayed_warmup=1,
     )
     expected = reference(training, warmup=1 if update == "delayed" else None)
     harness.assert_equal(offloaded(training, chosen), expected)
@@ -152,7 +176,9 @@ def test_models_and_loops_keep_their_bits(name: str, update: str, tmp_path: Path
 
 def small(tmp_path: Path, update: str = "backward", **values: Any) -> tuple[nn.Module, inf.AdamW]:
     torch.manual_seed(0)
-    chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values)
+    chosen = inf.Policy(
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values
+    )
     model = inf.offload(models.llama(layers=4).bfloat16(), chosen)
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
@@ -205,7 +231,9 @@ def test_the_first_gradient_that_is_not_finite_touches_nothing(tmp_path: Path) -
     optimizer.zero_grad()
     loss_of(model).backward()
     optimizer.step()
-    assert any(not torch.equal(before[name], value) for name, value in values_of_handle(model).items())
+    assert any(
+        not torch.equal(before[name], value) for name, value in values_of_handle(model).items()
+    )
     inf.handle(model).close()
 
 
@@ -273,12 +301,14 @@ def test_no_sync_wants_room_for_gradients(tmp_path: Path) -> None:
     inf.handle(model).close()
 
 
-# -- delayed -----------------------------------------------------------------------------------------------------------
+# -- delayed ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
 @pytest.mark.parametrize("name", PLACEMENTS)
-def test_the_delayed_update_is_the_delayed_reference_loops_bits(name: str, warmup: int, tmp_path: Path) -> None:
+def test_the_delayed_update_is_the_delayed_reference_loops_bits(
+    name: str, warmup: int, tmp_path: Path
+) -> None:
     training = Training(models.llama, steps=6, accumulation=2)
     chosen = policy(tmp_path, update="delayed", delayed_warmup=warmup, **PLACEMENTS[name])
     harness.assert_equal(offloaded(training, chosen), reference(training, warmup=warmup))
@@ -287,7 +317,9 @@ def test_the_delayed_update_is_the_delayed_reference_loops_bits(name: str, warmu
 @pytest.mark.parametrize("seed", [0, 1])
 def test_delays_change_no_bits_of_the_delayed_update(seed: int, tmp_path: Path) -> None:
     training = Training(models.llama, steps=6, accumulation=2)
-    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1)
+    chosen = policy(
+        tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
+    )
     result = offloaded(training, chosen, Seam(delay_us_max=2000, seed=seed))
     harness.assert_equal(result, reference(training, warmup=1))
 
@@ -306,7 +338,9 @@ def test_looking_at_parameters_changes_no_bits_of_the_delayed_update(tmp_path: P
             if look:
                 with handle.gather(model.parameters()):
                     total = sum(float(p.detach().float().sum()) for p in model.parameters())
-                assert total == sum(float(value.float().sum()) for value in model.state_dict().values())
+                assert total == sum(
+                    float(value.float().sum()) for value in model.state_dict().values()
+                )
                 handle.flush()
         results.append(values_of_handle(model))
         handle.close()
@@ -347,7 +381,9 @@ def test_a_write_is_kept_by_the_delayed_update(tmp_path: Path) -> None:
         weight.fill_(0.5)
     with torch.no_grad():
         seen = loss_of(model).item()
-    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], torch.full(weight.shape, 0.5).bfloat16())
+    assert torch.equal(
+        model.state_dict()["model.embed_tokens.weight"], torch.full(weight.shape, 0.5).bfloat16()
+    )
     with handle.gather(weight), torch.no_grad():
         weight.fill_(0.25)
     with torch.no_grad():

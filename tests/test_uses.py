@@ -1,5 +1,6 @@
-"""update="backward" where several forwards come before a backward, or a graph is run twice: a unit is updated when backward is
-done with all of its uses, so the numbers are those of the plain loop."""
+"""update="backward" where several forwards come before a backward, or a graph is run twice: a unit
+is updated when backward is done with all of its uses, so the numbers are those of the plain
+loop."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ Loop = Callable[[nn.Module, Any, int], None]
 
 
 class Block(nn.Module):
-    """Two matrices and two experts; kind: which of them take part, and whether one is used without a gradient."""
+    """Two matrices and two experts; kind: which of them take part, and whether one is used without
+    a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,23 +101,35 @@ def a_kept_graph_beside_another(model: nn.Module, waits: Any, step: int) -> None
 
 
 LOOPS: list[Loop] = [
-    two_forwards, two_forwards_two_backwards, a_forward_in_between, the_same_graph_twice, a_kept_graph_beside_another,
-]  # fmt: skip
+    two_forwards,
+    two_forwards_two_backwards,
+    a_forward_in_between,
+    the_same_graph_twice,
+    a_kept_graph_beside_another,
+]
 
 
 CASES = [
     pytest.param(loop, how, id=f"{loop.__name__}-{how}")
     for loop in LOOPS
     for how in ("plain", "checkpoint", "reentrant")
-    # torch frees what a reentrant checkpoint saved, whatever retain_graph says: the plain loop raises
+    # torch frees what a reentrant checkpoint saved, whatever retain_graph says: the plain loop
+    # raises
     if how != "reentrant" or loop not in (the_same_graph_twice, a_kept_graph_beside_another)
 ]
 
 
 @pytest.mark.parametrize(("loop", "how"), CASES)
-def test_a_unit_is_updated_when_backward_is_done_with_it(loop: Loop, how: str, tmp_path: Path) -> None:
+def test_a_unit_is_updated_when_backward_is_done_with_it(
+    loop: Loop, how: str, tmp_path: Path
+) -> None:
     def trained(update: str) -> dict[str, torch.Tensor]:
-        model = offload(Net(how), policy(tmp_path, params="nvme", optim="nvme", ram="min", update=update, units=["Block"]))
+        model = offload(
+            Net(how),
+            policy(
+                tmp_path, params="nvme", optim="nvme", ram="min", update=update, units=["Block"]
+            ),
+        )
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         handle = inf.handle(model)
         for step in range(3):
@@ -135,20 +149,31 @@ def test_a_unit_is_updated_when_backward_is_done_with_it(loop: Loop, how: str, t
             reference.zero_grad()
         for update in ("backward", "deferred"):
             found = trained(update)
-            assert all(torch.equal(found[name], value) for name, value in plain.named_parameters()), update
+            assert all(
+                torch.equal(found[name], value) for name, value in plain.named_parameters()
+            ), update
 
 
 UNITS: list[Any] = ["a", "b"]
 
 
 PASSES = st.lists(
-    st.tuples(st.lists(st.sampled_from(UNITS), max_size=4), st.integers(0, 15), st.booleans(), st.booleans()), max_size=8
+    st.tuples(
+        st.lists(st.sampled_from(UNITS), max_size=4),
+        st.integers(0, 15),
+        st.booleans(),
+        st.booleans(),
+    ),
+    max_size=8,
 )
 
 
 @given(PASSES)
-def test_a_unit_is_never_done_with_while_a_use_is_left(rounds: list[tuple[list[Any], int, bool, bool]]) -> None:
-    """Each round: the Uses of a forward; which of the open graphs a backward runs, if one does, and whether it keeps them."""
+def test_a_unit_is_never_done_with_while_a_use_is_left(
+    rounds: list[tuple[list[Any], int, bool, bool]],
+) -> None:
+    """Each round: the Uses of a forward; which of the open graphs a backward runs, if one does, and
+    whether it keeps them."""
     passes = PassTracker()
     graphs: list[list[Any]] = []
     ran = False
@@ -173,4 +198,8 @@ def test_a_unit_is_never_done_with_while_a_use_is_left(rounds: list[tuple[list[A
             elif first:  # and not late where nothing was left over
                 assert passes.all_ended(unit)
         passes.backward_end()
-        graphs = graphs if kept else [graph for graph in graphs if not any(graph is each for each in run)]
+        graphs = (
+            graphs
+            if kept
+            else [graph for graph in graphs if not any(graph is each for each in run)]
+        )

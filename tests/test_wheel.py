@@ -108,7 +108,16 @@ print(json.dumps(digests))
 def copy_of_the_tree(target: Path, *more: str) -> Path:
     """The source tree as a fresh clone has it: nothing is built."""
     target.mkdir()
-    entries = ("pyproject.toml", "setup.cfg", "README.md", "LICENSE", "infinity", "aio", "native", *more)
+    entries = (
+        "pyproject.toml",
+        "setup.cfg",
+        "README.md",
+        "LICENSE",
+        "infinity",
+        "aio",
+        "native",
+        *more,
+    )
     for entry in entries:
         source = ROOT / entry
         if source.is_dir():
@@ -143,7 +152,8 @@ def path_of_tools(target: Path, *tools: str) -> str:
 
 
 def assert_trains(wheel: Path, tmp_path: Path) -> None:
-    """Check names and tag of a wheel; install it into an empty environment and train a step there."""
+    """Check names and tag of a wheel; install it into an empty environment and train a step
+    there."""
     machine = platform.machine()
     # auditwheel gives the oldest of them its other name too.
     tags = rf"(manylinux2014_{machine}\.)?manylinux_2_\d+_{machine}"
@@ -153,7 +163,9 @@ def assert_trains(wheel: Path, tmp_path: Path) -> None:
     dist_info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
     # No infinity_offload.libs either: the extension needs no library but glibc's.
     assert {entry.split("/")[0] for entry in names} == {"infinity", dist_info}
-    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/_src/cli/main.py"} <= set(names)
+    assert {"infinity/py.typed", "infinity/aio/__init__.py", "infinity/_src/cli/main.py"} <= set(
+        names
+    )
     assert [entry for entry in names if entry.endswith(".so")] == [EXTENSION]
 
     environment = tmp_path / "environment"
@@ -166,7 +178,9 @@ def assert_trains(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "swap").mkdir()
     code = TRAIN.format(compilers=COMPILERS)
     path = path_of_tools(tmp_path / "no-tools")
-    out = run([python, "-c", code, str(tmp_path / "swap")], tmp_path, PATH=path, OMP_NUM_THREADS="1")
+    out = run(
+        [python, "-c", code, str(tmp_path / "swap")], tmp_path, PATH=path, OMP_NUM_THREADS="1"
+    )
     extension, package, changed, written = out.splitlines()[-1].split("|")
     assert Path(extension) == site / EXTENSION
     assert Path(package) == site / "infinity" / "__init__.py"
@@ -180,16 +194,24 @@ def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> 
     assert spec is not None
     assert spec.origin is not None
     tree = copy_of_the_tree(tmp_path / "tree")
-    lib = tree / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / "infinity"
+    lib = (
+        tree
+        / "build"
+        / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        / "infinity"
+    )
     lib.mkdir(parents=True)
     packed_here = shutil.copyfile(spec.origin, lib / "_native.abi3.so")
-    # Newer than its sources, and than the glue that is yet to be written: the build takes it for its own.
+    # Newer than its sources, and than the glue that is yet to be written: the build takes it for
+    # its own.
     os.utime(packed_here, (time.time() + 3600,) * 2)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", "plain", "."], tree)
     (plain,) = tree.glob("plain/*.whl")
     packed = zipfile.ZipFile(plain).read(EXTENSION)
-    assert hashlib.sha256(packed).digest() == hashlib.sha256(Path(spec.origin).read_bytes()).digest()
+    assert (
+        hashlib.sha256(packed).digest() == hashlib.sha256(Path(spec.origin).read_bytes()).digest()
+    )
     repair = [sys.executable, "-m", "auditwheel", "repair", "--only-plat", "-w", "dist", str(plain)]
     tools = f"{sysconfig.get_path('scripts')}{os.pathsep}{os.environ['PATH']}"
     run(repair, tree, PATH=tools)
@@ -197,8 +219,12 @@ def test_a_wheel_trains_in_an_environment_without_a_compiler(tmp_path: Path) -> 
     assert_trains(wheel, tmp_path)
 
 
-@pytest.mark.parametrize("hook", ["get_requires_for_build_wheel", "get_requires_for_build_editable"])
-def test_a_build_asks_for_a_compiler_where_there_is_none_and_only_there(tmp_path: Path, hook: str) -> None:
+@pytest.mark.parametrize(
+    "hook", ["get_requires_for_build_wheel", "get_requires_for_build_editable"]
+)
+def test_a_build_asks_for_a_compiler_where_there_is_none_and_only_there(
+    tmp_path: Path, hook: str
+) -> None:
     code = f"import build_backend as b; print(*b.{hook}({{}}))"
     ask = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'native'); {code}"]
     tree = copy_of_the_tree(tmp_path / "tree")
@@ -226,7 +252,12 @@ def test_a_build_without_any_compiler_fails_and_says_what_to_install(tmp_path: P
     environment = {**os.environ, "PATH": path}
     environment.pop("CC", None)
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tree, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=tree,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode != 0
     assert f"pip install '{ZIGLANG}', or install gcc and libc6-dev, or set CC" in done.stderr
@@ -261,14 +292,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_make_wheel_needs_no_compiler_and_makes_what_every_machine_takes(made: Path, tmp_path: Path) -> None:
+def test_make_wheel_needs_no_compiler_and_makes_what_every_machine_takes(
+    made: Path, tmp_path: Path
+) -> None:
     (wheel,) = made.glob("dist/*.whl")
     assert wheel.stem.endswith(f"-manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}")
     assert_trains(wheel, tmp_path)
 
 
 @pytest.mark.slow
-def test_kernels_built_by_zig_have_the_bits_of_those_built_by_the_system_compiler(made: Path) -> None:
+def test_kernels_built_by_zig_have_the_bits_of_those_built_by_the_system_compiler(
+    made: Path,
+) -> None:
     if system_compiler() is None:
         pytest.skip("no system compiler to compare with")
     digests = []

@@ -6,13 +6,15 @@ lists with reasons.
 
 Late-bound is an assignment `other.attr = value`, `other` not being `self`, outside of what makes
 `other`, where
- - `value` is behaviour: a lambda, a partial, a function or a bound method; or the assigning object itself; or
- - `attr` is declared by some class as a Callable, as an object of a class of the project, or starts as a lambda.
+ - `value` is behaviour: a lambda, a partial, a function or a bound method; or the assigning object
+ itself; or - `attr` is declared by some class as a Callable, as an object of a class of the
+ project, or starts as a lambda.
 Data is left out: attributes declared with other types, containers of objects among them; fields of
 records (dataclasses, named tuples) unless they take a function or the assigning object; numbers,
 strings, flags and constants; tickets and checkpointed calls, which stand for work in flight; what
-autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`, which patches
-torch. Declarations are found by the attribute's name, since nothing here infers types.
+autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`,
+which patches torch. Declarations are found by the attribute's name, since nothing here infers
+types.
 
 A method called `attach`, by which an object takes collaborators after its construction, counts as
 one attribute; an override that calls its base's is the same one.

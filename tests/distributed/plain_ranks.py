@@ -1,9 +1,12 @@
 """What training on N ranks must come to, in plain torch, twice.
 
-`modelled`   one process that plays all ranks with one model: every rank's gradient is raised to fp32, they are summed in the
-             order of ranks, divided by their number and rounded once; then the reference update. The engine equals it bit for bit,
-             but for the norm that clips: the ranks add up squares of their own parts first.
-`Ddp`        torch's own DistributedDataParallel over gloo with the same update: equal within what its reduction rounds.
+`modelled`   one process that plays all ranks with one model: every rank's gradient is raised to
+fp32, they are summed in the
+             order of ranks, divided by their number and rounded once; then the reference update.
+             The engine equals it bit for bit, but for the norm that clips: the ranks add up squares
+             of their own parts first.
+`Ddp`        torch's own DistributedDataParallel over gloo with the same update: equal within what
+its reduction rounds.
 
 Shares no code with the engine but the quantized formats, which have tests of their own.
 """
@@ -35,8 +38,9 @@ NORM_TOLERANCE = 2e-6
 class Rules:
     """How the ranks exchange what they have.
 
-    local: micro-batches add up on their rank, and the last is reduced with them. wire: the dtype in which gradients travel. nodes:
-    that the ranks, in order, are those of; sums of nodes travel too. qwz, qgz, feedback: ZeRO++.
+    local: micro-batches add up on their rank, and the last is reduced with them. wire: the dtype in
+    which gradients travel. nodes: that the ranks, in order, are those of; sums of nodes travel too.
+    qwz, qgz, feedback: ZeRO++.
     """
 
     local: bool = False
@@ -57,24 +61,36 @@ class Mean:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._lost: dict[Any, torch.Tensor] = {}  # what rounding took, by parameter, turn and sender; bf16
+        # what rounding took, by parameter, turn and sender; bf16
+        self._lost: dict[Any, torch.Tensor] = {}
 
-    def of(self, name: Any, grads: Sequence[torch.Tensor | None], dtype: torch.dtype) -> torch.Tensor | None:
+    def of(
+        self, name: Any, grads: Sequence[torch.Tensor | None], dtype: torch.dtype
+    ) -> torch.Tensor | None:
         """In `dtype`, in which they wait. None where no rank has a gradient."""
         shape = next((grad.shape for grad in grads if grad is not None), None)
         if shape is None:
             return None
         wire = self._rules.wire or dtype
-        pieces = [torch.zeros(shape, dtype=wire) if grad is None else grad.to(dtype).to(wire) for grad in grads]
+        pieces = [
+            torch.zeros(shape, dtype=wire) if grad is None else grad.to(dtype).to(wire)
+            for grad in grads
+        ]
         if 1 < self._rules.nodes < len(pieces):
             each = len(pieces) // self._rules.nodes
-            sums = [self._sum(name, 0, pieces[at : at + each], at) for at in range(0, len(pieces), each)]
+            sums = [
+                self._sum(name, 0, pieces[at : at + each], at) for at in range(0, len(pieces), each)
+            ]
             if self._rules.qgz:
                 return (self._sum(name, 1, sums, 0) / len(grads)).to(dtype)
-            return (self._sum(name, 1, [(one / each).to(wire) for one in sums], 0) / self._rules.nodes).to(dtype)
+            return (
+                self._sum(name, 1, [(one / each).to(wire) for one in sums], 0) / self._rules.nodes
+            ).to(dtype)
         return (self._sum(name, 0, pieces, 0) / len(grads)).to(dtype)
 
-    def _sum(self, name: Any, turn: int, pieces: Sequence[torch.Tensor], first: int) -> torch.Tensor:
+    def _sum(
+        self, name: Any, turn: int, pieces: Sequence[torch.Tensor], first: int
+    ) -> torch.Tensor:
         total = None
         for sender, piece in enumerate(pieces, first):
             said = self._said((name, turn, sender), piece) if self._rules.qgz else piece.float()
@@ -85,7 +101,9 @@ class Mean:
     def _said(self, sender: Any, piece: torch.Tensor) -> torch.Tensor:
         if not self._rules.feedback:
             return coarse(piece, 4)
-        meant = piece.float() + self._lost[sender].float() if sender in self._lost else piece.float()
+        meant = (
+            piece.float() + self._lost[sender].float() if sender in self._lost else piece.float()
+        )
         said = coarse(meant, 4)
         self._lost[sender] = (meant - said).to(torch.bfloat16)
         return said
@@ -103,8 +121,11 @@ class Modelled:
 PLAIN = Rules()
 
 
-def modelled(training: Training, world: int, rules: Rules = PLAIN, *, norms: Sequence[float] | None = None) -> Modelled:
-    """The training on `world` ranks. norms: what clipped, of which the ranks' own rule is not modelled; checked to be near."""
+def modelled(
+    training: Training, world: int, rules: Rules = PLAIN, *, norms: Sequence[float] | None = None
+) -> Modelled:
+    """The training on `world` ranks. norms: what clipped, of which the ranks' own rule is not
+    modelled; checked to be near."""
     with harness.one_thread():
         model = training.model()
         # Gradients are raised here, not by hooks.
@@ -158,9 +179,14 @@ def _backward(training: Training, model: nn.Module, batch: models.Batch) -> tupl
 
 
 def _assign(
-    training: Training, model: nn.Module, optimizer: ReferenceAdamW, parts: list[list[Gradients]], mean: Mean
+    training: Training,
+    model: nn.Module,
+    optimizer: ReferenceAdamW,
+    parts: list[list[Gradients]],
+    mean: Mean,
 ) -> None:
-    """Leave in the optimizer's hands what the micro-batches of all ranks come to. parts: by micro-batch, by rank."""
+    """Leave in the optimizer's hands what the micro-batches of all ranks come to. parts: by
+    micro-batch, by rank."""
     for param in model.parameters():
         dtype = training.grad_dtype or param.dtype
         total = None
@@ -194,13 +220,16 @@ def _clip(optimizer: ReferenceAdamW, max_norm: float, given: float | None) -> fl
     carriers = [nn.Parameter(torch.empty_like(grad)) for grad in grads.values()]
     for carrier, grad in zip(carriers, grads.values(), strict=True):
         carrier.grad = grad
-    torch.nn.utils.clip_grads_with_norm_(carriers, max_norm, torch.tensor(norm, dtype=torch.float32))
+    torch.nn.utils.clip_grads_with_norm_(
+        carriers, max_norm, torch.tensor(norm, dtype=torch.float32)
+    )
     optimizer._clipped = grads
     return norm
 
 
 def assert_modelled(results: Sequence[Result], training: Training, rules: Rules = PLAIN) -> None:
-    """The ranks' results are what the plain model of them gives, bit for bit (norms: nearly, and then taken as they are).
+    """The ranks' results are what the plain model of them gives, bit for bit (norms: nearly, and
+    then taken as they are).
 
     Parameters are those that rest, which the state dict shows also where qwz rounds what computes.
     """
@@ -208,12 +237,16 @@ def assert_modelled(results: Sequence[Result], training: Training, rules: Rules 
     for rank, result in enumerate(results):
         assert result.losses == wanted.losses[rank], rank
         assert result.norms == results[0].norms, rank
-        harness.assert_equal(Result(result.losses, [], [], result.params), Result(result.losses, [], [], wanted.params))
+        harness.assert_equal(
+            Result(result.losses, [], [], result.params),
+            Result(result.losses, [], [], wanted.params),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Ddp:
-    """Trainings on this rank's rows with DistributedDataParallel, each clipped and updated by the reference."""
+    """Trainings on this rank's rows with DistributedDataParallel, each clipped and updated by the
+    reference."""
 
     trainings: tuple[Training, ...]
 
@@ -229,16 +262,20 @@ class Ddp:
         def clip() -> torch.Tensor:
             return optimizer.clip(shard.max_norm or 0.0)
 
-        losses, norms, seen = harness.run_loop(shard, wrapped, optimizer, clip, no_sync=wrapped.no_sync)
+        losses, norms, seen = harness.run_loop(
+            shard, wrapped, optimizer, clip, no_sync=wrapped.no_sync
+        )
         return Result(losses, norms, seen, harness.values_of(model))
 
 
-def assert_near(ours: Result, theirs: Result, *, losses: float, norms: float, share: float, far: float) -> None:
-    """Within rounding. losses, norms: relative; share: of each parameter's elements that are near `theirs`, by 2e-3 of their own
-    size or a tenth of `far`; the rest differ by `far` at most.
+def assert_near(
+    ours: Result, theirs: Result, *, losses: float, norms: float, share: float, far: float
+) -> None:
+    """Within rounding. losses, norms: relative; share: of each parameter's elements that are near
+    `theirs`, by 2e-3 of their own size or a tenth of `far`; the rest differ by `far` at most.
 
-    AdamW's first steps divide a gradient by its own size: where it is rounding noise, its sign is chance, and an element may go
-    the other way by the rate of each step.
+    AdamW's first steps divide a gradient by its own size: where it is rounding noise, its sign is
+    chance, and an element may go the other way by the rate of each step.
     """
     assert ours.losses == pytest.approx(theirs.losses, rel=losses)
     assert ours.norms == pytest.approx(theirs.norms, rel=norms)
@@ -248,4 +285,3 @@ def assert_near(ours: Result, theirs: Result, *, losses: float, norms: float, sh
         near = torch.isclose(mine, other, rtol=2e-3, atol=far / 10)
         assert near.float().mean() >= share, (name, near.float().mean())
         assert (mine - other).abs().max() <= far, (name, (mine - other).abs().max())
-

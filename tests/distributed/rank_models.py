@@ -1,4 +1,5 @@
-"""Models and batches that are hard on ranks: experts that some ranks do not use, sizes that nothing divides, exact sums."""
+"""Models and batches that are hard on ranks: experts that some ranks do not use, sizes that nothing
+divides, exact sums."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from tests.harness import Training
 
 EXPERTS = 5
 _ALLOWED = ((0, 1), (0, 1), (1, 2), (1, 2), (2,), (2,))
-"""Experts of the tokens of each row of six. Expert 3 has tokens in the last row of every other micro-batch only; 4 never has."""
+"""Experts of the tokens of each row of six. Expert 3 has tokens in the last row of every other
+micro-batch only; 4 never has."""
 
 
 class RoutedBlock(nn.Module):
@@ -34,7 +36,8 @@ class RoutedBlock(nn.Module):
 
 
 class Routed(nn.Module):
-    """A mixture of experts whose tokens choose by their ids, so that a batch says which rank uses which."""
+    """A mixture of experts whose tokens choose by their ids, so that a batch says which rank uses
+    which."""
 
     def __init__(self, hidden: int = 24, layers: int = 2) -> None:
         super().__init__()
@@ -63,8 +66,15 @@ class RoutedTraining(Training):
                 allowed = _ALLOWED[row * 6 // self.rows]
                 if row + 1 == self.rows and micro % 2:
                     allowed = (2, 3)
-                tens = torch.randint(0, models.VOCAB // EXPERTS, (12,), generator=generator) * EXPERTS
-                rows.append(tens + torch.tensor(allowed)[torch.randint(0, len(allowed), (12,), generator=generator)])
+                tens = (
+                    torch.randint(0, models.VOCAB // EXPERTS, (12,), generator=generator) * EXPERTS
+                )
+                rows.append(
+                    tens
+                    + torch.tensor(allowed)[
+                        torch.randint(0, len(allowed), (12,), generator=generator)
+                    ]
+                )
             ids = torch.stack(rows)
             found.append({"input_ids": ids, "labels": ids})
         return found
@@ -84,7 +94,8 @@ class OddBlock(nn.Module):
 
 
 class Odd(nn.Module):
-    """A number of parameters that 2, 3 and 4 do not divide, some in units of a few elements; two blocks share a weight."""
+    """A number of parameters that 2, 3 and 4 do not divide, some in units of a few elements; two
+    blocks share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,11 +111,14 @@ class Odd(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.again[0](torch.relu(x)) * self.last.sum()
-        return {"loss": models.next_token_loss(torch.nn.functional.linear(x, self.embed.weight), labels)}
+        return {
+            "loss": models.next_token_loss(torch.nn.functional.linear(x, self.embed.weight), labels)
+        }
 
 
 class Sums(nn.Module):
-    """Gradients that are sums of the inputs, whatever the weights: small whole numbers, and so exact in bf16."""
+    """Gradients that are sums of the inputs, whatever the weights: small whole numbers, and so
+    exact in bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +126,9 @@ class Sums(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         x = x.to(self.blocks[0].weight.dtype)
-        return {"loss": torch.stack([block(x).float().sum() for block in self.blocks]).sum() / len(x)}
+        return {
+            "loss": torch.stack([block(x).float().sum() for block in self.blocks]).sum() / len(x)
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,15 +139,22 @@ class SumsTraining(Training):
     def batches(self) -> list[models.Batch]:
         generator = torch.Generator().manual_seed(11)
         shape = (self.rows, 37)
-        return [{"x": torch.randint(-4, 5, shape, generator=generator)} for _ in range(self.steps * self.accumulation)]
+        return [
+            {"x": torch.randint(-4, 5, shape, generator=generator)}
+            for _ in range(self.steps * self.accumulation)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
 class SameTraining(Training):
-    """Every rank of `copies` has the same rows: the mean over ranks is each one's gradient, also of three (bf16 in fp32 sums)."""
+    """Every rank of `copies` has the same rows: the mean over ranks is each one's gradient, also of
+    three (bf16 in fp32 sums)."""
 
     copies: int = 1
 
     @property
     def batches(self) -> list[models.Batch]:
-        return [{name: value.repeat(self.copies, 1) for name, value in batch.items()} for batch in super().batches]
+        return [
+            {name: value.repeat(self.copies, 1) for name, value in batch.items()}
+            for batch in super().batches
+        ]

@@ -2,8 +2,9 @@
 
     test --(job, directory, rank, world)--> rank 0..N-1 --(result | error)--> test
 
-Ranks of a job meet at a TCP store on this host, as torchrun has it, or at a file. What goes wrong ends the pool's processes,
-and the next job gets fresh ones: a rank that was killed, an error, a job past its time, a model left offloaded.
+Ranks of a job meet at a TCP store on this host, as torchrun has it, or at a file. What goes wrong
+ends the pool's processes, and the next job gets fresh ones: a rank that was killed, an error, a job
+past its time, a model left offloaded.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ TIMEOUT_S = 120.0
 class Outcome:
     """How a job ended on one rank.
 
-    error: the traceback of what it raised; kind: the name of that error's type; exit_code: of a process that ended without an
-    answer (-9: killed); stack: where it was when its time was up.
+    error: the traceback of what it raised; kind: the name of that error's type; exit_code: of a
+    process that ended without an answer (-9: killed); stack: where it was when its time was up.
     """
 
     rank: int
@@ -61,8 +62,11 @@ class Outcome:
         return not (self.error or self.stack) and self.exit_code is None
 
 
-def on_ranks(job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """The results of `job(rank, directory)` on each of `world` ranks. Anything but results fails the test."""
+def on_ranks(
+    job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S
+) -> list[Any]:
+    """The results of `job(rank, directory)` on each of `world` ranks. Anything but results fails
+    the test."""
     outcomes = ends_of(job, directory, world, meet=meet, timeout_s=timeout_s)
     if not all(outcome.well for outcome in outcomes):
         pytest.fail("\n".join(map(_told, outcomes)))
@@ -70,11 +74,19 @@ def on_ranks(job: Job, directory: Path, world: int, *, meet: str = "tcp", timeou
 
 
 def ends_of(
-    job: Job, directory: Path, world: int, *, meet: str = "tcp", timeout_s: float = TIMEOUT_S, leave: bool = False
+    job: Job,
+    directory: Path,
+    world: int,
+    *,
+    meet: str = "tcp",
+    timeout_s: float = TIMEOUT_S,
+    leave: bool = False,
 ) -> list[Outcome]:
-    """How the job ended on each rank, whatever that was; what has not ended after `timeout_s` is killed.
+    """How the job ended on each rank, whatever that was; what has not ended after `timeout_s` is
+    killed.
 
-    leave: the processes end after the job, as an interpreter does, and one that does not get to its end is an outcome too.
+    leave: the processes end after the job, as an interpreter does, and one that does not get to its
+    end is an outcome too.
     """
     directory.mkdir()
     return _POOL.run(job, directory, world, meet=meet, timeout_s=timeout_s, leave=leave)
@@ -90,12 +102,15 @@ def _told(outcome: Outcome) -> str:
 
 
 class _Pool:
-    """Processes that wait for jobs. Started when first wanted; they end when the process that started them does."""
+    """Processes that wait for jobs. Started when first wanted; they end when the process that
+    started them does."""
 
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, job: Job, directory: Path, world: int, *, meet: str, timeout_s: float, leave: bool) -> list[Outcome]:
+    def run(
+        self, job: Job, directory: Path, world: int, *, meet: str, timeout_s: float, leave: bool
+    ) -> list[Outcome]:
         context = mp.get_context(forks.METHOD)
         while len(self._ranks) < world:
             here, there = context.Pipe()
@@ -127,7 +142,12 @@ class _Pool:
                 rank = pipes.pop(pipe)
                 found[rank] = self._answer(rank, pipe)
             if not ready:
-                found.update({rank: Outcome(rank, stack=self._stack(rank, directory)) for rank in pipes.values()})
+                found.update(
+                    {
+                        rank: Outcome(rank, stack=self._stack(rank, directory))
+                        for rank in pipes.values()
+                    }
+                )
                 break
         return [found[rank] for rank in range(world)]
 
@@ -148,10 +168,15 @@ class _Pool:
         process.join(timeout_s)
         if process.is_alive():
             return dataclasses.replace(outcome, stack=self._stack(outcome.rank, directory))
-        return outcome if process.exitcode == 0 else dataclasses.replace(outcome, exit_code=process.exitcode)
+        return (
+            outcome
+            if process.exitcode == 0
+            else dataclasses.replace(outcome, exit_code=process.exitcode)
+        )
 
     def _stack(self, rank: int, directory: Path) -> str:
-        """Where the threads of a rank are. It writes that in the handler of a signal, also while it holds the GIL."""
+        """Where the threads of a rank are. It writes that in the handler of a signal, also while it
+        holds the GIL."""
         told = directory / f"stack{rank}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
@@ -189,7 +214,9 @@ def _serve(pipe: Connection) -> None:
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:
-            answer = pickle.dumps(Outcome(rank, error=f"{error}: {outcome.result!r}", kind=type(error).__name__))
+            answer = pickle.dumps(
+                Outcome(rank, error=f"{error}: {outcome.result!r}", kind=type(error).__name__)
+            )
         pipe.send_bytes(answer)
     atexit._run_exitfuncs()  # which processes of multiprocessing do not
 
@@ -198,7 +225,9 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
     """Join the group, do the job, leave the group."""
     try:
         store = store_of(place, rank, world, meet)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S)
+        )
         result = job(rank, place)
         left = sys.modules["infinity._src.engine"]._OPEN
         assert not left, f"the job left {len(left)} models offloaded"
@@ -212,7 +241,8 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
 
 
 def store_of(place: Path, rank: int, world: int, meet: str) -> dist.Store:
-    """Where the ranks of a job meet: at a port that the system chooses for rank 0, which writes it down; or at a file."""
+    """Where the ranks of a job meet: at a port that the system chooses for rank 0, which writes it
+    down; or at a file."""
     if meet == "file":
         return dist.FileStore(str(place / "meeting"), world)
     port = place / "port"
@@ -225,10 +255,12 @@ def store_of(place: Path, rank: int, world: int, meet: str) -> dist.Store:
     while not port.exists():
         assert time.monotonic() < deadline, "rank 0 opened no port"
         time.sleep(0.002)
-    return dist.TCPStore("127.0.0.1", int(port.read_text()), world, is_master=False, wait_for_workers=False)
+    return dist.TCPStore(
+        "127.0.0.1", int(port.read_text()), world, is_master=False, wait_for_workers=False
+    )
 
 
-# -- trainings ---------------------------------------------------------------------------------------------------------------
+# -- trainings -------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,8 +296,8 @@ HELD = ("ram_min_bytes", "grad_bytes", "spilled_bytes", "updates_ahead")
 class Train:
     """Trainings on this rank's rows of every batch, each under a policy, one after the other.
 
-    A policy that needs a drive gets the job's directory. With ram="min" requests come late and out of order. mesh: (nodes,
-    ranks of a node), where the ranks are not those of one node.
+    A policy that needs a drive gets the job's directory. With ram="min" requests come late and out
+    of order. mesh: (nodes, ranks of a node), where the ranks are not those of one node.
     """
 
     runs: tuple[tuple[Training, dict[str, Any]], ...]
@@ -285,7 +317,9 @@ class Train:
                 values["mesh"] = init_device_mesh("cpu", self.mesh, mesh_dim_names=("node", "rank"))
             seam = Seam(delay_us_max=800, seed=index + rank) if values.get("ram") == "min" else None
             try:
-                result = harness.offloaded(shard_of(training, rank, world), inf.Policy(**values), seam=seam)
+                result = harness.offloaded(
+                    shard_of(training, rank, world), inf.Policy(**values), seam=seam
+                )
             except Exception as error:
                 raise RuntimeError(f"run {index}, {chosen}: {error}") from error
             stats = {name: getattr(result.stats, name) for name in self.held}
@@ -295,14 +329,19 @@ class Train:
 
 def mean_losses(results: Sequence[Result]) -> list[float]:
     """The losses of the global batches."""
-    return [sum(values) / len(results) for values in zip(*(result.losses for result in results), strict=True)]
+    return [
+        sum(values) / len(results)
+        for values in zip(*(result.losses for result in results), strict=True)
+    ]
 
 
 def assert_ranks_agree(results: Sequence[Result]) -> None:
     """Norms and parameters are the same on all ranks."""
     for other in results[1:]:
         assert other.norms == results[0].norms
-        harness.assert_equal(dataclasses.replace(other, losses=results[0].losses, seen=results[0].seen), results[0])
+        harness.assert_equal(
+            dataclasses.replace(other, losses=results[0].losses, seen=results[0].seen), results[0]
+        )
 
 
 @contextlib.contextmanager

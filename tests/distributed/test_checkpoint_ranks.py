@@ -25,15 +25,24 @@ States = dict[str, Any]
 
 def _train(values: dict[str, Any], place: Path) -> tuple[nn.Module, inf.AdamW]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 33), nn.BatchNorm1d(33)).to(torch.bfloat16)
+    model = nn.Sequential(nn.Linear(70, 90), nn.ReLU(), nn.Linear(90, 33), nn.BatchNorm1d(33)).to(
+        torch.bfloat16
+    )
     if "nvme" in values.values():
         values = {**values, "nvme": place}
     inf.offload(model, inf.Policy(**values))
-    return model, inf.AdamW([{"params": model[0].parameters()}, {"params": [*model[2].parameters(), *model[3].parameters()]}])
+    return model, inf.AdamW(
+        [
+            {"params": model[0].parameters()},
+            {"params": [*model[2].parameters(), *model[3].parameters()]},
+        ]
+    )
 
 
 def _step(model: nn.Module, opt: inf.AdamW, seed: int) -> None:
-    model(torch.randn(4, 70, generator=torch.Generator().manual_seed(seed)).bfloat16()).float().square().mean().backward()
+    model(
+        torch.randn(4, 70, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    ).float().square().mean().backward()
     opt.step()
     opt.zero_grad()
 
@@ -52,14 +61,18 @@ Told = tuple[str, str, int]
 
 @dataclasses.dataclass(frozen=True)
 class RoundTrips:
-    """Four processes that are a world of 2, of 1, of 4 and of 3, one after the other: they start slowly.
+    """Four processes that are a world of 2, of 1, of 4 and of 3, one after the other: they start
+    slowly.
 
-    In each world: restore what every world before saved, say what came; then train, save, and say what was saved.
+    In each world: restore what every world before saved, say what came; then train, save, and say
+    what was saved.
     """
 
     top: Path
 
-    def __call__(self, rank: int, place: Path) -> tuple[dict[tuple[int, int], States], dict[int, States], Told]:
+    def __call__(
+        self, rank: int, place: Path
+    ) -> tuple[dict[tuple[int, int], States], dict[int, States], Told]:
         came: dict[tuple[int, int], States] = {}
         saved: dict[int, States] = {}
         told: Told = ("", "", 0)
@@ -68,7 +81,9 @@ class RoundTrips:
             if rank >= world:
                 continue
             if world > 1:  # waits for all of its ranks, and so for the world before
-                dist.init_process_group("gloo", init_method=f"file://{place}/of{world}", rank=rank, world_size=world)
+                dist.init_process_group(
+                    "gloo", init_method=f"file://{place}/of{world}", rank=rank, world_size=world
+                )
             for other in WORLDS[:count]:
                 came[world, other] = self.restored(rank, world, other, place)
             saved[world], model, opt = self.saved(rank, world, place)
@@ -77,7 +92,9 @@ class RoundTrips:
             inf.handle(model).close()
             if world > 1:
                 dist.destroy_process_group()
-        dist.init_process_group("gloo", init_method=f"file://{place}/last", rank=rank, world_size=max(WORLDS))
+        dist.init_process_group(
+            "gloo", init_method=f"file://{place}/last", rank=rank, world_size=max(WORLDS)
+        )
         return came, saved, told
 
     def restored(self, rank: int, world: int, other: int, place: Path) -> States:
@@ -106,7 +123,8 @@ class RoundTrips:
         return states, model, opt
 
     def faults(self, rank: int, model: nn.Module, opt: inf.AdamW) -> Told:
-        """The last rank cannot write; then the last rank cannot read. What each is told, and which generation is there between."""
+        """The last rank cannot write; then the last rank cannot read. What each is told, and which
+        generation is there between."""
         top, write, told = self.top / "faults", saving._SaveJob._write, []
         inf.save(model, opt, top).wait()
         if rank == 1:
@@ -144,7 +162,11 @@ def test_every_world_restores_what_others_saved_and_faults_reach_every_rank(tmp_
         for (world, other), states in came.items():
             assert states.keys() == saved[other].keys()
             for name, value in saved[other].items():
-                same = torch.equal(states[name], value) if isinstance(value, torch.Tensor) else states[name] == value
+                same = (
+                    torch.equal(states[name], value)
+                    if isinstance(value, torch.Tensor)
+                    else states[name] == value
+                )
                 assert same, (world, other, name)
     assert len(results[0][0]) == 6
     for world in WORLDS:
@@ -183,9 +205,15 @@ def test_a_checkpoint_that_was_rewritten_for_two_ranks_is_the_same(tmp_path: Pat
     inf.handle(model).close()
     with Checkpoint.open(tmp_path / "one") as checkpoint:
         ReshardJob(checkpoint, world=2).write(tmp_path / "two")
-    for (ours, extra, notes), (theirs, other, _) in (tuple(reversed(found)) for found in on_ranks(Restoring(tmp_path), tmp_path / "run", 2)):
+    for (ours, extra, notes), (theirs, other, _) in (
+        tuple(reversed(found)) for found in on_ranks(Restoring(tmp_path), tmp_path / "run", 2)
+    ):
         assert ours.keys() == theirs.keys()
         for name, value in theirs.items():
-            assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value, name
+            assert (
+                torch.equal(ours[name], value)
+                if isinstance(value, torch.Tensor)
+                else ours[name] == value
+            ), name
         assert extra == other == {"epoch": 3}
         assert notes == ()

@@ -1,9 +1,12 @@
-"""Two ranks, each on a simulated device: the same bits as on the CPU, nothing unordered, nothing pinned left behind.
+"""Two ranks, each on a simulated device: the same bits as on the CPU, nothing unordered, nothing
+pinned left behind.
 
-What this covers: copies of the executor (fetches into gathered units, gradients on their way out) against what the lanes read and
-write. A lane's work is announced as done by the host on the lane's thread, which is what it is here: gloo, ordinary memory.
-What it does not: with CUDA a lane launches kernels and NCCL on a stream of its own (infinity/_src/distributed/lanes.py), which the simulation
-does not know, nor does it tell one thread of the host from another: order between streams, and between threads, needs a GPU.
+What this covers: copies of the executor (fetches into gathered units, gradients on their way out)
+against what the lanes read and write. A lane's work is announced as done by the host on the lane's
+thread, which is what it is here: gloo, ordinary memory. What it does not: with CUDA a lane launches
+kernels and NCCL on a stream of its own (infinity/_src/distributed/lanes.py), which the simulation
+does not know, nor does it tell one thread of the host from another: order between streams, and
+between threads, needs a GPU.
 """
 
 from __future__ import annotations
@@ -49,8 +52,13 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
     "accumulate": [
         (DEEP, {**stage, **early, "accumulate": accumulate})
         for stage, early, accumulate in [
-            (STAGES["3"], {}, "shard"), (STAGES["3, cpu"], {}, "local"), (STAGES["3"], EARLY, "local"), (STAGES["2"], {}, "shard"),
-            (STAGES["2"], EARLY, "local"), (STAGES["1"], {}, "local"), (STAGES["1"], EARLY, None),
+            (STAGES["3"], {}, "shard"),
+            (STAGES["3, cpu"], {}, "local"),
+            (STAGES["3"], EARLY, "local"),
+            (STAGES["2"], {}, "shard"),
+            (STAGES["2"], EARLY, "local"),
+            (STAGES["1"], {}, "local"),
+            (STAGES["1"], EARLY, None),
         ]
     ],
     "zero++": [
@@ -61,7 +69,17 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
         (LLAMA, {**STAGES["3, device"], "qwz": True, "hpz": "cpu"}),
         (LLAMA, {**STAGES["3"], "qgz": True, "error_feedback": True}),
         (DEEP, {**STAGES["1"], "qgz": True}),
-        (LLAMA, {**STAGES["3, cpu"], "qwz": True, "hpz": "cpu", "qgz": True, "error_feedback": True, **EARLY}),
+        (
+            LLAMA,
+            {
+                **STAGES["3, cpu"],
+                "qwz": True,
+                "hpz": "cpu",
+                "qgz": True,
+                "error_feedback": True,
+                **EARLY,
+            },
+        ),
     ],
     "others": [
         (WIDE, {**STAGES["3"], "grad_dtype": torch.float32, "reduce_dtype": torch.bfloat16}),
@@ -71,7 +89,7 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
         (LLAMA, {**STAGES["2"], "update_on": "device"}),
         (LLAMA, {**STAGES["3"], "grads": "nvme"}),
     ],
-}  # fmt: skip
+}
 
 
 def shards(secondary: SecondaryShards, unit: Unit) -> Iterator[torch.Tensor]:
@@ -87,9 +105,16 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
     patch = pytest.MonkeyPatch()
 
     def touch(tensor: torch.Tensor, writes: bool, what: str) -> None:
-        device.host(tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what)
+        device.host(
+            tensor.data_ptr(), tensor.numel() * tensor.element_size(), writes=writes, what=what
+        )
 
-    spread, coded, put, keep = Exchange.all_gather, Exchange.all_gather_quantized, SecondaryShards.load, SecondaryShards.store
+    spread, coded, put, keep = (
+        Exchange.all_gather,
+        Exchange.all_gather_quantized,
+        SecondaryShards.load,
+        SecondaryShards.store,
+    )
 
     def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
@@ -146,7 +171,10 @@ class OnBoth:
         for index, (training, chosen) in enumerate(self.runs):
             try:
                 on_cpu = self.trained(index, {**chosen, "update_on": "cpu"}, training, rank, place)
-                with simulated(pytest.MonkeyPatch(), seed=7 * index + rank) as device, lanes_announced(device):
+                with (
+                    simulated(pytest.MonkeyPatch(), seed=7 * index + rank) as device,
+                    lanes_announced(device),
+                ):
                     there = self.trained(index, chosen, training, rank, place)
                     to_device, from_device = device.copied()
                     assert to_device > 0
@@ -157,16 +185,21 @@ class OnBoth:
             found.append((on_cpu, there))
         return found
 
-    def trained(self, index: int, chosen: dict[str, Any], training: Training, rank: int, place: Path) -> Result:
+    def trained(
+        self, index: int, chosen: dict[str, Any], training: Training, rank: int, place: Path
+    ) -> Result:
         nvme = {"nvme": place} if "nvme" in chosen.values() else {}
         shard = shard_of(training, rank, dist.get_world_size())
-        result = harness.offloaded(shard, inf.Policy(**chosen, **nvme), seam=Seam(seed=index + rank, delay_us_max=800))
+        result = harness.offloaded(
+            shard, inf.Policy(**chosen, **nvme), seam=Seam(seed=index + rank, delay_us_max=800)
+        )
         return dataclasses.replace(result, stats=None)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_two_ranks_on_a_device_have_the_bits_of_two_on_the_cpu(name: str, tmp_path: Path) -> None:
-    """Copies come late, drives too; the driver reports accesses that nothing orders, and what stays pinned."""
+    """Copies come late, drives too; the driver reports accesses that nothing orders, and what stays
+    pinned."""
     ranks = on_ranks(OnBoth(tuple(RUNS[name])), tmp_path / "run", 2)
     for (_, chosen), results in zip(RUNS[name], zip(*ranks, strict=True), strict=True):
         with named(chosen):

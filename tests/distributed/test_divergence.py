@@ -1,4 +1,5 @@
-"""Ranks whose programs, policies or values differ are told so; what may differ between them does no harm."""
+"""Ranks whose programs, policies or values differ are told so; what may differ between them does no
+harm."""
 
 from __future__ import annotations
 
@@ -21,7 +22,14 @@ STEPS = 3
 
 
 def offloaded(place: Path, **chosen: Any) -> tuple[Any, inf.Handle]:
-    values = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place, "rank_timeout_s": 60.0, **chosen}
+    values = {
+        "params": "nvme",
+        "optim": "nvme",
+        "ram": "min",
+        "nvme": place,
+        "rank_timeout_s": 60.0,
+        **chosen,
+    }
     model = inf.offload(models.make(models.llama), inf.Policy(**values))
     return model, inf.handle(model)
 
@@ -33,7 +41,8 @@ def build(place: Path, **chosen: Any) -> tuple[Any, Any, inf.AdamW]:
 
 @contextlib.contextmanager
 def raising(handle: inf.Handle, kind: type[Exception] = RankFailed) -> Iterator[list[str]]:
-    """What is inside raises this, and then the engine is closed. Gives the list that will hold the message."""
+    """What is inside raises this, and then the engine is closed. Gives the list that will hold the
+    message."""
     told: list[str] = []
     try:
         with pytest.raises(kind) as caught:
@@ -52,7 +61,8 @@ def weights(model: Any) -> list[torch.Tensor]:
 
 
 def norm_alone(rank: int, place: Path) -> str:
-    """Rank 0 takes a norm that rank 1 does not: one waits in the control lane, the other in that of gathers."""
+    """Rank 0 takes a norm that rank 1 does not: one waits in the control lane, the other in that of
+    gathers."""
     model, handle, optimizer = build(place)
     with raising(handle) as told:
         backward(model, rank, 0)
@@ -86,10 +96,12 @@ class Scaled(torch.nn.Module):
 
 
 def leaves_out(rank: int, place: Path) -> tuple[str, bool]:
-    """Rank 1 leaves out a parameter: one comes to wait in the lane of gathers, the other in that of reductions, and neither has
-    come as far as the other."""
+    """Rank 1 leaves out a parameter: one comes to wait in the lane of gathers, the other in that of
+    reductions, and neither has come as far as the other."""
     torch.manual_seed(0)
-    model: Any = inf.offload(Scaled(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0))
+    model: Any = inf.offload(
+        Scaled(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0)
+    )
     try:
         with pytest.raises(RankFailed) as caught:
             for _ in range(3):
@@ -115,13 +127,16 @@ MODES: list[dict[str, Any]] = [
 
 
 def other_rate_of_a_group(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Of a group that backward comes to last: nothing is updated before it is refused, and all may go on."""
+    """Of a group that backward comes to last: nothing is updated before it is refused, and all may
+    go on."""
     model, handle = offloaded(place, update="backward", on_nonfinite="ignore")
     embedding, *others = model.parameters()
     optimizer = inf.AdamW([{"params": others}, {"params": [embedding], "lr": 1e-3}], lr=1e-2)
     before = weights(model)
     optimizer.param_groups[1]["lr"] *= 1 + rank
-    with pytest.raises(ValueError, match=r"with lr 0\.002, and rank 0 with lr 0\.001: all ranks") as caught:
+    with pytest.raises(
+        ValueError, match=r"with lr 0\.002, and rank 0 with lr 0\.001: all ranks"
+    ) as caught:
         backward(model, rank, 0)
     assert all(torch.equal(one, other) for one, other in zip(weights(model), before, strict=True))
     optimizer.param_groups[1]["lr"] = 1e-3
@@ -140,7 +155,8 @@ def test_another_rate_of_any_group_is_refused_before_the_first_update(tmp_path: 
 
 
 def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
-    """A learning rate that follows the loss of its own rank: alike in the first step, not in the second."""
+    """A learning rate that follows the loss of its own rank: alike in the first step, not in the
+    second."""
     found = []
     for values in MODES:
         model, handle, optimizer = build(place, **values)
@@ -149,7 +165,9 @@ def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
             optimizer.step()
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] *= 1 + rank
-            with pytest.raises(ValueError, match=r"with lr 0\.02, and rank 0 with lr 0\.01: all ranks") as caught:
+            with pytest.raises(
+                ValueError, match=r"with lr 0\.02, and rank 0 with lr 0\.01: all ranks"
+            ) as caught:
                 backward(model, rank, 1)
                 optimizer.step()
             found.append((str(caught.value), {state["step"] for state in optimizer.state.values()}))
@@ -158,7 +176,9 @@ def other_rates(rank: int, place: Path) -> list[tuple[str, set[int]]]:
     return found
 
 
-def test_a_learning_rate_of_one_rank_alone_is_told_to_both_before_it_is_used(tmp_path: Path) -> None:
+def test_a_learning_rate_of_one_rank_alone_is_told_to_both_before_it_is_used(
+    tmp_path: Path,
+) -> None:
     for told in zip(*on_ranks(other_rates, tmp_path / "run", 2), strict=True):
         assert all(counts == {1} for _, counts in told), told
         assert told[0] == told[1]
@@ -172,7 +192,9 @@ def writes_in_a_window(model: Any, _optimizer: Any, rank: int) -> None:
 
 def loads(model: Any, _optimizer: Any, rank: int) -> None:
     norm = model.model.norm
-    norm.load_state_dict({"weight": torch.full(norm.weight.shape, 0.5 + rank, dtype=norm.weight.dtype)})
+    norm.load_state_dict(
+        {"weight": torch.full(norm.weight.shape, 0.5 + rank, dtype=norm.weight.dtype)}
+    )
 
 
 def writes_a_master(model: Any, _optimizer: Any, rank: int) -> None:
@@ -190,7 +212,8 @@ def sets_a_gradient(model: Any, _optimizer: Any, rank: int) -> None:
 
 
 def clips(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Each rank clips by a norm of its own; then all go on, and rounding in a last bit is no difference."""
+    """Each rank clips by a norm of its own; then all go on, and rounding in a last bit is no
+    difference."""
     model, handle, optimizer = build(place)
     backward(model, rank, 0)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 * (1 + rank))
@@ -228,7 +251,8 @@ def does_unlike(rank: int, place: Path) -> list[str]:
         backward(model, rank, 0)
         optimizer.step()
         optimizer.zero_grad()
-        with raising(handle, RuntimeError) as told:  # RankFailed; of load_state_dict what torch makes of it
+        # RankFailed; of load_state_dict what torch makes of it
+        with raising(handle, RuntimeError) as told:
             does(model, optimizer, rank)
             model.state_dict()
         found += told
@@ -237,7 +261,9 @@ def does_unlike(rank: int, place: Path) -> list[str]:
 
 def test_values_of_one_rank_alone_are_told_to_both_before_they_are_used(tmp_path: Path) -> None:
     for (_, what), *told in zip(UNLIKE, *on_ranks(does_unlike, tmp_path / "run", 2), strict=True):
-        assert any("rank 0 has come to" in text or "rank 1 has come to" in text for text in told), told
+        assert any("rank 0 has come to" in text or "rank 1 has come to" in text for text in told), (
+            told
+        )
         assert all(what in text for text in told), (what, told)
 
 
@@ -298,8 +324,13 @@ def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     """Each rank gives its optimizer another block; then all go on with one for all of the model."""
     model, handle = offloaded(place)
     told = []
-    for params, lr in ((model.model.layers[rank].parameters(), 1e-2), (model.parameters(), 1e-2 * (1 + rank))):
-        with pytest.raises(ValueError, match="building an optimizer: all ranks do the same") as caught:
+    for params, lr in (
+        (model.model.layers[rank].parameters(), 1e-2),
+        (model.parameters(), 1e-2 * (1 + rank)),
+    ):
+        with pytest.raises(
+            ValueError, match="building an optimizer: all ranks do the same"
+        ) as caught:
             inf.AdamW(params, lr=lr)
         told.append(str(caught.value))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
@@ -310,7 +341,9 @@ def holds_others(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
     return "\n".join(told), found
 
 
-def test_optimizers_of_other_parameters_or_values_are_none_and_training_goes_on(tmp_path: Path) -> None:
+def test_optimizers_of_other_parameters_or_values_are_none_and_training_goes_on(
+    tmp_path: Path,
+) -> None:
     (mine, left), (theirs, right) = on_ranks(holds_others, tmp_path / "run", 2)
     assert mine == theirs
     assert "rank 0 has model.layers.0.input_layernorm.weight with" in mine
@@ -319,7 +352,8 @@ def test_optimizers_of_other_parameters_or_values_are_none_and_training_goes_on(
 
 
 def other_units(rank: int, place: Path) -> tuple[str, bool]:
-    """Each rank gathers another block, of the same size: taken for what each expects, the shards would fit."""
+    """Each rank gathers another block, of the same size: taken for what each expects, the shards
+    would fit."""
     model, handle, _ = build(place)
     blocks = model.model.layers
     try:
@@ -332,14 +366,21 @@ def other_units(rank: int, place: Path) -> tuple[str, bool]:
 
 def test_shards_of_another_unit_are_never_taken_for_those_that_are_wanted(tmp_path: Path) -> None:
     told = on_ranks(other_units, tmp_path / "run", 2)
-    assert any(diverged for _, diverged in told) or all("has come to" in text for text, _ in told), told
+    assert any(diverged for _, diverged in told) or all(
+        "has come to" in text for text, _ in told
+    ), told
     assert all("layers.0" in text or "layers.1" in text for text, _ in told), told
 
 
 def other_policy(rank: int, place: Path) -> list[str]:
     found = []
     mesh = init_device_mesh("cpu", (2, 1))
-    for field, values in {"state": ("exact", "bf16"), "qwz": (False, True), "seed": (0, 1), "mesh": (None, mesh)}.items():
+    for field, values in {
+        "state": ("exact", "bf16"),
+        "qwz": (False, True),
+        "seed": (0, 1),
+        "mesh": (None, mesh),
+    }.items():
         with pytest.raises(ValueError, match=f"Policy.{field} is ") as caught:
             build(place, **{field: values[rank]})
         found.append(str(caught.value))
@@ -362,7 +403,8 @@ def evaluates(rank: int, place: Path) -> list[list[torch.Tensor]]:
         for index in range(STEPS):
             with torch.no_grad():
                 models.loss_of(model, models.token_batches(8, seed=9)[index])
-            models.loss_of(model, models.token_batches(8, seed=9)[index])  # with a graph, which nobody uses
+            # with a graph, which nobody uses
+            models.loss_of(model, models.token_batches(8, seed=9)[index])
             backward(model, rank, index)
             optimizer.step()
             optimizer.zero_grad()
@@ -399,7 +441,8 @@ def test_one_rank_may_evaluate_alone_where_it_has_all_weights(tmp_path: Path) ->
 
 
 def restores(rank: int, place: Path) -> list[float]:
-    """What rounding took from gradients of steps that were given up does not come into the steps after a restore."""
+    """What rounding took from gradients of steps that were given up does not come into the steps
+    after a restore."""
     model, handle, optimizer = build(place, qgz=True, error_feedback=True)
     saved = place / "saved"
     for index in range(2):
@@ -430,7 +473,11 @@ def reads_unreduced(rank: int, place: Path) -> None:
     parameter = next(model.parameters())
     with handle.no_sync():
         backward(model, rank, 0)
-    for look in (lambda: handle.full_grad(parameter), lambda: parameter.grad.norm(), optimizer.step):
+    for look in (
+        lambda: handle.full_grad(parameter),
+        lambda: parameter.grad.norm(),
+        optimizer.step,
+    ):
         with pytest.raises(RuntimeError, match="no_sync"):
             look()
     handle.set_full_grad(parameter, torch.ones(parameter.shape))
@@ -459,14 +506,20 @@ class Gain(torch.nn.Module):
 
 
 def zeroes(rank: int, _place: Path) -> list[tuple[bool, torch.Tensor]]:
-    """Rank 0 alone has used the gain when what has come so far is set to zeros, or cleared; nobody uses it afterwards."""
+    """Rank 0 alone has used the gain when what has come so far is set to zeros, or cleared; nobody
+    uses it afterwards."""
     found = []
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
     for values in ({"zero": 1}, {"zero": 2, "accumulate": "local", "update": "backward"}):
         for to_none in (False, True):
             torch.manual_seed(0)
-            model = inf.offload(Gain(), inf.Policy(params="device", optim="cpu", rank_timeout_s=60.0, **values))
-            handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+            model = inf.offload(
+                Gain(), inf.Policy(params="device", optim="cpu", rank_timeout_s=60.0, **values)
+            )
+            handle, optimizer = (
+                inf.handle(model),
+                inf.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5),
+            )
             for _ in range(2):
                 with handle.no_sync():
                     model(x, used=rank == 0).backward()
@@ -482,8 +535,11 @@ def zeroes(rank: int, _place: Path) -> list[tuple[bool, torch.Tensor]]:
     return found
 
 
-def test_zeros_in_place_of_a_sum_that_waits_on_one_rank_are_a_gradient_on_all(tmp_path: Path) -> None:
-    """As in a plain loop over the rows of all ranks: zeros decay a parameter, and none leaves it alone."""
+def test_zeros_in_place_of_a_sum_that_waits_on_one_rank_are_a_gradient_on_all(
+    tmp_path: Path,
+) -> None:
+    """As in a plain loop over the rows of all ranks: zeros decay a parameter, and none leaves it
+    alone."""
     decayed = torch.full((64,), (1 - 1e-2 * 0.5) ** 2)
     for found in on_ranks(zeroes, tmp_path / "run", 2):
         for (has, gain), wanted in zip(found, [decayed, torch.ones(64)] * 2, strict=True):

@@ -1,4 +1,5 @@
-"""Durable runs of two and three ranks: restored on one, commits that fail on one rank alone, an exit without the other rank."""
+"""Durable runs of two and three ranks: restored on one, commits that fail on one rank alone, an
+exit without the other rank."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def no_room(*_: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What ranks do with one run: its digests, and how long an exit took that nobody else came to."""
+    """What ranks do with one run: its digests, and how long an exit took that nobody else came
+    to."""
 
     top: Path
 
@@ -34,7 +36,10 @@ class Ranks:
         model, optimizer = self.begin(top)
         step(model, optimizer, 0, rank)
         found = [digest(model)]
-        with Failing("write", 0 if rank == 1 else 1000, 28), pytest.raises(SwapFullError if rank == 1 else PeerFailed):
+        with (
+            Failing("write", 0 if rank == 1 else 1000, 28),
+            pytest.raises(SwapFullError if rank == 1 else PeerFailed),
+        ):
             inf.handle(model).flush()
         inf.handle(model).flush()
         # A write between steps that one rank's shard alone has.
@@ -59,7 +64,9 @@ class Ranks:
         close(model)
         return found, took
 
-    def no_room_beside_a_checkpoint_on_one_rank(self, model: Any, optimizer: Any, rank: int) -> None:
+    def no_room_beside_a_checkpoint_on_one_rank(
+        self, model: Any, optimizer: Any, rank: int
+    ) -> None:
         inf.save(model, optimizer, self.top / "saved").wait()
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:

@@ -1,4 +1,5 @@
-"""Ranks that meet: each learns what all have told, and what one of them fails at fails on all, whenever that is."""
+"""Ranks that meet: each learns what all have told, and what one of them fails at fails on all,
+whenever that is."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def meetings(rank: int, place: Path) -> dict[str, Any]:
         for rounds in range(4):
             found[f"{culprits} {rounds}"] = one_fails(comm, culprits, rounds)
     found["early"] = ends_early(comm)
-    found["after"] = comm.all_reduce_sum([1.0])  # no collective of a meeting is left over, or this would be another's
+    # no collective of a meeting is left over, or this would be another's
+    found["after"] = comm.all_reduce_sum([1.0])
     comm.close()
     return found
 

@@ -1,4 +1,5 @@
-"""What is planned of several ranks beside the engine: what each holds, to the byte, and what it sends to reduce gradients."""
+"""What is planned of several ranks beside the engine: what each holds, to the byte, and what it
+sends to reduce gradients."""
 
 from __future__ import annotations
 
@@ -17,18 +18,36 @@ TIMEOUT_S = 240
 
 
 def test_each_rank_holds_and_sends_what_is_planned(tmp_path: Path) -> None:
-    """`bench/bytes_per_rank.py`, on a model that no world divides; its status says whether all was as predicted."""
+    """`bench/bytes_per_rank.py`, on a model that no world divides; its status says whether all was
+    as predicted."""
     (tmp_path / "swap").mkdir()
     cases = [
-        "stage 1: optimizer on NVMe", "stage 2: optimizer on CPU", "stage 3: all on NVMe", "stage 3: hpZ on the device",
+        "stage 1: optimizer on NVMe",
+        "stage 2: optimizer on CPU",
+        "stage 3: all on NVMe",
+        "stage 3: hpZ on the device",
         "stage 3: qgZ with errors fed back",
-    ]  # fmt: skip
+    ]
     command = [
-        sys.executable, str(ROOT / "bench" / "bytes_per_rank.py"), "--dir", str(tmp_path / "swap"), "--json", str(tmp_path / "record"),
-        "--hidden", "64", "--layers", "1", "--vocab", "509", "--only", ",".join(cases),
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "bench" / "bytes_per_rank.py"),
+        "--dir",
+        str(tmp_path / "swap"),
+        "--json",
+        str(tmp_path / "record"),
+        "--hidden",
+        "64",
+        "--layers",
+        "1",
+        "--vocab",
+        "509",
+        "--only",
+        ",".join(cases),
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=TIMEOUT_S, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "record").read_text())
     rows = {(row["case"], row["state"], row["tier"]): row for row in record["rows"]}

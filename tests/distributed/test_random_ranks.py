@@ -38,10 +38,15 @@ def batch_of(rank: int) -> torch.Tensor:
 
 
 def drawn(rank: int, place: Path) -> list[tuple[list[float], torch.Tensor]]:
-    """Losses of a training with dropout under several policies, and where the generator is then; each rank has its seed."""
+    """Losses of a training with dropout under several policies, and where the generator is then;
+    each rank has its seed."""
     found = []
     nvme: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place}
-    for values in ({"zero": 2, "params": "device"}, nvme, {**nvme, "state": "compact", "update": "backward", "generations": 2}):
+    for values in (
+        {"zero": 2, "params": "device"},
+        nvme,
+        {**nvme, "state": "compact", "update": "backward", "generations": 2},
+    ):
         model = network()
         torch.manual_seed(100 + rank)
         inf.offload(model, inf.Policy(**values))
@@ -59,7 +64,8 @@ def drawn(rank: int, place: Path) -> list[tuple[list[float], torch.Tensor]]:
 
 
 def plainly(world: int) -> list[tuple[list[float], torch.Tensor]]:
-    """The same in one process with one model: each rank's generator is put in place for its turn."""
+    """The same in one process with one model: each rank's generator is put in place for its
+    turn."""
     model = network()
     optimizer = ReferenceAdamW([{"params": model.parameters()}], lr=1e-3)
     mean, states, losses = Mean(Rules()), [], [[] for _ in range(world)]

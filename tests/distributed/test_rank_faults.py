@@ -1,4 +1,5 @@
-"""A rank that is killed, raises, meets a broken drive or does not come: the others end with its name, at once, and leave nothing."""
+"""A rank that is killed, raises, meets a broken drive or does not come: the others end with its
+name, at once, and leave nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Ended:
     text: str
     named: int | None  # the rank that RankFailed names
     again: str  # the type of what the next forward raises
-    held: tuple[str, ...]  # files in the directory of the drive that the process has open after it has closed its engine
+    # files in the directory of the drive that the process has open after it has closed its engine
+    held: tuple[str, ...]
     threads: tuple[str, ...]  # of ours, that still run
     steps: int
     closing: str  # what `handle.close()` raised: the failure once more
@@ -49,12 +51,15 @@ class Ended:
 
 
 def strike_in(where: str, model: Any, optimizer: Any, strike: Callable[[], None]) -> None:
-    """Have `strike` called in the middle of a forward, a backward or a step, and after what a step leaves to the background."""
+    """Have `strike` called in the middle of a forward, a backward or a step, and after what a step
+    leaves to the background."""
     middle = model.blocks[1]
     if where == "forward":
         middle.register_forward_pre_hook(lambda *_: strike())
     elif where == "backward":
-        middle.register_forward_hook(lambda _module, _inputs, out: (out.register_hook(lambda _grad: strike()), None)[1])
+        middle.register_forward_hook(
+            lambda _module, _inputs, out: (out.register_hook(lambda _grad: strike()), None)[1]
+        )
     elif where == "step":
         optimizer.register_step_pre_hook(lambda *_: strike())
     elif where == "after":
@@ -74,9 +79,15 @@ class Struck:
         drive = place / "drive"
         drive.mkdir(exist_ok=True)
         torch.manual_seed(0)
-        fault = Fault("read", 8, persistent=True) if self.how == "drive" and rank == self.victim else None
+        fault = (
+            Fault("read", 8, persistent=True)
+            if self.how == "drive" and rank == self.victim
+            else None
+        )
         seam = Seam(delay_us_max=300, seed=rank, fault=fault)
-        policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
+        policy = inf.Policy(
+            **{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)}
+        )
         model: Any = offload(Net().bfloat16(), policy, _seam=seam)
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         index, ended, trace = 0, ("", "", None), ""
@@ -125,9 +136,14 @@ def open_in(directory: Path) -> tuple[str, ...]:
 
 
 def ours() -> tuple[str, ...]:
-    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send (infinity/_src/distributed/process_groups.py)."""
+    """Threads of ours. A lane may be stuck in gloo when a connection closed amid a send
+    (infinity/_src/distributed/process_groups.py)."""
     names = (thread.name for thread in threading.enumerate())
-    return tuple(name for name in names if name.startswith("infinity") and not name.startswith("infinity-lane-"))
+    return tuple(
+        name
+        for name in names
+        if name.startswith("infinity") and not name.startswith("infinity-lane-")
+    )
 
 
 def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[Ended]:
@@ -170,21 +186,34 @@ def test_a_rank_that_is_killed_is_named_by_all_others_which_end(
         assert ended.steps in (STRUCK_IN, STRUCK_IN + 1)
 
 
-@pytest.mark.parametrize(("where", "values"), [("forward", STAGE3), ("backward", STAGE2), ("forward", SPECULATING)])
+@pytest.mark.parametrize(
+    ("where", "values"), [("forward", STAGE3), ("backward", STAGE2), ("forward", SPECULATING)]
+)
 def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
     tmp_path: Path, where: str, values: dict[str, Any]
 ) -> None:
-    outcomes = ends_of(Struck("raise", where, 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+    outcomes = ends_of(
+        Struck("raise", where, 1, tuple(values.items())), tmp_path / "run", 3, leave=True
+    )
     mine: Ended = outcomes[1].result
-    assert (mine.kind, mine.text, mine.held, mine.threads) == ("ValueError", "out of luck", (), ()), outcomes[1]
+    assert (mine.kind, mine.text, mine.held, mine.threads) == (
+        "ValueError",
+        "out of luck",
+        (),
+        (),
+    ), outcomes[1]
     for ended in survivors(outcomes, 1, tmp_path / "run"):
         if where == "forward":  # nobody sees an error leave a backward
             assert "out of luck" in ended.text
 
 
 @pytest.mark.parametrize("values", [STAGE3, STAGE2, SPECULATING])
-def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(tmp_path: Path, values: dict[str, Any]) -> None:
-    outcomes = ends_of(Struck("drive", "none", 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(
+    tmp_path: Path, values: dict[str, Any]
+) -> None:
+    outcomes = ends_of(
+        Struck("drive", "none", 1, tuple(values.items())), tmp_path / "run", 3, leave=True
+    )
     mine: Ended = outcomes[1].result
     assert "errno 5" in mine.text, outcomes[1]
     assert (mine.held, mine.threads) == ((), ())
@@ -193,7 +222,9 @@ def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(tmp_path: 
 
 def test_a_rank_that_does_not_come_is_given_up_after_rank_timeout_s(tmp_path: Path) -> None:
     values = {**STAGE3, "rank_timeout_s": 2.0}
-    outcomes = ends_of(Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True)
+    outcomes = ends_of(
+        Struck("sleep", "forward", 1, tuple(values.items())), tmp_path / "run", 3, leave=True
+    )
     survivors(outcomes, 1, tmp_path / "run")
     assert outcomes[1].result.kind == "RankFailed"  # it wakes up, and the others have gone
 
@@ -213,11 +244,14 @@ class Unlucky:
 
 
 def raise_alike(rank: int, place: Path) -> list[str]:
-    """A forward that raises on all ranks at the same place, and then a backward; the loop tries the step again."""
+    """A forward that raises on all ranks at the same place, and then a backward; the loop tries the
+    step again."""
     found = []
     for strikes in ({}, {1: "forward", 2: "backward"}):
         torch.manual_seed(0)
-        model: Any = inf.offload(Net().bfloat16(), inf.Policy(**STAGE3, nvme=place, unit_bytes_max=4096))
+        model: Any = inf.offload(
+            Net().bfloat16(), inf.Policy(**STAGE3, nvme=place, unit_bytes_max=4096)
+        )
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         unlucky = Unlucky(model)
         for index in range(4):
@@ -250,7 +284,9 @@ class AtTheEnd:
     def __call__(self, rank: int, place: Path) -> Any:
         drive = place / "drive"
         drive.mkdir(exist_ok=True)
-        policy = inf.Policy(**{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)})
+        policy = inf.Policy(
+            **{"nvme": drive, "unit_bytes_max": 4096, "rank_timeout_s": 60.0, **dict(self.values)}
+        )
         torch.manual_seed(0)
         model: Any = inf.offload(Rooted().bfloat16(), policy)
         optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)
@@ -263,7 +299,8 @@ class AtTheEnd:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            before, left = handle.unsharder.unit_done, 3  # blocks.2, blocks.1, and the first of the two that end last
+            # blocks.2, blocks.1, and the first of the two that end last
+            before, left = handle.unsharder.unit_done, 3
 
             def unit_done(unit: Any) -> None:
                 nonlocal left
@@ -287,8 +324,12 @@ class AtTheEnd:
         return type(caught.value).__name__, str(caught.value), open_in(drive), ours(), closing
 
 
-@pytest.mark.parametrize(("how", "values"), [("kill", STAGE2), ("drive", STAGE2), ("drive", STAGE3)])
-def test_a_failure_at_the_end_of_backward_leaves_nothing(tmp_path: Path, how: str, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "values"), [("kill", STAGE2), ("drive", STAGE2), ("drive", STAGE3)]
+)
+def test_a_failure_at_the_end_of_backward_leaves_nothing(
+    tmp_path: Path, how: str, values: dict[str, Any]
+) -> None:
     outcomes = ends_of(AtTheEnd(how, tuple(values.items())), tmp_path / "run", 2, leave=True)
     assert (outcomes[0].exit_code == -signal.SIGKILL) == (how == "kill")
     kinds = {0: "RankFailed", 1: "RankFailed" if how == "kill" else "AioError"}
@@ -313,19 +354,24 @@ def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
         collectives.make_group = make_group
     with pytest.raises((OSError, RankFailed)) as caught:
         inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=60.0))
-    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")]
+    threads = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("infinity")
+    ]
     dist.destroy_process_group()
     return type(caught.value).__name__, str(caught.value), threads
 
 
-def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(tmp_path: Path) -> None:
+def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(
+    tmp_path: Path,
+) -> None:
     outcomes = ends_of(cannot_make_groups, tmp_path / "run", 2, leave=True, timeout_s=45.0)
     assert all(outcome.well for outcome in outcomes), outcomes
     kind, text, threads = outcomes[0].result
     assert (kind, text, threads) == ("OSError", "too many open files", [])
     kind, text, threads = outcomes[1].result
     assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
-    assert set(threads) <= {"infinity-lane-gather-maker"}  # given up: torch knows no way to break off new_group()
+    # given up: torch knows no way to break off new_group()
+    assert set(threads) <= {"infinity-lane-gather-maker"}
 
 
 def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:

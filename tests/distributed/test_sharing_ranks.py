@@ -1,4 +1,5 @@
-"""Ranks of one machine: drives by pattern, one budget of room, bandwidth and memory, and set-ups that fail on all of them."""
+"""Ranks of one machine: drives by pattern, one budget of room, bandwidth and memory, and set-ups
+that fail on all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +27,10 @@ MIB = 1 << 20
 
 
 def offloaded(**values: Any) -> nn.Module:
-    return inf.offload(models.make(models.llama), inf.Policy(**{"params": "nvme", "optim": "nvme", "ram": "min", **values}))
+    return inf.offload(
+        models.make(models.llama),
+        inf.Policy(**{"params": "nvme", "optim": "nvme", "ram": "min", **values}),
+    )
 
 
 def trained(model: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -52,7 +56,10 @@ def by_pattern(rank: int, place: Path) -> tuple[list[str], list[str], list[torch
         for name in ("drive", "local"):
             (place / f"{name}{number}").mkdir(exist_ok=True)
     dist.barrier()
-    policy = {"nvme": [place / "drive{rank}", place / "local{local_rank}"], "io": {"bandwidths": {}}}
+    policy = {
+        "nvme": [place / "drive{rank}", place / "local{local_rank}"],
+        "io": {"bandwidths": {}},
+    }
     model = offloaded(**policy)
     handle = inf.handle(model)
     files = [file.directory for file in handle.parts.tiers.storage.space.files]
@@ -92,8 +99,8 @@ def shared(rank: int, place: Path) -> dict[str, Any]:
 
 
 def half_an_optimizer(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Rank 1 keeps an optimizer that rank 0 has let go, and so cannot give its parameters to another; then both go on as they
-    should."""
+    """Rank 1 keeps an optimizer that rank 0 has let go, and so cannot give its parameters to
+    another; then both go on as they should."""
     model = offloaded(nvme=place)
     params = list(model.parameters())
     first = inf.AdamW(params[:4], lr=1e-2)
@@ -120,14 +127,22 @@ def durable(rank: int, place: Path) -> tuple[bool, bool]:
     for name in ("all", "mine0", "mine1"):
         (place / name).mkdir(exist_ok=True)
     dist.barrier()
-    policy = {"nvme": [place / "all", place / "mine{rank}"], "ram": None, "durable": True, "io": {"bandwidths": {}}}
+    policy = {
+        "nvme": [place / "all", place / "mine{rank}"],
+        "ram": None,
+        "durable": True,
+        "io": {"bandwidths": {}},
+    }
     model = offloaded(**policy)
     values = trained(model, rank)
     inf.handle(model).close()
     again = offloaded(**policy)
     optimizer = inf.AdamW(again.parameters(), lr=1e-2)
     inf.restore(again, optimizer, place / "all")
-    same = all(torch.equal(mine, then) for mine, then in zip(again.state_dict().values(), values, strict=True))
+    same = all(
+        torch.equal(mine, then)
+        for mine, then in zip(again.state_dict().values(), values, strict=True)
+    )
     inf.handle(again).close()
     return same, any((place / f"mine{rank}").rglob("states-*"))
 
@@ -160,23 +175,35 @@ def test_each_rank_has_the_drives_that_its_patterns_name(results: list[Any]) -> 
     place = Path(results[0][0])
     for rank, (files, directories, values) in enumerate(results[1]):
         assert files == directories == [str(place / f"drive{rank}"), str(place / f"local{rank}")]
-        assert all(torch.equal(mine, other) for mine, other in zip(values, results[1][0][2], strict=True))
+        assert all(
+            torch.equal(mine, other) for mine, other in zip(values, results[1][0][2], strict=True)
+        )
 
 
 def test_a_place_that_one_rank_cannot_have_fails_on_both_and_is_named(results: list[Any]) -> None:
     (place,), zero, one = results[0], *results[2]
-    assert one[0].startswith(f"ValueError: nvme='{place}/only{{rank}}' is '{place}/only1' on rank 1 (local rank 1), which does not")
+    assert one[0].startswith(
+        f"ValueError: nvme='{place}/only{{rank}}' is '{place}/only1' on rank 1 (local rank 1), which does not"
+    )
     assert zero[0].startswith("PeerFailed: rank 1 failed at inf.offload")
     assert f"ValueError: nvme='{place}/only{{rank}}'" in zero[0]
-    assert zero[1].startswith(f"ValueError: nvme='{place}/both' and '{place}/link{{rank}}' are both '{place}/both' on rank 0")
+    assert zero[1].startswith(
+        f"ValueError: nvme='{place}/both' and '{place}/link{{rank}}' are both '{place}/both' on rank 0"
+    )
     assert one[1].startswith("PeerFailed: rank 0 failed")
     assert zero[2].startswith(f"ValueError: swap directory '{place}/missing' does not exist")
-    assert one[2].startswith("PeerFailed: rank 0 failed at inf.offload, and so all ranks do. rank 0: ValueError: swap directory")
+    assert one[2].startswith(
+        "PeerFailed: rank 0 failed at inf.offload, and so all ranks do. rank 0: ValueError: swap directory"
+    )
     assert one[3].startswith(BudgetError.__name__)
-    assert zero[3].startswith("PeerFailed: rank 1 failed at inf.offload, and so all ranks do. rank 1: BudgetError")
+    assert zero[3].startswith(
+        "PeerFailed: rank 1 failed at inf.offload, and so all ranks do. rank 1: BudgetError"
+    )
 
 
-def test_ranks_halve_a_drives_bandwidth_and_depth_and_what_memory_is_left(results: list[Any]) -> None:
+def test_ranks_halve_a_drives_bandwidth_and_depth_and_what_memory_is_left(
+    results: list[Any],
+) -> None:
     zero, one = results[3]
     assert zero["bandwidths"] == one["bandwidths"] == (3e9, 1.5e9)
     assert zero["depth"] == one["depth"] <= 10
@@ -188,7 +215,9 @@ def test_ranks_halve_a_drives_bandwidth_and_depth_and_what_memory_is_left(result
     assert f"{machine()} the machine" in limits
 
 
-def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on(results: list[Any]) -> None:
+def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on(
+    results: list[Any],
+) -> None:
     (told_zero, zero), (told_one, one) = results[4]
     assert "is held by another optimizer" in told_one
     assert told_one.startswith("ValueError")
@@ -196,7 +225,9 @@ def test_an_optimizer_that_one_rank_refuses_is_none_on_both_and_training_goes_on
     assert all(torch.equal(mine, other) for mine, other in zip(zero, one, strict=True))
 
 
-def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(results: list[Any]) -> None:
+def test_a_durable_run_may_have_drives_of_each_ranks_own_beside_the_first(
+    results: list[Any],
+) -> None:
     assert results[5] == ((True, True), (True, True))
 
 
@@ -220,7 +251,9 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(8))
+        self.blocks = nn.ModuleList(
+            nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(8)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -230,7 +263,8 @@ class Wide(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """What two ranks get of a drive with room for so many MiB: at offload, and when an optimizer is built."""
+    """What two ranks get of a drive with room for so many MiB: at offload, and when an optimizer is
+    built."""
 
     drive: str
     room_mib: tuple[int, ...]
@@ -271,7 +305,8 @@ class Fill:
 @pytest.mark.privileged
 def test_what_two_ranks_want_of_one_drive_counts_together_and_both_are_told(tmp_path: Path) -> None:
     with loop_ext4(tmp_path / "drive", 160 * MIB) as drive:
-        room = (12, 72, 130)  # offload wants 8 + 8; then the states 48 + 48, before 16 are given back
+        # offload wants 8 + 8; then the states 48 + 48, before 16 are given back
+        room = (12, 72, 130)
         zero, one = on_two_ranks(Fill(str(drive), room), tmp_path / "run")
         told = [[(row[0], row[1]) for row in rows] for rows in (zero, one)]
         assert told[0] == told[1]
@@ -323,12 +358,19 @@ class InCgroup:
 
     def inside(self, place: Path) -> tuple[int, int, str]:
         with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(24)))
+            model = nn.Sequential(
+                *(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(24))
+            )
         model = inf.offload(
-            model, inf.Policy(params="nvme", optim="nvme", nvme=place), load=lambda _name, tensor: tensor.fill_(0.01)
+            model,
+            inf.Policy(params="nvme", optim="nvme", nvme=place),
+            load=lambda _name, tensor: tensor.fill_(0.01),
         )
         inf.AdamW(model.parameters())
-        held = inf.handle(model).stats().ram_bytes, inf.handle(model).parts.split.resources.default_bytes
+        held = (
+            inf.handle(model).stats().ram_bytes,
+            inf.handle(model).parts.split.resources.default_bytes,
+        )
         inf.handle(model).close()
         more = outcome(lambda: offloaded_beyond(place))
         dist.barrier()
@@ -338,7 +380,9 @@ class InCgroup:
 def offloaded_beyond(place: Path) -> nn.Module:
     """Two ranks of which each alone would fit."""
     with torch.device("meta"):
-        model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(60)))
+        model = nn.Sequential(
+            *(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(60))
+        )
     policy = inf.Policy(params="nvme", optim="nvme", nvme=place, ram="400MiB")
     return inf.offload(model, policy, load=lambda _name, tensor: tensor.fill_(0.01))
 
@@ -352,7 +396,8 @@ def test_under_a_cgroups_limit_two_ranks_together_hold_less_than_it_leaves(tmp_p
     for held, default, _ in (zero, one):
         assert 0 < held <= default
     assert zero[0] + one[0] <= RAM_SHARE * limit
-    assert zero[0] + one[0] > 0.6 * RAM_SHARE * limit  # each alone would have taken as much: the model is larger
+    # each alone would have taken as much: the model is larger
+    assert zero[0] + one[0] > 0.6 * RAM_SHARE * limit
     for _, _, more in (zero, one):
         assert more.startswith("MemoryError: ranks 0, 1 would hold")
         assert "the limit of cgroup" in more

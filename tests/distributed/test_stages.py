@@ -1,4 +1,5 @@
-"""Stages 1, 2 and 3 at one world size: the same bits wherever states rest, and those of a plain model of all ranks."""
+"""Stages 1, 2 and 3 at one world size: the same bits wherever states rest, and those of a plain
+model of all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from tests.harness import Result, Training
 SPECULATING = {"update": "backward", "generations": 2}
 MIN = {"ram": "min"}
 
-# Each pair of choices of (stage, parameters, optimizer, update, generations, backend) that goes together is in some row.
+# Each pair of choices of (stage, parameters, optimizer, update, generations, backend) that goes
+# together is in some row.
 PLACES: tuple[dict[str, Any], ...] = (
     {"zero": 3, "params": "cpu", "optim": "cpu"},
     {"zero": 3, "params": "nvme", "optim": "nvme", **MIN},
@@ -40,9 +42,13 @@ LLAMA = Training(functools.partial(models.llama, 2), steps=2, rows=6, lr=2e-3, m
 STATES = ("exact", "bf16", "compact")
 
 
-def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int) -> list[list[Result]]:
+def trained(
+    runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int
+) -> list[list[Result]]:
     """The results of each run, by rank; ranks agree."""
-    found = [list(results) for results in zip(*on_ranks(Train(tuple(runs)), place, world), strict=True)]
+    found = [
+        list(results) for results in zip(*on_ranks(Train(tuple(runs)), place, world), strict=True)
+    ]
     for (_, chosen), results in zip(runs, found, strict=True):
         with named(chosen):
             assert_ranks_agree(results)
@@ -51,8 +57,13 @@ def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_stage_and_place_gives_the_same_bits(tmp_path: Path, world: int) -> None:
-    """Two micro-batches a step, each of which is reduced, and a norm that clips every step. Three ranks: every second place."""
-    places = {"exact": PLACES if world == 2 else PLACES[::2], "bf16": PLACES[2::5], "compact": PLACES[1::5]}
+    """Two micro-batches a step, each of which is reduced, and a norm that clips every step. Three
+    ranks: every second place."""
+    places = {
+        "exact": PLACES if world == 2 else PLACES[::2],
+        "bf16": PLACES[2::5],
+        "compact": PLACES[1::5],
+    }
     runs = [(LLAMA, {**place, "state": state}) for state in STATES for place in places[state]]
     found = trained(runs, tmp_path / "run", world)
     first: dict[str, list[Result]] = {}
@@ -69,8 +80,11 @@ DEEP = dataclasses.replace(LLAMA, accumulation=3, no_sync=True)
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(tmp_path: Path, world: int) -> None:
-    """Which of the two is a choice, of the numbers too. Stage 1 adds up on its rank unless told otherwise."""
+def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(
+    tmp_path: Path, world: int
+) -> None:
+    """Which of the two is a choice, of the numbers too. Stage 1 adds up on its rank unless told
+    otherwise."""
     unclipped = dataclasses.replace(DEEP, max_norm=None)
     wide = dataclasses.replace(DEEP, grad_dtype=torch.float32)
     cpu, nvme = {"params": "cpu", "optim": "cpu"}, {"params": "nvme", "optim": "nvme", **MIN}
@@ -108,7 +122,9 @@ def test_a_delayed_update_is_the_same_wherever_states_rest(tmp_path: Path, world
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of_ranks(tmp_path: Path, world: int) -> None:
+def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of_ranks(
+    tmp_path: Path, world: int
+) -> None:
     """In bf16 gradients of fp32 lose what bf16 has not; in fp32 those of bf16 lose nothing."""
     fp32 = dataclasses.replace(LLAMA, dtype=torch.float32)
     wide = dataclasses.replace(LLAMA, grad_dtype=torch.float32)
@@ -121,7 +137,9 @@ def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of
         (wide, {"zero": 2, "params": "device", "grad_dtype": torch.float32}, None),
     ]
     chosen = [(training, {**values, "reduce_dtype": wire}) for training, values, wire in runs]
-    for (training, values, wire), results in zip(runs, trained(chosen, tmp_path / "run", world), strict=True):
+    for (training, values, wire), results in zip(
+        runs, trained(chosen, tmp_path / "run", world), strict=True
+    ):
         with named(training.dtype, values, wire):
             assert_modelled(results, training, Rules(wire=wire))
 
@@ -135,27 +153,47 @@ STAGES: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_not_at_all(tmp_path: Path, world: int) -> None:
-    """An expert that only one rank uses has the mean with zeros; one that none uses is left alone, its moments and steps too."""
-    runs = [(ROUTED, {**stage, **more}) for stage in STAGES for more in ({}, {"unit_bytes_max": 2048})]
+def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_not_at_all(
+    tmp_path: Path, world: int
+) -> None:
+    """An expert that only one rank uses has the mean with zeros; one that none uses is left alone,
+    its moments and steps too."""
+    runs = [
+        (ROUTED, {**stage, **more}) for stage in STAGES for more in ({}, {"unit_bytes_max": 2048})
+    ]
     runs += [(dataclasses.replace(ROUTED, no_sync=True), stage) for stage in STAGES]
     runs.append((ROUTED, {"params": "cpu", "optim": "cpu", **SPECULATING}))
-    for (training, chosen), results in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
+    for (training, chosen), results in zip(
+        runs, trained(runs, tmp_path / "run", world), strict=True
+    ):
         with named(training.no_sync, chosen):
-            assert_modelled(results, training, Rules(local=training.no_sync and chosen.get("zero") == 1))
+            assert_modelled(
+                results, training, Rules(local=training.no_sync and chosen.get("zero") == 1)
+            )
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements(tmp_path: Path, world: int) -> None:
+def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements(
+    tmp_path: Path, world: int
+) -> None:
     """Also tied weights, and scalars; the last ranks have nothing of the smallest units."""
     odd = Training(Odd, steps=2, rows=6, lr=2e-3)
     assert sum(param.numel() for param in odd.model().parameters()) % 2 == 1
-    runs = [(odd, {**stage, **more}) for stage in STAGES for more in ({}, {"unit_bytes_max": 256}, SPECULATING)]
+    runs = [
+        (odd, {**stage, **more})
+        for stage in STAGES
+        for more in ({}, {"unit_bytes_max": 256}, SPECULATING)
+    ]
     # Both modules that share a weight have given theirs when the whole sum of a rank takes it.
-    summed = [(dataclasses.replace(odd, no_sync=True), {**STAGES[2], **more}) for more in ({}, SPECULATING)]
+    summed = [
+        (dataclasses.replace(odd, no_sync=True), {**STAGES[2], **more})
+        for more in ({}, SPECULATING)
+    ]
     summed.append((dataclasses.replace(odd, no_sync=True), {**STAGES[0], "accumulate": "local"}))
     runs += summed
-    for (training, chosen), results in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
+    for (training, chosen), results in zip(
+        runs, trained(runs, tmp_path / "run", world), strict=True
+    ):
         with named(training.no_sync, chosen):
             assert_modelled(results, training, Rules(local=training.no_sync))
 
@@ -173,6 +211,8 @@ def test_frozen_tied_and_checkpointed_models_in_every_stage(tmp_path: Path, worl
     runs = [(training, stage) for training in trainings for stage in STAGES]
     if world == 3:
         runs = runs[::2]
-    for (training, chosen), results in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
+    for (training, chosen), results in zip(
+        runs, trained(runs, tmp_path / "run", world), strict=True
+    ):
         with named(training, chosen):
             assert_modelled(results, training)

@@ -1,4 +1,5 @@
-"""Parameters that were frozen when the model was offloaded, and are thawed afterwards, on several ranks: as on one."""
+"""Parameters that were frozen when the model was offloaded, and are thawed afterwards, on several
+ranks: as on one."""
 
 from __future__ import annotations
 
@@ -36,17 +37,23 @@ def frozen_llama(parts: Sequence[str] = FROZEN, layers: int = 3) -> nn.Module:
     return model
 
 
-LLAMA = Training(frozen_llama, steps=3, accumulation=2, rows=4, lr=2e-3, max_norm=None, no_sync=True)
+LLAMA = Training(
+    frozen_llama, steps=3, accumulation=2, rows=4, lr=2e-3, max_norm=None, no_sync=True
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Thawed:
-    """Trainings on this rank's rows, each under a policy; what was frozen is thawed before the optimizer is built."""
+    """Trainings on this rank's rows, each under a policy; what was frozen is thawed before the
+    optimizer is built."""
 
     runs: tuple[tuple[Training, dict[str, Any]], ...]
 
     def __call__(self, rank: int, place: Path) -> list[Result]:
-        return [self.trained(shard_of(training, rank, dist.get_world_size()), place, chosen) for training, chosen in self.runs]
+        return [
+            self.trained(shard_of(training, rank, dist.get_world_size()), place, chosen)
+            for training, chosen in self.runs
+        ]
 
     def trained(self, training: Training, place: Path, chosen: dict[str, Any]) -> Result:
         values = {"nvme": place, **chosen} if "nvme" in chosen.values() else chosen
@@ -56,15 +63,21 @@ class Thawed:
         try:
             optimizer = training.make_optimizer(model)
             clip = functools.partial(harness._clip, model, training.max_norm)
-            losses, norms, seen = harness.run_loop(training, model, optimizer, clip, no_sync=handle.no_sync)
+            losses, norms, seen = harness.run_loop(
+                training, model, optimizer, clip, no_sync=handle.no_sync
+            )
             return Result(losses, norms, seen, harness.values_of(model))
         finally:
             handle.close()
 
 
-def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int) -> list[list[Result]]:
+def trained(
+    runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int
+) -> list[list[Result]]:
     """The results of each run, by rank; ranks agree."""
-    found = [list(results) for results in zip(*on_ranks(Thawed(tuple(runs)), place, world), strict=True)]
+    found = [
+        list(results) for results in zip(*on_ranks(Thawed(tuple(runs)), place, world), strict=True)
+    ]
     for (_, chosen), results in zip(runs, found, strict=True):
         with named(chosen):
             assert_ranks_agree(results)
@@ -72,9 +85,14 @@ def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_what_is_thawed_before_the_optimizer_is_built_trains_as_if_it_had_never_been_frozen(tmp_path: Path, world: int) -> None:
+def test_what_is_thawed_before_the_optimizer_is_built_trains_as_if_it_had_never_been_frozen(
+    tmp_path: Path, world: int
+) -> None:
     training = dataclasses.replace(LLAMA, rows=6)
-    wide, clipped = (dataclasses.replace(training, **values) for values in ({"grad_dtype": torch.float32}, {"max_norm": 0.7}))
+    wide, clipped = (
+        dataclasses.replace(training, **values)
+        for values in ({"grad_dtype": torch.float32}, {"max_norm": 0.7})
+    )
     runs: list[tuple[Training, dict[str, Any], Rules]] = [
         (training, {"zero": 1, **DEVICE}, Rules(local=True)),
         (training, {"zero": 2, **DEVICE}, Rules()),
@@ -84,7 +102,11 @@ def test_what_is_thawed_before_the_optimizer_is_built_trains_as_if_it_had_never_
         (training, {"zero": 1, **DEVICE, "update": "backward"}, Rules(local=True)),
         (training, {"zero": 3, **NVME, **SPECULATING}, Rules()),
         (training, {"zero": 3, **CPU, **FEEDBACK}, Rules(qgz=True, feedback=True)),
-        (training, {"zero": 2, **DEVICE, **FEEDBACK, "accumulate": "local"}, Rules(local=True, qgz=True, feedback=True)),
+        (
+            training,
+            {"zero": 2, **DEVICE, **FEEDBACK, "accumulate": "local"},
+            Rules(local=True, qgz=True, feedback=True),
+        ),
         (wide, {"zero": 1, **DEVICE, "grad_dtype": torch.float32}, Rules(local=True)),
         (clipped, {"zero": 3, **NVME}, Rules()),
         (clipped, {"zero": 1, **DEVICE}, Rules(local=True)),
@@ -96,14 +118,23 @@ def test_what_is_thawed_before_the_optimizer_is_built_trains_as_if_it_had_never_
             assert_modelled(results, dataclasses.replace(each, factory=models.llama), rules)
 
 
-DEEP = dataclasses.replace(LLAMA, factory=functools.partial(frozen_llama, ("layers.1.self_attn",), 6))
+DEEP = dataclasses.replace(
+    LLAMA, factory=functools.partial(frozen_llama, ("layers.1.self_attn",), 6)
+)
 
 
 def spilling(rank: int, place: Path) -> Result:
-    """In the least that works for what is not frozen: no room is left for states of what is thawed, and training goes on."""
+    """In the least that works for what is not frozen: no room is left for states of what is thawed,
+    and training goes on."""
     training = shard_of(DEEP, rank, dist.get_world_size())
     nowhere = {"params": 0.0, "optim": 0.0}
-    chosen = {"params": "nvme", "optim": "nvme", "grads": "nvme", "resident": nowhere, "unit_bytes_max": 4096}
+    chosen = {
+        "params": "nvme",
+        "optim": "nvme",
+        "grads": "nvme",
+        "resident": nowhere,
+        "unit_bytes_max": 4096,
+    }
     with pytest.raises(BudgetError) as caught:
         inf.offload(training.model(), inf.Policy(nvme=place, ram=1, **chosen))
     least = int(str(caught.value).split("works is ")[1].split(" bytes")[0])
@@ -114,7 +145,9 @@ def spilling(rank: int, place: Path) -> Result:
     with pytest.raises(BudgetError, match="too small"):
         training.make_optimizer(model)
     optimizer = inf.AdamW(groups, lr=training.lr, weight_decay=training.weight_decay)
-    losses, norms, seen = harness.run_loop(training, model, optimizer, lambda: torch.tensor(0.0), no_sync=handle.no_sync)
+    losses, norms, seen = harness.run_loop(
+        training, model, optimizer, lambda: torch.tensor(0.0), no_sync=handle.no_sync
+    )
     result = Result(losses, norms, seen, harness.values_of(model), handle.stats().spilled_bytes)
     models.loss_of(model, training.batches[0]).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -122,7 +155,9 @@ def spilling(rank: int, place: Path) -> Result:
     return result
 
 
-def test_what_is_thawed_and_held_by_nobody_has_gradients_beside_those_that_spill(tmp_path: Path) -> None:
+def test_what_is_thawed_and_held_by_nobody_has_gradients_beside_those_that_spill(
+    tmp_path: Path,
+) -> None:
     results = on_ranks(spilling, tmp_path / "run", 2)
     assert all(result.stats > 0 for result in results)
     assert_modelled(results, DEEP)
@@ -133,7 +168,9 @@ class Pair(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)) for _ in range(3)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -141,7 +178,9 @@ class Pair(nn.Module):
         return x.square().mean()
 
 
-def pair(frozen: Sequence[str], dtype: torch.dtype = torch.float32, **chosen: Any) -> tuple[Any, inf.Handle]:
+def pair(
+    frozen: Sequence[str], dtype: torch.dtype = torch.float32, **chosen: Any
+) -> tuple[Any, inf.Handle]:
     """An offloaded model, of which parameters whose names begin so are frozen."""
     torch.manual_seed(0)
     model = Pair().to(dtype)
@@ -158,7 +197,8 @@ def backward(model: Any, index: int) -> None:
 
 
 def in_turns(_rank: int, _place: Path | None, **chosen: Any) -> dict[str, torch.Tensor]:
-    """Thawed after some steps, held by a second optimizer then; in between it has gradients that nobody holds; frozen again."""
+    """Thawed after some steps, held by a second optimizer then; in between it has gradients that
+    nobody holds; frozen again."""
     model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
     first = inf.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     optimizers = [first]
@@ -167,7 +207,9 @@ def in_turns(_rank: int, _place: Path | None, **chosen: Any) -> dict[str, torch.
             model.requires_grad_(True)
         if index == 3:
             held = {id(each) for group in first.param_groups for each in group["params"]}
-            optimizers.append(inf.AdamW([each for each in model.parameters() if id(each) not in held], lr=1e-2))
+            optimizers.append(
+                inf.AdamW([each for each in model.parameters() if id(each) not in held], lr=1e-2)
+            )
         model.blocks[1][0].requires_grad_(index != 5)
         with handle.no_sync():
             backward(model, 2 * index)
@@ -210,7 +252,10 @@ def held_too_early(_rank: int, _place: Path) -> list[str]:
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         model.blocks[2].requires_grad_(True)
         backward(model, 0)
-        with pytest.raises(ValueError, match=r"blocks\.2\.1\.weight has a gradient, but was frozen when the optimizer") as caught:
+        with pytest.raises(
+            ValueError,
+            match=r"blocks\.2\.1\.weight has a gradient, but was frozen when the optimizer",
+        ) as caught:
             optimizer.step()
         found.append(str(caught.value))
         handle.close()
@@ -222,7 +267,8 @@ def test_thawed_after_the_optimizer_was_built_it_is_refused_as_on_one_rank(tmp_p
 
 
 def memory(_rank: int, _place: Path) -> list[int]:
-    """What the parts of several ranks hold and the plan counts, before and after an optimizer holds what was thawed."""
+    """What the parts of several ranks hold and the plan counts, before and after an optimizer holds
+    what was thawed."""
     chosen: dict[str, Any] = {"accumulate": "local", **FEEDBACK}
     model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
     before = handle.stats()
@@ -234,7 +280,9 @@ def memory(_rank: int, _place: Path) -> list[int]:
     return [getattr(after, name) - getattr(before, name) for name in parts]
 
 
-def test_what_thawed_gradients_need_on_their_way_is_counted_when_an_optimizer_holds_them(tmp_path: Path) -> None:
+def test_what_thawed_gradients_need_on_their_way_is_counted_when_an_optimizer_holds_them(
+    tmp_path: Path,
+) -> None:
     for whole, feedback, counted in on_ranks(memory, tmp_path / "run", 2):
         assert whole > 0
         assert feedback > 0
@@ -242,7 +290,8 @@ def test_what_thawed_gradients_need_on_their_way_is_counted_when_an_optimizer_ho
 
 
 THAWS: list[Callable[[Any, int], Any]] = [
-    lambda model, rank: model.blocks[1][rank],  # another parameter of one unit, where all were frozen
+    # another parameter of one unit, where all were frozen
+    lambda model, rank: model.blocks[1][rank],
     lambda model, rank: model.blocks[2][1].weight if rank else model.blocks[2][1].bias,
     lambda model, rank: model.blocks[1 + rank],  # another unit
     lambda model, rank: model.blocks[1] if rank else nn.Identity(),  # on one rank alone
@@ -252,15 +301,27 @@ THAWS: list[Callable[[Any, int], Any]] = [
 def thaw_apart(rank: int, _place: Path) -> list[tuple[str, bool]]:
     found = []
     early, local = {"update": "backward", "on_nonfinite": "ignore"}, {**DEVICE, "zero": 1}
-    for chosen, thaws in (({}, THAWS), (local, THAWS[:2]), ({**DEVICE, "zero": 2}, THAWS[:1]), (early, THAWS[1:])):
+    for chosen, thaws in (
+        ({}, THAWS),
+        (local, THAWS[:2]),
+        ({**DEVICE, "zero": 2}, THAWS[:1]),
+        (early, THAWS[1:]),
+    ):
         for of in thaws:
             model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
-            optimizer = inf.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+            optimizer = inf.AdamW(
+                [each for each in model.parameters() if each.requires_grad], lr=1e-2
+            )
             of(model, rank).requires_grad_(True)
             try:
                 if of is not THAWS[-1]:  # where each rank has some to hold
-                    with pytest.raises(ValueError, match="building an optimizer: all ranks do the same"):
-                        inf.AdamW(set(model.parameters()) - set(optimizer.param_groups[0]["params"]), lr=1e-2)
+                    with pytest.raises(
+                        ValueError, match="building an optimizer: all ranks do the same"
+                    ):
+                        inf.AdamW(
+                            set(model.parameters()) - set(optimizer.param_groups[0]["params"]),
+                            lr=1e-2,
+                        )
                 with pytest.raises(RankFailed) as caught:
                     with handle.no_sync():
                         backward(model, 0)
@@ -274,12 +335,15 @@ def thaw_apart(rank: int, _place: Path) -> list[tuple[str, bool]]:
 
 def test_ranks_that_thaw_other_parameters_are_told_so(tmp_path: Path) -> None:
     for told in zip(*on_ranks(thaw_apart, tmp_path / "run", 2), strict=True):
-        assert any(diverged for _, diverged in told) or all("has come to" in text for text, _ in told), told
+        assert any(diverged for _, diverged in told) or all(
+            "has come to" in text for text, _ in told
+        ), told
         assert any("blocks." in text for text, _ in told), told
 
 
 def doubles(_rank: int, _place: Path) -> list[str]:
-    """Models in fp64 may be evaluated; an optimizer is refused, and so is the first gradient without one."""
+    """Models in fp64 may be evaluated; an optimizer is refused, and so is the first gradient
+    without one."""
     found = []
     for frozen, thawed in (((), None), (["blocks"], 2)):
         model, handle = pair(frozen, torch.float64)

@@ -1,4 +1,5 @@
-"""`infinity train` on two ranks, as torchrun starts them: what one rank does on the same global batch, and ends that all see."""
+"""`infinity train` on two ranks, as torchrun starts them: what one rank does on the same global
+batch, and ends that all see."""
 
 from __future__ import annotations
 
@@ -25,9 +26,26 @@ from tests.tiny_llama import TEXT, write_model
 
 TIMEOUT_S = 180
 SMALL = [
-    "--steps", "3", "--seq", "32", "--lr", "1e-3", "--eval-batches", "3", "--dtype", "float32", "--accumulate", "2",
-    "--no-trace", "--eval-every", "2", "--prompt", "In the", "--prompt-tokens", "2",
-]  # fmt: skip
+    "--steps",
+    "3",
+    "--seq",
+    "32",
+    "--lr",
+    "1e-3",
+    "--eval-batches",
+    "3",
+    "--dtype",
+    "float32",
+    "--accumulate",
+    "2",
+    "--no-trace",
+    "--eval-every",
+    "2",
+    "--prompt",
+    "In the",
+    "--prompt-tokens",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -41,15 +59,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(place: Path, out: Path, *more: str) -> list[str]:
-    return ["train", str(place), "--text", str(place / "text.txt"), "--out", str(out), *SMALL, *more]
+    return [
+        "train",
+        str(place),
+        "--text",
+        str(place / "text.txt"),
+        "--out",
+        str(out),
+        *SMALL,
+        *more,
+    ]
 
 
 def on_two_ranks(place: Path, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """`torchrun --nproc-per-node 2 -m infinity train ...` on a free port; whatever it leaves is killed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "infinity"]
+    """`torchrun --nproc-per-node 2 -m infinity train ...` on a free port; whatever it leaves is
+    killed."""
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "infinity",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [*command, *arguments(place, out, *more)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, *arguments(place, out, *more)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         try:
             shown, errors = process.communicate(timeout=TIMEOUT_S)
@@ -66,48 +107,90 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_two_ranks_with_one_row_do_what_one_rank_does_with_two(place: Path, tmp_path: Path) -> None:
-    drives = ["--params", "nvme", "--optim", "nvme", "--nvme", str(place / "drive{local_rank}"), "--ram", "min"]
+    drives = [
+        "--params",
+        "nvme",
+        "--optim",
+        "nvme",
+        "--nvme",
+        str(place / "drive{local_rank}"),
+        "--ram",
+        "min",
+    ]
     two = on_two_ranks(place, tmp_path / "two", "--batch", "1", *drives)
     assert two.returncode == 0, two.stderr
     options = build_parser().parse_args(arguments(place, tmp_path / "one", "--batch", "2"))
     assert run_train(options, Console(file=io.StringIO())) == 0
 
     for kind, value in (("step", "loss"), ("step", "grad_norm"), ("held_out", "loss")):
-        of_one, of_two = ([row[value] for row in records(tmp_path / name, kind)] for name in ("one", "two"))
+        of_one, of_two = (
+            [row[value] for row in records(tmp_path / name, kind)] for name in ("one", "two")
+        )
         assert len(of_two) == 3
         assert of_two == pytest.approx(of_one, rel=1e-4), (kind, value)
     assert [row["tokens"] for row in records(tmp_path / "two", "step")] == [2 * 2 * 32] * 3
-    assert records(tmp_path / "two", "held_out")[0]["windows"] == records(tmp_path / "one", "held_out")[0]["windows"]
+    assert (
+        records(tmp_path / "two", "held_out")[0]["windows"]
+        == records(tmp_path / "one", "held_out")[0]["windows"]
+    )
     (run,) = records(tmp_path / "two", "run")
     assert run["ranks"] == 2
     # Once each: only rank 0 speaks.
-    for said in ("loading /", "on 2 ranks, ZeRO stage 3", "step 1/3", "the trained model is in", "What the run did"):
+    for said in (
+        "loading /",
+        "on 2 ranks, ZeRO stage 3",
+        "step 1/3",
+        "the trained model is in",
+        "What the run did",
+    ):
         assert two.stdout.count(said) == 1, two.stdout
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("one", "two")]
     assert weights[0].keys() == weights[1].keys()
     for name, value in weights[0].items():
-        # AdamW's first steps divide a gradient by its own size: elements whose gradient is rounding noise may differ.
-        assert torch.isclose(weights[1][name], value, rtol=1e-3, atol=2e-5).float().mean() > 0.99, name
+        # AdamW's first steps divide a gradient by its own size: elements whose gradient is rounding
+        # noise may differ.
+        assert torch.isclose(weights[1][name], value, rtol=1e-3, atol=2e-5).float().mean() > 0.99, (
+            name
+        )
     assert [list((place / f"drive{rank}").iterdir()) for rank in range(2)] == [[], []]
 
 
 def test_what_stops_one_rank_stops_both_with_one_message(place: Path, tmp_path: Path) -> None:
     (place / "own0").mkdir()  # rank 1 has none
-    drives = ["--params", "nvme", "--optim", "nvme", "--nvme", str(place / "own{local_rank}"), "--ram", "min"]
+    drives = [
+        "--params",
+        "nvme",
+        "--optim",
+        "nvme",
+        "--nvme",
+        str(place / "own{local_rank}"),
+        "--ram",
+        "min",
+    ]
     found = on_two_ranks(place, tmp_path / "out", *drives)
     assert found.returncode in (1, 2)
-    (message,) = [line for line in (found.stdout + found.stderr).splitlines() if line.startswith("error:")]
+    (message,) = [
+        line for line in (found.stdout + found.stderr).splitlines() if line.startswith("error:")
+    ]
     assert message.startswith("error: rank 1: ")
     assert f"{place}/own1" in message
     assert list((place / "own0").iterdir()) == []
 
 
-# -- the places of ranks -----------------------------------------------------------------------------------------------
+# -- the places of ranks ---------------------------------------------------------------------------
 
-TORCHRUN = {"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+TORCHRUN = {
+    "WORLD_SIZE": "4",
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+}
 
 
-def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert place_of("cpu", TORCHRUN) == Joined(3, 4, 1, "cpu")
     assert place_of("cuda:1", {}) == Joined(device="cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -123,12 +206,20 @@ def test_a_rank_computes_on_the_gpu_of_its_number_or_where_all_are_told_to(monke
     ("device", "change", "message"),
     [
         ("cuda:0", {}, "with --device cuda each has the GPU of its number"),
-        ("cpu", {"MASTER_PORT": None, "RANK": None}, "RANK, MASTER_PORT not: start several ranks with torchrun --nproc-per-node 4"),
+        (
+            "cpu",
+            {"MASTER_PORT": None, "RANK": None},
+            "RANK, MASTER_PORT not: start several ranks with torchrun --nproc-per-node 4",
+        ),
         ("cpu", {"RANK": "first"}, "RANK='first' in the environment is not a number"),
     ],
 )
-def test_an_environment_that_is_not_torchrun_s_names_the_fix(device: str, change: dict[str, str | None], message: str) -> None:
-    environment = {name: value for name, value in {**TORCHRUN, **change}.items() if value is not None}
+def test_an_environment_that_is_not_torchrun_s_names_the_fix(
+    device: str, change: dict[str, str | None], message: str
+) -> None:
+    environment = {
+        name: value for name, value in {**TORCHRUN, **change}.items() if value is not None
+    }
     with pytest.raises(ValueError, match=message), joined(device, environment):
         pass
 

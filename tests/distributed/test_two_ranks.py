@@ -1,4 +1,5 @@
-"""Two ranks over gloo: each unit is split, and training agrees with one rank on the same global batch."""
+"""Two ranks over gloo: each unit is split, and training agrees with one rank on the same global
+batch."""
 
 from __future__ import annotations
 
@@ -52,18 +53,25 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
 
 def test_gradients_that_spill_on_two_ranks_keep_their_bits(tmp_path: Path) -> None:
     """Small units, and nothing resident for having room, so that a small model has to spill."""
-    values = {**PLACEMENTS["nvme"], "unit_bytes_max": 4096, "resident": {"params": 0.0, "optim": 0.0}}
+    values = {
+        **PLACEMENTS["nvme"],
+        "unit_bytes_max": 4096,
+        "resident": {"params": 0.0, "optim": 0.0},
+    }
     plain = [results[0] for results in on_two_ranks(Train(((LLAMA, values),)), tmp_path / "plain")]
     stats = plain[0].stats
     spilling = {**values, "grads": "nvme", "ram": stats["ram_min_bytes"] - stats["grad_bytes"] // 2}
-    spilled = [results[0] for results in on_two_ranks(Train(((LLAMA, spilling),)), tmp_path / "spilled")]
+    spilled = [
+        results[0] for results in on_two_ranks(Train(((LLAMA, spilling),)), tmp_path / "spilled")
+    ]
     for rank in range(WORLD):
         assert spilled[rank].stats["spilled_bytes"] > 0
         harness.assert_equal(spilled[rank], plain[rank])
 
 
 def test_update_modes_on_two_ranks_are_the_deferred_updates_bits(tmp_path: Path) -> None:
-    """An undelayed and an early update are the deferred one; a delayed one does not depend on the placement."""
+    """An undelayed and an early update are the deferred one; a delayed one does not depend on the
+    placement."""
     training = dataclasses.replace(LLAMA, accumulation=1, max_norm=None)
     policies = [
         PLACEMENTS["nvme"],
@@ -83,10 +91,16 @@ def test_update_modes_on_two_ranks_are_the_deferred_updates_bits(tmp_path: Path)
     assert by_policy[4][0].losses != by_policy[0][0].losses
 
 
-def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips(tmp_path: Path) -> None:
+def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips(
+    tmp_path: Path,
+) -> None:
     ahead = {**PLACEMENTS["nvme"], "update": "backward", "generations": 2}
-    trainings = [dataclasses.replace(LLAMA, accumulation=1, max_norm=norm) for norm in (1e6, 0.05, 1.4)]
-    runs = tuple((training, chosen) for training in trainings for chosen in (PLACEMENTS["cpu"], ahead))
+    trainings = [
+        dataclasses.replace(LLAMA, accumulation=1, max_norm=norm) for norm in (1e6, 0.05, 1.4)
+    ]
+    runs = tuple(
+        (training, chosen) for training in trainings for chosen in (PLACEMENTS["cpu"], ahead)
+    )
     found = on_two_ranks(Train(runs), tmp_path / "run")
     for rank in range(WORLD):
         for plain, speculating in zip(found[rank][::2], found[rank][1::2], strict=True):
@@ -95,10 +109,13 @@ def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips
 
 
 def ahead_of_nothing(rank: int, place: Path) -> Any:
-    """Updates ahead of a step that a gradient of rank 1 forbids, beside a plain loop; then a fault on rank 0, which rank 1 does
-    not know of: no step is undone on one rank only."""
+    """Updates ahead of a step that a gradient of rank 1 forbids, beside a plain loop; then a fault
+    on rank 0, which rank 1 does not know of: no step is undone on one rank only."""
     seen = []
-    for chosen in (PLACEMENTS["cpu"], {**PLACEMENTS["nvme"], "update": "backward", "generations": 2, "nvme": place}):
+    for chosen in (
+        PLACEMENTS["cpu"],
+        {**PLACEMENTS["nvme"], "update": "backward", "generations": 2, "nvme": place},
+    ):
         model = inf.offload(models.make(models.llama), inf.Policy(on_nonfinite="skip", **chosen))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         losses = []
@@ -123,7 +140,9 @@ def ahead_of_nothing(rank: int, place: Path) -> Any:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_gradient_of_one_rank_forbids_what_ran_ahead_on_all(tmp_path: Path, world: int) -> None:
-    for (plain, speculating), withdrawn, undone in on_ranks(ahead_of_nothing, tmp_path / "run", world):
+    for (plain, speculating), withdrawn, undone in on_ranks(
+        ahead_of_nothing, tmp_path / "run", world
+    ):
         assert speculating == plain
         assert withdrawn > 0
         assert undone == 0
@@ -133,7 +152,9 @@ FAMILIES = (models.llama, models.gpt2, models.t5, models.lora, models.External, 
 
 
 def test_in_fp32_model_families_on_two_ranks_are_one_rank_within_rounding(tmp_path: Path) -> None:
-    trainings = [Training(factory, steps=2, rows=4, dtype=torch.float32, lr=1e-3) for factory in FAMILIES]
+    trainings = [
+        Training(factory, steps=2, rows=4, dtype=torch.float32, lr=1e-3) for factory in FAMILIES
+    ]
     runs = tuple((training, PLACEMENTS["nvme"]) for training in trainings)
     everything = zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True)
     for training, results in zip(trainings, everything, strict=True):
@@ -143,7 +164,8 @@ def test_in_fp32_model_families_on_two_ranks_are_one_rank_within_rounding(tmp_pa
         one = harness.reference(training)
         assert mean_losses(results) == pytest.approx(one.losses, rel=1e-4), training.factory
         assert results[0].norms == pytest.approx(one.norms, rel=1e-4), training.factory
-        # AdamW's first steps divide a gradient by its own size: elements whose gradient is rounding noise may differ.
+        # AdamW's first steps divide a gradient by its own size: elements whose gradient is rounding
+        # noise may differ.
         for name, value in one.params.items():
             near = torch.isclose(results[0].params[name], value, rtol=1e-3, atol=2e-5)
             assert near.float().mean() > 0.99, (training.factory, name)

@@ -1,4 +1,5 @@
-"""A rank that dies, fails, leaves or does not come ends all others with RankFailed that names it, and nothing hangs."""
+"""A rank that dies, fails, leaves or does not come ends all others with RankFailed that names it,
+and nothing hangs."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ from tests.distributed.watched import End, Ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
-# Ranks that stay alive: one scenario after the other in the same processes, each with an engine of its own.
+# Ranks that stay alive: one scenario after the other in the same processes, each with an engine of
+# its own.
 
 
 def does_not_come(ranks: Ranks) -> Any:
@@ -145,7 +147,11 @@ def leaves_nothing(ranks: Ranks) -> Any:
         dist.destroy_process_group(engine.group)
         del engine
         found.append(
-            (len(threading.enumerate()), len(list(Path("/proc/self/task").iterdir())), watched.descriptors())
+            (
+                len(threading.enumerate()),
+                len(list(Path("/proc/self/task").iterdir())),
+                watched.descriptors(),
+            )
         )
         ranks.sum().wait()
     return found
@@ -224,7 +230,9 @@ def everything(ranks: Ranks) -> dict[str, Any]:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     found = {}
     for job, options in ALIVE.items():
-        with watched.engine(ranks.rank, ranks.world, ranks.place, job.__name__, **options) as engine:
+        with watched.engine(
+            ranks.rank, ranks.world, ranks.place, job.__name__, **options
+        ) as engine:
             found[job.__name__] = job(engine)
         ranks.sum().wait()
     return found
@@ -263,7 +271,9 @@ def test_a_rank_whose_forward_raised_is_named_with_its_message(alive: dict[str, 
         assert "ValueError in forward of layers.3: a bad batch" in str(failure)
 
 
-def test_when_all_ranks_break_off_at_the_same_place_training_goes_on(alive: dict[str, list[Any]]) -> None:
+def test_when_all_ranks_break_off_at_the_same_place_training_goes_on(
+    alive: dict[str, list[Any]],
+) -> None:
     assert alive["all_break_off"] == [None, None, None]
 
 
@@ -273,7 +283,9 @@ def test_ranks_that_break_off_at_different_places_end(alive: dict[str, list[Any]
     assert "ValueError in forward: early" in str(alive["break_off_at_different_places"][0])
 
 
-def test_a_rank_whose_own_work_fails_raises_it_and_the_others_name_it(alive: dict[str, list[Any]]) -> None:
+def test_a_rank_whose_own_work_fails_raises_it_and_the_others_name_it(
+    alive: dict[str, list[Any]],
+) -> None:
     for failure in alive["reads_badly"]:
         assert failure.rank == 1
         assert "rank 1 failed: AioError: no such luck" in str(failure)
@@ -285,7 +297,9 @@ def test_an_error_of_the_call_itself_is_the_ranks_own(alive: dict[str, list[Any]
         assert "rank 1 failed: RuntimeError: sizes differ" in str(failure)
 
 
-def test_a_rank_that_closed_in_order_is_named_by_who_still_waits(alive: dict[str, list[Any]]) -> None:
+def test_a_rank_that_closed_in_order_is_named_by_who_still_waits(
+    alive: dict[str, list[Any]],
+) -> None:
     for failure, done in alive["closes"][::2]:
         assert failure.rank == 1
         assert "rank 1 has closed its engine" in str(failure)
@@ -353,7 +367,8 @@ def ready_then_sums(ranks: Ranks) -> Any:
 
 
 def test_a_rank_that_ended_after_the_death_of_the_store_is_not_blamed(tmp_path: Path) -> None:
-    """Rank 1 cannot publish that it closed: the store went with rank 0. Rank 2 sees both ends at once."""
+    """Rank 1 cannot publish that it closed: the store went with rank 0. Rank 2 sees both ends at
+    once."""
     with watched.started(ready_then_sums, tmp_path, 3) as processes:
         for rank in range(3):
             watched.await_file(tmp_path / f"ready{rank}")
@@ -420,7 +435,9 @@ def far_stopped(ranks: Ranks) -> Any:
 
 
 @pytest.mark.parametrize("job", [stopped, far_stopped])
-def test_a_rank_that_is_stopped_for_less_than_the_limit_has_not_failed(tmp_path: Path, job: Any) -> None:
+def test_a_rank_that_is_stopped_for_less_than_the_limit_has_not_failed(
+    tmp_path: Path, job: Any
+) -> None:
     with watched.started(job, tmp_path, 2) as processes:
         watched.await_file(tmp_path / "stop me")
         os.kill(processes[1].pid, signal.SIGSTOP)
@@ -453,7 +470,9 @@ def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: 
         ends = watched.ends(processes, tmp_path)
     # The outer engine, which watches by pid, closes in order meanwhile.
     assert ends[1 - who].failure().rank == who, ends
-    assert ("no sign of life for 6 s" if who else "has not answered for 6 s") in str(ends[1 - who].result)
+    assert ("no sign of life for 6 s" if who else "has not answered for 6 s") in str(
+        ends[1 - who].result
+    )
 
 
 SCRIPT = """
@@ -475,7 +494,9 @@ lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 """
 
 
-@pytest.mark.parametrize("how", ["broken off", pytest.param("not broken off", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["broken off", pytest.param("not broken off", marks=pytest.mark.slow)]
+)
 def test_interpreters_end_without_close_and_say_so(tmp_path: Path, how: str) -> None:
     """Rank 1 leaves without a word; rank 0 ends with RankFailed and a lane that nobody closed."""
     command = [sys.executable, "-c", SCRIPT]

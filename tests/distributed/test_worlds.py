@@ -39,8 +39,12 @@ def whole(results: Sequence[Result]) -> Result:
     return dataclasses.replace(results[0], losses=mean_losses(results))
 
 
-def trained(runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int) -> list[Result]:
-    return [whole(results) for results in zip(*on_ranks(Train(tuple(runs)), place, world), strict=True)]
+def trained(
+    runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, world: int
+) -> list[Result]:
+    return [
+        whole(results) for results in zip(*on_ranks(Train(tuple(runs)), place, world), strict=True)
+    ]
 
 
 LLAMA = functools.partial(models.llama, 2)
@@ -48,7 +52,9 @@ FP32 = Training(LLAMA, steps=2, rows=12, lr=1e-3, max_norm=0.7, dtype=torch.floa
 
 
 @pytest.mark.parametrize("world", [2, 3, FOUR])
-def test_one_training_at_every_world_size_is_the_same_within_rounding(tmp_path: Path, world: int) -> None:
+def test_one_training_at_every_world_size_is_the_same_within_rounding(
+    tmp_path: Path, world: int
+) -> None:
     """In fp32, and in bf16, where gradients of fewer rows are rounded more often."""
     bf16 = dataclasses.replace(FP32, dtype=torch.bfloat16)
     odd = Training(Odd, steps=2, rows=12, lr=1e-3, dtype=torch.float32)
@@ -63,17 +69,26 @@ def test_one_training_at_every_world_size_is_the_same_within_rounding(tmp_path: 
 
 
 @pytest.mark.parametrize("world", [2, 3, FOUR])
-def test_where_sums_are_exact_every_world_size_gives_the_same_bits(tmp_path: Path, world: int) -> None:
-    """Three ranks: the mean of three equal bf16 gradients is each of them. Two and four: also of different whole numbers."""
+def test_where_sums_are_exact_every_world_size_gives_the_same_bits(
+    tmp_path: Path, world: int
+) -> None:
+    """Three ranks: the mean of three equal bf16 gradients is each of them. Two and four: also of
+    different whole numbers."""
     same = SameTraining(LLAMA, steps=2, rows=2, lr=2e-3, max_norm=1e6)
-    runs: list[tuple[Training, dict[str, Any]]] = [(dataclasses.replace(same, copies=world), stage) for stage in STAGES]
+    runs: list[tuple[Training, dict[str, Any]]] = [
+        (dataclasses.replace(same, copies=world), stage) for stage in STAGES
+    ]
     compact = {**STAGES[0], "state": "compact"}
     runs.append((dataclasses.replace(same, copies=world), compact))
     sums = SumsTraining(Sums, steps=3, rows=8, lr=2e-3, max_norm=1e6)
     if world % 2 == 0:
         runs += [(sums, stage) for stage in (*STAGES, compact)]
     for (training, chosen), ours in zip(runs, trained(runs, tmp_path / "run", world), strict=True):
-        alone = dataclasses.replace(training, copies=1) if isinstance(training, SameTraining) else training
+        alone = (
+            dataclasses.replace(training, copies=1)
+            if isinstance(training, SameTraining)
+            else training
+        )
         with named(type(training), chosen):
             one = harness.offloaded(alone, inf.Policy(state=chosen.get("state", "exact")))
             assert ours.norms == pytest.approx(one.norms, rel=1e-5)
@@ -82,21 +97,40 @@ def test_where_sums_are_exact_every_world_size_gives_the_same_bits(tmp_path: Pat
             harness.assert_equal(Result([], [], [], ours.params), Result([], [], [], one.params))
 
 
-ROUTED = RoutedTraining(Routed, steps=2, rows=6, lr=1e-3, dtype=torch.float32, no_sync=True, max_norm=0.5)
+ROUTED = RoutedTraining(
+    Routed, steps=2, rows=6, lr=1e-3, dtype=torch.float32, no_sync=True, max_norm=0.5
+)
 TRAININGS: tuple[Training, ...] = (
-    Training(LLAMA, steps=2, accumulation=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=0.5, no_sync=True),
+    Training(
+        LLAMA,
+        steps=2,
+        accumulation=2,
+        rows=6,
+        lr=1e-3,
+        dtype=torch.float32,
+        max_norm=0.5,
+        no_sync=True,
+    ),
     ROUTED,
     Training(functools.partial(models.lora, 2), steps=2, rows=6, lr=1e-3, dtype=torch.float32),
-    Training(models.gpt2, steps=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=None, groups=True),
+    Training(
+        models.gpt2, steps=2, rows=6, lr=1e-3, dtype=torch.float32, max_norm=None, groups=True
+    ),
     Training(LLAMA, steps=2, rows=6, lr=1e-3, dtype=torch.float32, checkpointing=False),
     Training(LLAMA, steps=2, accumulation=2, rows=6, lr=1e-3, max_norm=0.5, no_sync=True),
 )
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_every_stage_is_ddp_with_the_same_update_within_rounding(tmp_path: Path, world: int) -> None:
-    """Clipping, accumulation with no_sync, schedules, experts that some ranks do not use, frozen and tied weights."""
-    theirs = [whole(results) for results in zip(*on_ranks(Ddp(TRAININGS), tmp_path / "ddp", world), strict=True)]
+def test_every_stage_is_ddp_with_the_same_update_within_rounding(
+    tmp_path: Path, world: int
+) -> None:
+    """Clipping, accumulation with no_sync, schedules, experts that some ranks do not use, frozen
+    and tied weights."""
+    theirs = [
+        whole(results)
+        for results in zip(*on_ranks(Ddp(TRAININGS), tmp_path / "ddp", world), strict=True)
+    ]
     stages = STAGES if world == 2 else STAGES[::2]
     runs = [(training, stage) for stage in stages for training in TRAININGS]
     for (training, stage), ours in zip(runs, trained(runs, tmp_path / "run", world), strict=True):

@@ -1,4 +1,5 @@
-"""ZeRO++: secondary shards keep every bit; quantized weights and gradients are those of a plain model that rounds alike."""
+"""ZeRO++: secondary shards keep every bit; quantized weights and gradients are those of a plain
+model that rounds alike."""
 
 from __future__ import annotations
 
@@ -29,15 +30,22 @@ STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
 STAGE2: dict[str, Any] = {"zero": 2, "params": "device", "optim": "cpu"}
 LLAMA = Training(models.llama, steps=2, rows=4, lr=2e-3, max_norm=0.7)
 ODD = Training(Odd, steps=2, rows=4, lr=2e-3, no_sync=True)
-COMM = tuple(f"comm_{lane}_{where}_bytes" for where in ("across", "inside") for lane in ("gather", "reduce"))
+COMM = tuple(
+    f"comm_{lane}_{where}_bytes" for where in ("across", "inside") for lane in ("gather", "reduce")
+)
 
 
 def trained(
-    runs: Sequence[tuple[Training, dict[str, Any]]], place: Path, mesh: tuple[int, int], held: tuple[str, ...] = ()
+    runs: Sequence[tuple[Training, dict[str, Any]]],
+    place: Path,
+    mesh: tuple[int, int],
+    held: tuple[str, ...] = (),
 ) -> list[list[Result]]:
     """The results of each run, by rank; ranks agree."""
     job = Train(tuple(runs), held=held, mesh=mesh)
-    found = [list(results) for results in zip(*on_ranks(job, place, mesh[0] * mesh[1]), strict=True)]
+    found = [
+        list(results) for results in zip(*on_ranks(job, place, mesh[0] * mesh[1]), strict=True)
+    ]
     for (_, chosen), results in zip(runs, found, strict=True):
         with named(chosen):
             assert_ranks_agree(results)
@@ -46,13 +54,31 @@ def trained(
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_secondary_shards_change_no_bit(tmp_path: Path, mesh: tuple[int, int]) -> None:
-    """They hold what was gathered until the weights change: several micro-batches, recomputed forwards, updates during backward."""
-    trainings = [LLAMA, dataclasses.replace(LLAMA, accumulation=3, no_sync=True), dataclasses.replace(LLAMA, checkpointing=False)]
-    policies = [STAGE3, {**STAGE3, "update": "backward", "generations": 2}, {"params": "cpu"}, {"params": "device"}]
-    runs = [(training, {**policies[0], "hpz": hpz}) for training in trainings for hpz in (None, "device", "cpu")]
+    """They hold what was gathered until the weights change: several micro-batches, recomputed
+    forwards, updates during backward."""
+    trainings = [
+        LLAMA,
+        dataclasses.replace(LLAMA, accumulation=3, no_sync=True),
+        dataclasses.replace(LLAMA, checkpointing=False),
+    ]
+    policies = [
+        STAGE3,
+        {**STAGE3, "update": "backward", "generations": 2},
+        {"params": "cpu"},
+        {"params": "device"},
+    ]
+    runs = [
+        (training, {**policies[0], "hpz": hpz})
+        for training in trainings
+        for hpz in (None, "device", "cpu")
+    ]
     runs += [(LLAMA, {**policy, "hpz": "cpu"}) for policy in policies[1:]]
     found = trained(runs, tmp_path / "run", mesh)
-    plain = {training: results for (training, values), results in zip(runs, found, strict=True) if values["hpz"] is None}
+    plain = {
+        training: results
+        for (training, values), results in zip(runs, found, strict=True)
+        if values["hpz"] is None
+    }
     for (training, chosen), results in zip(runs, found, strict=True):
         for ours, theirs in zip(results, plain[training], strict=True):
             with named(chosen):
@@ -60,19 +86,27 @@ def test_secondary_shards_change_no_bit(tmp_path: Path, mesh: tuple[int, int]) -
     assert_modelled(plain[LLAMA], LLAMA, Rules(nodes=mesh[0]))
 
 
-def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else(tmp_path: Path) -> None:
-    """An update takes masters from what rests, never from weights that travelled as int8; what is kept is of the step that computes,
-    also where that is not the newest."""
+def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """An update takes masters from what rests, never from weights that travelled as int8; what is
+    kept is of the step that computes, also where that is not the newest."""
     training = dataclasses.replace(LLAMA, steps=4, accumulation=1, max_norm=None)
     late = {"update": "delayed", "delayed_warmup": 1}
     groups = [
-        [{"qwz": True}, {"qwz": True, "update": "backward"}, {"qwz": True, "update": "backward", "generations": 2},
-         {"qwz": True, "hpz": "cpu", "update": "backward"}],
+        [
+            {"qwz": True},
+            {"qwz": True, "update": "backward"},
+            {"qwz": True, "update": "backward", "generations": 2},
+            {"qwz": True, "hpz": "cpu", "update": "backward"},
+        ],
         [late, {**late, "hpz": "cpu"}, {**late, "hpz": "device"}],
         [{**late, "qwz": True}, {**late, "qwz": True, "hpz": "cpu"}],
-    ]  # fmt: skip
+    ]
     chosen = [values for group in groups for values in group]
-    found = iter(trained([(training, {**STAGE3, **values}) for values in chosen], tmp_path / "run", (2, 1)))
+    found = iter(
+        trained([(training, {**STAGE3, **values}) for values in chosen], tmp_path / "run", (2, 1))
+    )
     for group in groups:
         first, *others = [next(found) for _ in group]
         for values, results in zip(group[1:], others, strict=True):
@@ -82,7 +116,9 @@ def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_quantized_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp_path: Path, mesh: tuple[int, int]) -> None:
+def test_quantized_weights_and_gradients_are_a_plain_model_that_rounds_alike(
+    tmp_path: Path, mesh: tuple[int, int]
+) -> None:
     """Masters are exact: only what computes, or what travels, is rounded."""
     routed = RoutedTraining(Routed, steps=2, rows=12, lr=2e-3)
     wide = dataclasses.replace(LLAMA, grad_dtype=torch.float32)
@@ -93,13 +129,20 @@ def test_quantized_weights_and_gradients_are_a_plain_model_that_rounds_alike(tmp
         (LLAMA, {**STAGE3, "qgz": True}, Rules(qgz=True)),
         (LLAMA, {**STAGE2, "qgz": True}, Rules(qgz=True)),
         (ODD, {"qgz": True, "zero": 2, "params": "device"}, Rules(qgz=True)),
-        (dataclasses.replace(LLAMA, no_sync=True), {"qgz": True, "zero": 1, "params": "device"}, Rules(qgz=True, local=True)),
+        (
+            dataclasses.replace(LLAMA, no_sync=True),
+            {"qgz": True, "zero": 1, "params": "device"},
+            Rules(qgz=True, local=True),
+        ),
         (wide, {"qgz": True, "grad_dtype": torch.float32}, Rules(qgz=True)),
         (routed, {"qgz": True, "qwz": True}, Rules(qgz=True, qwz=True)),
         (LLAMA, {**STAGE3, "qgz": True, "error_feedback": True}, Rules(qgz=True, feedback=True)),
-        (LLAMA, {**STAGE3, "qwz": True, "hpz": "device", "qgz": True, "error_feedback": True},
-         Rules(qwz=True, qgz=True, feedback=True)),
-    ]  # fmt: skip
+        (
+            LLAMA,
+            {**STAGE3, "qwz": True, "hpz": "device", "qgz": True, "error_feedback": True},
+            Rules(qwz=True, qgz=True, feedback=True),
+        ),
+    ]
     found = trained([(training, chosen) for training, chosen, _ in runs], tmp_path / "run", mesh)
     for (training, chosen, rules), results in zip(runs, found, strict=True):
         with named(chosen):
@@ -110,8 +153,8 @@ Weights = dict[str, torch.Tensor]
 
 
 def weights_in_forward(rank: int, place: Path) -> list[tuple[Weights, Weights, Weights, Weights]]:
-    """The weights that a training forward computes with, before a step and after it; those that evaluation does, those that the
-    state dict shows, and the masters."""
+    """The weights that a training forward computes with, before a step and after it; those that
+    evaluation does, those that the state dict shows, and the masters."""
     model = models.make(models.llama)
     seen: Weights = {}
     for name, module in model.named_modules():
@@ -130,7 +173,14 @@ def weights_in_forward(rank: int, place: Path) -> list[tuple[Weights, Weights, W
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        found.append((dict(seen), evaluated, {name: shown[name] for name in seen}, {name: masters[name] for name in seen}))
+        found.append(
+            (
+                dict(seen),
+                evaluated,
+                {name: shown[name] for name in seen},
+                {name: masters[name] for name in seen},
+            )
+        )
     handle.close()
     return found
 
@@ -138,7 +188,10 @@ def weights_in_forward(rank: int, place: Path) -> list[tuple[Weights, Weights, W
 def masters_of(model: torch.nn.Module) -> Weights:
     """The fp32 masters; collective."""
     handle = inf.handle(model)
-    return {name: handle.optimizer_state(param)["master"].clone() for name, param in model.named_parameters()}
+    return {
+        name: handle.optimizer_state(param)["master"].clone()
+        for name, param in model.named_parameters()
+    }
 
 
 def _look(seen: Weights, name: str, module: Any, *_: Any) -> None:
@@ -162,13 +215,19 @@ def test_all_ranks_compute_with_the_same_int8_groups_of_the_exact_weights(tmp_pa
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-STAGES: list[dict[str, Any]] = [STAGE3, STAGE2, {"params": "device"}, {"params": "cpu", "hpz": "cpu"}]
+STAGES: list[dict[str, Any]] = [
+    STAGE3,
+    STAGE2,
+    {"params": "device"},
+    {"params": "cpu", "hpz": "cpu"},
+]
 ROW, COLUMNS, WRITTEN = 1, slice(3, 7), 0.15625
 
 
 @dataclasses.dataclass
 class Shown:
-    """What a window, a read and an export show of the weights, and what a partial write made of the masters."""
+    """What a window, a read and an export show of the weights, and what a partial write made of the
+    masters."""
 
     window: Weights
     read: Weights
@@ -180,7 +239,8 @@ class Shown:
 
 
 def shown_and_written(rank: int, place: Path) -> list[Shown]:
-    """For each of STAGES: one step, so that masters are finer than weights; then windows, reads, an export and a partial write."""
+    """For each of STAGES: one step, so that masters are finer than weights; then windows, reads, an
+    export and a partial write."""
     found = []
     batch = models.token_batches(1, seed=rank)[0]
     for index, stage in enumerate(STAGES):
@@ -204,7 +264,10 @@ def shown_and_written(rank: int, place: Path) -> list[Shown]:
             weight[ROW, COLUMNS] = WRITTEN
         after = masters_of(model)
         losses.append(_step(model, optimizer, batch))
-        with handle.gather(weight), pytest.raises(RuntimeError, match=r"beside handle\.gather\(\).*qwz=True") as refused:
+        with (
+            handle.gather(weight),
+            pytest.raises(RuntimeError, match=r"beside handle\.gather\(\).*qwz=True") as refused,
+        ):
             models.loss_of(model, batch)
         handle.close()
         exported = load_file(place / f"out{index}" / "model.safetensors")
@@ -223,8 +286,11 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: model
     return float(loss)
 
 
-def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_nothing_else(tmp_path: Path) -> None:
-    """Although passes before them gathered the same units in int8 groups; a training pass inside a window is refused."""
+def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_nothing_else(
+    tmp_path: Path,
+) -> None:
+    """Although passes before them gathered the same units in int8 groups; a training pass inside a
+    window is refused."""
     results = on_ranks(shown_and_written, tmp_path / "run", 2)
     for rank, stages in enumerate(results):
         for stage, shown, first in zip(STAGES, stages, results[0], strict=True):
@@ -236,7 +302,8 @@ def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_n
                     assert torch.equal(shown.exported[name], exact), name
                     wanted = master.clone()
                     if name == WEIGHT:
-                        assert not torch.equal(master, exact.float())  # or neighbours could not lose anything
+                        # or neighbours could not lose anything
+                        assert not torch.equal(master, exact.float())
                         wanted[ROW, COLUMNS] = WRITTEN
                         assert not torch.equal(wanted, master)
                     assert torch.equal(shown.after[name], wanted), name
@@ -249,12 +316,17 @@ LEARNING = Training(models.llama, steps=12, rows=4, lr=3e-3, accumulation=1)
 
 
 def test_training_with_every_switch_learns_as_plain_training_does(tmp_path: Path) -> None:
-    """The same batch again and again: the loss falls, near that of the plain run. Two micro-batches see what rounding lost."""
+    """The same batch again and again: the loss falls, near that of the plain run. Two micro-batches
+    see what rounding lost."""
     switches: list[dict[str, Any]] = [
         {}, {"qwz": True}, {"qgz": True}, {"qgz": True, "error_feedback": True},
         {"qwz": True, "hpz": "cpu", "qgz": True, "error_feedback": True},
     ]  # fmt: skip
-    found = trained([(Repeated(**vars(LEARNING)), {"params": "cpu", **chosen}) for chosen in switches], tmp_path / "run", (2, 1))
+    found = trained(
+        [(Repeated(**vars(LEARNING)), {"params": "cpu", **chosen}) for chosen in switches],
+        tmp_path / "run",
+        (2, 1),
+    )
     plain = found[0][0].losses
     for chosen, results in zip(switches, found, strict=True):
         losses = results[0].losses
@@ -272,8 +344,11 @@ class Repeated(Training):
         return [super().batches[0]] * (self.steps * self.accumulation)
 
 
-def gradients_of_rounds(rank: int, place: Path) -> dict[bool, tuple[torch.Tensor, torch.Tensor, float]]:
-    """With feedback and without: what came of each rounds' gradient of one weight, the true means, and the largest step of int4."""
+def gradients_of_rounds(
+    rank: int, place: Path
+) -> dict[bool, tuple[torch.Tensor, torch.Tensor, float]]:
+    """With feedback and without: what came of each rounds' gradient of one weight, the true means,
+    and the largest step of int4."""
     found = {}
     for feedback in (False, True):
         torch.manual_seed(0)
@@ -282,7 +357,10 @@ def gradients_of_rounds(rank: int, place: Path) -> dict[bool, tuple[torch.Tensor
         optimizer = inf.SGD(model.parameters(), lr=0.0)
         came, true, step = torch.zeros(32, 96), torch.zeros(32, 96), 0.0
         for round_ in range(24):
-            mine = [torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * round_ + other)) for other in range(2)]
+            mine = [
+                torch.randn(8, 96, generator=torch.Generator().manual_seed(100 * round_ + other))
+                for other in range(2)
+            ]
             model(mine[rank]).square().mean().backward()
             gradient = inf.handle(model).full_grad(model[0].weight)
             assert gradient is not None
@@ -298,8 +376,8 @@ def gradients_of_rounds(rank: int, place: Path) -> dict[bool, tuple[torch.Tensor
 
 
 def test_error_feedback_keeps_the_sum_of_gradients_true(tmp_path: Path) -> None:
-    """Without it errors of half a step add up at random; with it only the last round's is missing: half a step, and a little more
-    for what it was added to."""
+    """Without it errors of half a step add up at random; with it only the last round's is missing:
+    half a step, and a little more for what it was added to."""
     for found in on_ranks(gradients_of_rounds, tmp_path / "run", 2):
         (came, true, step), (plain, _, _) = found[True], found[False]
         assert (came - true).abs().max() <= 1.3 * step
@@ -307,28 +385,50 @@ def test_error_feedback_keeps_the_sum_of_gradients_true(tmp_path: Path) -> None:
         assert (plain - true).abs().max() <= 24 * 0.51 * step
 
 
-@pytest.mark.parametrize("mesh", [pytest.param((2, 2), id="2x2", marks=pytest.mark.ranks), pytest.param((2, 1), id="2x1")])
-def test_volume_across_nodes_is_what_the_paper_counts(tmp_path: Path, mesh: tuple[int, int]) -> None:
-    """Of one step, in units of what a reduction of bf16 sends: int8 halves a gather, hpz spares that of backward, int4 quarters the
-    reduction. Scales of 64 values take 2 bytes. A step is what three send more than two: so what the state dict gathers at the
-    end, exact, does not count."""
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param((2, 2), id="2x2", marks=pytest.mark.ranks), pytest.param((2, 1), id="2x1")],
+)
+def test_volume_across_nodes_is_what_the_paper_counts(
+    tmp_path: Path, mesh: tuple[int, int]
+) -> None:
+    """Of one step, in units of what a reduction of bf16 sends: int8 halves a gather, hpz spares
+    that of backward, int4 quarters the reduction. Scales of 64 values take 2 bytes. A step is what
+    three send more than two: so what the state dict gathers at the end, exact, does not count."""
     switches: list[dict[str, Any]] = [
         {}, {"qwz": True}, {"hpz": "cpu"}, {"qgz": True}, {"qwz": True, "hpz": "cpu", "qgz": True},
     ]  # fmt: skip
-    lengths = [Training(models.llama, steps=steps, rows=4, lr=1e-3, accumulation=1, max_norm=None) for steps in (2, 3)]
-    runs = [(length, {**STAGE3, "resident": {"params": 0.0}, **chosen}) for chosen in switches for length in lengths]
+    lengths = [
+        Training(models.llama, steps=steps, rows=4, lr=1e-3, accumulation=1, max_norm=None)
+        for steps in (2, 3)
+    ]
+    runs = [
+        (length, {**STAGE3, "resident": {"params": 0.0}, **chosen})
+        for chosen in switches
+        for length in lengths
+    ]
     found = trained(runs, tmp_path / "run", mesh, held=COMM)
-    total = [[sum(result.stats[name] for result in results) for name in COMM[:2]] for results in found]
+    total = [
+        [sum(result.stats[name] for result in results) for name in COMM[:2]] for results in found
+    ]
     sent = [
-        [more - less for less, more in zip(two, three, strict=True)] for two, three in zip(total[::2], total[1::2], strict=True)
+        [more - less for less, more in zip(two, three, strict=True)]
+        for two, three in zip(total[::2], total[1::2], strict=True)
     ]
     gather, reduction = sent[0]
     assert 1.3 * reduction < gather < 2.05 * reduction  # what backward begins with has stayed
     int8, int4 = 66 / 128, 34 / 128
-    wanted = [(gather, reduction), (int8 * gather, reduction), (reduction, reduction), (gather, int4 * reduction),
-              (int8 * reduction, int4 * reduction)]  # fmt: skip
+    wanted = [
+        (gather, reduction),
+        (int8 * gather, reduction),
+        (reduction, reduction),
+        (gather, int4 * reduction),
+        (int8 * reduction, int4 * reduction),
+    ]
     for chosen, measured, expected in zip(switches, sent, wanted, strict=True):
         with named(chosen):
             assert measured == pytest.approx(expected, rel=0.05)
     if mesh[1] == 1:
-        assert all(result.stats[name] == 0 for results in found for result in results for name in COMM[2:])
+        assert all(
+            result.stats[name] == 0 for results in found for result in results for name in COMM[2:]
+        )

@@ -1,4 +1,5 @@
-"""Ranks that may die: processes of their own, each with a topology, a watch and a lane, and what became of every one."""
+"""Ranks that may die: processes of their own, each with a topology, a watch and a lane, and what
+became of every one."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ Job = Callable[["Ranks"], Any]
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a rank ended: `exit_code` is the process's, `result` what its job returned, `error` what it raised."""
+    """How a rank ended: `exit_code` is the process's, `result` what its job returned, `error` what
+    it raised."""
 
     exit_code: int
     result: Any
@@ -89,7 +91,9 @@ def await_file(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def engine(rank: int, world: int, place: Path, name: str = "engine", **options: Any) -> Iterator[Ranks]:
+def engine(
+    rank: int, world: int, place: Path, name: str = "engine", **options: Any
+) -> Iterator[Ranks]:
     """A watch and a lane, closed at the end."""
     options = {"timeout_s": 60.0, **options}
     watchdog = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
@@ -125,7 +129,8 @@ def started(job: Job, place: Path, world: int, **options: Any) -> Iterator[list[
         init = f"tcp://127.0.0.1:{free.getsockname()[1]}"
     context = mp.get_context(forks.METHOD)
     processes = [
-        context.Process(target=_main, args=(rank, world, place, init, job, options)) for rank in range(world)
+        context.Process(target=_main, args=(rank, world, place, init, job, options))
+        for rank in range(world)
     ]
     try:
         for process in processes:

@@ -1,4 +1,5 @@
-"""What users switch on in the model itself: attention kernels, generation with its caches, compiled blocks."""
+"""What users switch on in the model itself: attention kernels, generation with its caches, compiled
+blocks."""
 
 from __future__ import annotations
 
@@ -32,18 +33,21 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-# -- attention ---------------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_sdpa_trains_as_the_plain_loop_does(kernel: str, place: str, device: str, tmp_path: Path) -> None:
+def test_sdpa_trains_as_the_plain_loop_does(
+    kernel: str, place: str, device: str, tmp_path: Path
+) -> None:
     if device == "cpu" and kernel not in ("MATH", "FLASH_ATTENTION"):
         pytest.skip(f"there is no {kernel} on the CPU")
     if device == "cuda":
         # With warn_only the fused kernels' backward sums in any order.
         torch.use_deterministic_algorithms(True, warn_only=False)
-    training = Training(functools.partial(sdpa_llama), steps=3, device=device)  # a factory of its own: references are cached
+    # a factory of its own: references are cached
+    training = Training(functools.partial(sdpa_llama), steps=3, device=device)
     chosen = policy(tmp_path, **(MIN if place == "nvme" else {"params": "cpu", "optim": "cpu"}))
     with sdpa_kernel(getattr(SDPBackend, kernel)):
         try:
@@ -59,10 +63,12 @@ def test_sdpa_trains_as_the_plain_loop_does(kernel: str, place: str, device: str
 def test_sdpa_under_checkpointing(checkpointing: bool, device: str, tmp_path: Path) -> None:
     training = Training(sdpa_llama, checkpointing=checkpointing, device=device)
     with sdpa_kernel(SDPBackend.MATH):
-        harness.assert_equal(harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training))
+        harness.assert_equal(
+            harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training)
+        )
 
 
-# -- generation --------------------------------------------------------------------------------------------------------------
+# -- generation ------------------------------------------------------------------------------------
 
 CACHES: dict[str, dict[str, Any]] = {
     "dynamic": {"cache_implementation": "dynamic"},
@@ -73,13 +79,20 @@ CACHES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_generation_gives_the_plain_models_tokens_before_and_after_a_step(cache: str, device: str, tmp_path: Path) -> None:
+def test_generation_gives_the_plain_models_tokens_before_and_after_a_step(
+    cache: str, device: str, tmp_path: Path
+) -> None:
     training = Training(sdpa_llama, device=device)
 
     def generate(model: Any) -> list[Any]:
         model.eval()
         ids = IDS.to(device)
-        options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids), **CACHES[cache]}
+        options = {
+            "max_new_tokens": 5,
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+            **CACHES[cache],
+        }
         tokens = model.generate(input_ids=ids, **options).tolist()
         model.train()
         return tokens
@@ -100,7 +113,8 @@ def test_generation_gives_the_plain_models_tokens_before_and_after_a_step(cache:
 
 
 def test_prefill_and_decoding_with_a_cache_of_the_users_own(device: str, tmp_path: Path) -> None:
-    """Logits token by token, as serving loops take them; the cache outlives the forwards that filled it."""
+    """Logits token by token, as serving loops take them; the cache outlives the forwards that
+    filled it."""
 
     def decode(model: Any) -> list[torch.Tensor]:
         found = []
@@ -121,11 +135,14 @@ def test_prefill_and_decoding_with_a_cache_of_the_users_own(device: str, tmp_pat
         inf.handle(model).close()
 
 
-# -- torch.compile -----------------------------------------------------------------------------------------------------------
+# -- torch.compile ---------------------------------------------------------------------------------
 
 
-def compiled(backend: Any, factory: Callable[[], nn.Module], *, whole_block: bool) -> Callable[[], nn.Module]:
-    """The factory with every block compiled: its forward (inside the engine's hooks), or the call with its hooks."""
+def compiled(
+    backend: Any, factory: Callable[[], nn.Module], *, whole_block: bool
+) -> Callable[[], nn.Module]:
+    """The factory with every block compiled: its forward (inside the engine's hooks), or the call
+    with its hooks."""
 
     def make() -> nn.Module:
         model: Any = factory()
@@ -140,7 +157,9 @@ def compiled(backend: Any, factory: Callable[[], nn.Module], *, whole_block: boo
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("whole_block", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "block"])
+@pytest.mark.parametrize(
+    "whole_block", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "block"]
+)
 @pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "checkpointed"])
 def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
     checkpointing: bool | None, whole_block: bool, device: str, tmp_path: Path
@@ -157,8 +176,11 @@ def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
 
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_blocks_are_compiled_once_though_their_parameters_come_and_go(place: str, device: str, tmp_path: Path) -> None:
-    """A gather must not look like a change to the compiler's guards, or every step would compile anew."""
+def test_blocks_are_compiled_once_though_their_parameters_come_and_go(
+    place: str, device: str, tmp_path: Path
+) -> None:
+    """A gather must not look like a change to the compiler's guards, or every step would compile
+    anew."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     chosen = policy(tmp_path, **(MIN if place == "nvme" else {"params": "cpu", "optim": "cpu"}))
     with harness.one_thread():
@@ -180,7 +202,9 @@ def test_blocks_are_compiled_once_though_their_parameters_come_and_go(place: str
 def test_inductor_compiles_blocks_on_a_gpu(cuda: str, tmp_path: Path) -> None:
     training = Training(compiled("inductor", sdpa_llama, whole_block=False), device=cuda)
     with sdpa_kernel(SDPBackend.MATH):
-        harness.assert_equal(harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training))
+        harness.assert_equal(
+            harness.offloaded(training, policy(tmp_path, **MIN)), harness.reference(training)
+        )
 
 
 @pytest.mark.usefixtures("fresh_compiler")

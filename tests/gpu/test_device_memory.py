@@ -1,4 +1,5 @@
-"""Device memory: bounded by what `infinity plan` says, flat in the number of layers, never fragmented, all given back."""
+"""Device memory: bounded by what `infinity plan` says, flat in the number of layers, never
+fragmented, all given back."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ PLACES: dict[str, dict[str, Any]] = {
     "device": {"params": "device", "optim": "cpu"},
 }
 MODES: dict[str, dict[str, Any]] = {
-    "deferred": {}, "backward": {"update": "backward"}, "delayed": {"update": "delayed", "delayed_warmup": 0},
-}  # fmt: skip
+    "deferred": {},
+    "backward": {"update": "backward"},
+    "delayed": {"update": "delayed", "delayed_warmup": 0},
+}
 
 
 @dataclasses.dataclass
@@ -53,7 +56,8 @@ class Rig:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was allocated since the model was offloaded, beyond what was there before."""
+        """The most that was allocated since the model was offloaded, beyond what was there
+        before."""
         return torch.cuda.max_memory_allocated() - self.before_bytes
 
 
@@ -71,10 +75,14 @@ def rig(chosen: inf.Policy, layers: int) -> Rig:
     warm_up()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model: Any = models.make(lambda: models.llama(layers=layers, hidden=HIDDEN, attn_implementation="sdpa"))
+    model: Any = models.make(
+        lambda: models.llama(layers=layers, hidden=HIDDEN, attn_implementation="sdpa")
+    )
     values = dict(model.state_dict())
     with torch.device("meta"):
-        model = models.make(lambda: models.llama(layers=layers, hidden=HIDDEN, attn_implementation="sdpa"))
+        model = models.make(
+            lambda: models.llama(layers=layers, hidden=HIDDEN, attn_implementation="sdpa")
+        )
     model.gradient_checkpointing_enable({"use_reentrant": False})
     shape = shape_of(model)
     torch.cuda.reset_peak_memory_stats()
@@ -100,7 +108,9 @@ def planned_bytes(made: Rig, chosen: inf.Policy) -> float:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_peak_is_within_the_plan(place: str, mode: str, cuda: str, tmp_path: Path, close_all: list[Rig]) -> None:
+def test_the_peak_is_within_the_plan(
+    place: str, mode: str, cuda: str, tmp_path: Path, close_all: list[Rig]
+) -> None:
     chosen = policy(tmp_path, **PLACES[place], **MODES[mode])
     made = rig(chosen, 16)
     close_all.append(made)
@@ -109,14 +119,19 @@ def test_the_peak_is_within_the_plan(place: str, mode: str, cuda: str, tmp_path:
     stats = inf.handle(made.model).stats()
     planned = planned_bytes(made, chosen)
     counted = stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak
-    print(f"{place} {mode}: peak {made.peak_bytes / MIB:.1f} MiB, planned {planned / MIB:.1f}, counted {counted / MIB:.1f}")
+    print(
+        f"{place} {mode}: peak {made.peak_bytes / MIB:.1f} MiB, planned {planned / MIB:.1f}, counted {counted / MIB:.1f}"
+    )
     assert made.peak_bytes <= planned + 2 * MIB
     if place != "device":
-        assert made.peak_bytes < 2 * stats.params  # less than the parameters: or nothing was offloaded
+        # less than the parameters: or nothing was offloaded
+        assert made.peak_bytes < 2 * stats.params
 
 
 @pytest.mark.parametrize("place", ["cpu", "nvme"])
-def test_the_peak_is_flat_in_the_number_of_layers(place: str, cuda: str, tmp_path: Path, close_all: list[Rig]) -> None:
+def test_the_peak_is_flat_in_the_number_of_layers(
+    place: str, cuda: str, tmp_path: Path, close_all: list[Rig]
+) -> None:
     peaks = []
     for layers in (4, 16):
         made = rig(policy(tmp_path, **PLACES[place]), layers)
@@ -133,7 +148,8 @@ def test_the_peak_is_flat_in_the_number_of_layers(place: str, cuda: str, tmp_pat
 def test_fifty_steps_of_changing_lengths_leave_no_holes(
     place: str, cuda: str, tmp_path: Path, close_all: list[Rig]
 ) -> None:
-    """Reserved memory that no tensor uses is what an allocator lost to holes; gathers must not make it grow."""
+    """Reserved memory that no tensor uses is what an allocator lost to holes; gathers must not make
+    it grow."""
     made = rig(policy(tmp_path, **PLACES[place]), 8)
     close_all.append(made)
     torch.cuda.reset_peak_memory_stats()
@@ -154,7 +170,9 @@ def test_fifty_steps_of_changing_lengths_leave_no_holes(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_step_after_the_first_two_pins_memory(mode: str, cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_step_after_the_first_two_pins_memory(
+    mode: str, cuda: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     allocations = test_memory.Allocations(monkeypatch)
     made = rig(policy(tmp_path, **PLACES["nvme"], **MODES[mode]), 4)
     seen = []
@@ -162,7 +180,12 @@ def test_no_step_after_the_first_two_pins_memory(mode: str, cuda: str, tmp_path:
         made.step(number)
         inf.handle(made.model).flush()
         # What torch itself pins, besides: each block that it asks of the driver is counted.
-        seen.append({**allocations.now(), "pinned by torch": torch.cuda.memory.host_memory_stats()["num_host_alloc"]})
+        seen.append(
+            {
+                **allocations.now(),
+                "pinned by torch": torch.cuda.memory.host_memory_stats()["num_host_alloc"],
+            }
+        )
     assert seen[2:] == seen[2:3] * 4
     inf.handle(made.model).close()
 
@@ -199,9 +222,7 @@ def test_a_failed_offload_leaves_nothing_on_the_device(cuda: str, tmp_path: Path
     assert torch.cuda.memory_allocated() <= before
 
 
-
-
-# -- what crosses the bus ----------------------------------------------------------------------------------------------------
+# -- what crosses the bus --------------------------------------------------------------------------
 
 
 def copied_bytes(trace: Path) -> dict[str, int]:

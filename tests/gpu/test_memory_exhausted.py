@@ -1,4 +1,5 @@
-"""A forward or backward that runs out of memory leaves a clean state: the next steps are the plain loop's."""
+"""A forward or backward that runs out of memory leaves a clean state: the next steps are the plain
+loop's."""
 
 from __future__ import annotations
 
@@ -56,7 +57,9 @@ def in_backward(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("where", [in_forward, in_backward], ids=lambda where: where.__name__)
 @pytest.mark.parametrize("place", PLACES)
-def test_out_of_memory_leaves_a_clean_state(place: str, where: Any, device: str, tmp_path: Path) -> None:
+def test_out_of_memory_leaves_a_clean_state(
+    place: str, where: Any, device: str, tmp_path: Path
+) -> None:
     training = Training(models.llama, before=where, device=device)
     result = harness.offloaded(training, policy(tmp_path, **PLACES[place]))
     harness.assert_equal(result, harness.reference(training))

@@ -1,7 +1,9 @@
-"""A GPU computes, the engine keeps the states: the bits of a plain loop on the same GPU, wherever states rest.
+"""A GPU computes, the engine keeps the states: the bits of a plain loop on the same GPU, wherever
+states rest.
 
-The plain loop has its parameters on the device, takes gradients and their norms there, and keeps fp32 masters and AdamW in CPU
-memory, as `update_on="cpu"` does. Everything here has a twin on the CPU (test_bitwise, test_models, test_update_modes, test_fp16).
+The plain loop has its parameters on the device, takes gradients and their norms there, and keeps
+fp32 masters and AdamW in CPU memory, as `update_on="cpu"` does. Everything here has a twin on the
+CPU (test_bitwise, test_models, test_update_modes, test_fp16).
 """
 
 from __future__ import annotations
@@ -26,11 +28,22 @@ TWINS_ON_CPU = True
 MIN: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
 PLACES = {
     name: test_bitwise.PLACEMENTS[name]
-    for name in ("all in memory", "cpu", "cpu min", "optimizer on nvme", "nvme min", "nvme threads", "nvme generous", "small units")
+    for name in (
+        "all in memory",
+        "cpu",
+        "cpu min",
+        "optimizer on nvme",
+        "nvme min",
+        "nvme threads",
+        "nvme generous",
+        "small units",
+    )
 }
 
 
-def check(training: Training, chosen: inf.Policy, device: str, seam: Seam | None = None) -> harness.Result:
+def check(
+    training: Training, chosen: inf.Policy, device: str, seam: Seam | None = None
+) -> harness.Result:
     """Train both ways and compare; the training that is offloaded computes on `device`."""
     training = dataclasses.replace(training, device=device)
     result = harness.offloaded(training, chosen, seam=seam)
@@ -39,7 +52,9 @@ def check(training: Training, chosen: inf.Policy, device: str, seam: Seam | None
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_many_steps_are_the_plain_loops_bits_wherever_states_rest(name: str, device: str, tmp_path: Path) -> None:
+def test_many_steps_are_the_plain_loops_bits_wherever_states_rest(
+    name: str, device: str, tmp_path: Path
+) -> None:
     check(test_bitwise.SIX, policy(tmp_path, **PLACES[name]), device)
 
 
@@ -56,32 +71,47 @@ def test_placements_agree_with_each_other(state: str, device: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", test_bitwise.VARIANTS)
-def test_accumulation_clipping_and_dtypes_are_the_plain_loops_bits(name: str, device: str, tmp_path: Path) -> None:
+def test_accumulation_clipping_and_dtypes_are_the_plain_loops_bits(
+    name: str, device: str, tmp_path: Path
+) -> None:
     training, values = test_bitwise.VARIANTS[name]
     check(training, policy(tmp_path, **MIN, grad_dtype=training.grad_dtype, **values), device)
 
 
 @pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-def test_every_family_trains_as_the_plain_loop_does(case: models.Case, device: str, tmp_path: Path) -> None:
+def test_every_family_trains_as_the_plain_loop_does(
+    case: models.Case, device: str, tmp_path: Path
+) -> None:
     check(Training(case.factory, groups=case.name != "lora"), policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
-@pytest.mark.parametrize("factory", [models.llama, models.gpt2, models.lora], ids=lambda factory: factory.__name__)
-def test_checkpointing_of_both_kinds(factory: Any, use_reentrant: bool, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "factory", [models.llama, models.gpt2, models.lora], ids=lambda factory: factory.__name__
+)
+def test_checkpointing_of_both_kinds(
+    factory: Any, use_reentrant: bool, device: str, tmp_path: Path
+) -> None:
     check(Training(factory, checkpointing=use_reentrant), policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
 def test_activations_that_leave_come_back_as_they_were(
-    use_reentrant: bool, tier: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    use_reentrant: bool,
+    tier: str,
+    device: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     if tier == request.node.callspec.params["device"] == "cpu":
         pytest.skip("activations='cpu' is for models that compute on another device")
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)  # tiny models count
     training = Training(models.llama, checkpointing=use_reentrant)
-    result = check(training, policy(tmp_path, **MIN, activations=tier), device, Seam(delay_us_max=2000, seed=3))
+    result = check(
+        training, policy(tmp_path, **MIN, activations=tier), device, Seam(delay_us_max=2000, seed=3)
+    )
     assert result.stats.activations.calls > 0
 
 
@@ -98,20 +128,29 @@ def test_fp16_with_a_grad_scaler(name: str, place: str, device: str, tmp_path: P
 @pytest.mark.parametrize("name", ["accumulation", "checkpointing", "tied", "experts"])
 def test_the_other_update_modes(name: str, update: str, device: str, tmp_path: Path) -> None:
     training = dataclasses.replace(test_update_modes.VARIANTS[name], device=device)
-    chosen = policy(tmp_path, **MIN, update=update, grad_dtype=training.grad_dtype, delayed_warmup=1)
+    chosen = policy(
+        tmp_path, **MIN, update=update, grad_dtype=training.grad_dtype, delayed_warmup=1
+    )
     expected = test_update_modes.reference(training, warmup=1 if update == "delayed" else None)
     harness.assert_equal(test_update_modes.offloaded(training, chosen), expected)
 
 
 @pytest.mark.parametrize("generations", [1, 2])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_random_delays_and_reordering_change_no_bits(seed: int, generations: int, device: str, tmp_path: Path) -> None:
+def test_random_delays_and_reordering_change_no_bits(
+    seed: int, generations: int, device: str, tmp_path: Path
+) -> None:
     chosen = policy(tmp_path, **MIN, generations=generations)
     check(test_bitwise.SIX, chosen, device, Seam(delay_us_max=1500, seed=seed))
 
 
 def test_units_of_many_chunks_under_delays_change_no_bits(device: str, tmp_path: Path) -> None:
-    check(Training(test_bitwise.wide_llama, steps=3), policy(tmp_path, **MIN), device, Seam(delay_us_max=3000, seed=7))
+    check(
+        Training(test_bitwise.wide_llama, steps=3),
+        policy(tmp_path, **MIN),
+        device,
+        Seam(delay_us_max=3000, seed=7),
+    )
 
 
 def test_a_model_built_on_meta_is_filled_on_its_device(device: str, tmp_path: Path) -> None:
@@ -123,20 +162,32 @@ def test_a_model_built_on_meta_is_filled_on_its_device(device: str, tmp_path: Pa
     harness.assert_equal(result, harness.reference(training))
 
 
-@pytest.mark.parametrize("factory", [models.llama, models.gpt2, models.t5], ids=lambda factory: factory.__name__)
-def test_evaluation_and_generation_in_between_change_nothing(factory: Any, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "factory", [models.llama, models.gpt2, models.t5], ids=lambda factory: factory.__name__
+)
+def test_evaluation_and_generation_in_between_change_nothing(
+    factory: Any, device: str, tmp_path: Path
+) -> None:
     check(Training(factory, steps=2, between=test_models.evaluate), policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("before", [test_models.fail_in_forward, test_models.fail_in_backward])
-@pytest.mark.parametrize("factory", [models.llama, models.lora, models.External], ids=lambda factory: factory.__name__)
-def test_exceptions_and_interrupts_leave_a_clean_state(factory: Any, before: Any, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "factory", [models.llama, models.lora, models.External], ids=lambda factory: factory.__name__
+)
+def test_exceptions_and_interrupts_leave_a_clean_state(
+    factory: Any, before: Any, device: str, tmp_path: Path
+) -> None:
     check(Training(factory, before=before), policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
-def test_an_exception_in_recompute_leaves_a_clean_state(use_reentrant: bool, device: str, tmp_path: Path) -> None:
-    training = Training(models.llama, checkpointing=use_reentrant, before=test_models.fail_under_checkpointing)
+def test_an_exception_in_recompute_leaves_a_clean_state(
+    use_reentrant: bool, device: str, tmp_path: Path
+) -> None:
+    training = Training(
+        models.llama, checkpointing=use_reentrant, before=test_models.fail_under_checkpointing
+    )
     check(training, policy(tmp_path, **MIN), device)
 
 

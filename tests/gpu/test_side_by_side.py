@@ -1,4 +1,5 @@
-"""Two models in one process: trained in turns, in one graph, one budget between them; each is what it would be alone."""
+"""Two models in one process: trained in turns, in one graph, one budget between them; each is what
+it would be alone."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ class Arm:
 
     def loss(self, number: int) -> torch.Tensor:
         """Forward of one micro-batch."""
-        loss = models.loss_of(self.model, self.training.batches[number]) / self.training.accumulation
+        loss = (
+            models.loss_of(self.model, self.training.batches[number]) / self.training.accumulation
+        )
         self.losses.append(loss.item())
         return loss
 
@@ -50,7 +53,9 @@ class Arm:
         for group in self.optimizer.param_groups:
             group["lr"] = self.training.lr_at(step)
         assert self.training.max_norm is not None
-        self.norms.append(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_norm).item())
+        self.norms.append(
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.max_norm).item()
+        )
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -59,7 +64,9 @@ class Arm:
         names = [name for name, _ in self.model.named_parameters()]
         state = self.model.state_dict()
         stats = inf.handle(self.model).stats()
-        return harness.Result(self.losses, self.norms, [], {name: state[name].clone() for name in names}, stats)
+        return harness.Result(
+            self.losses, self.norms, [], {name: state[name].clone() for name in names}, stats
+        )
 
 
 def arms(device: str, *chosen: inf.Policy) -> list[Arm]:
@@ -82,7 +89,9 @@ def finish(found: list[Arm]) -> list[harness.Result]:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_models_trained_in_turns_are_each_what_they_are_alone(place: str, device: str, tmp_path: Path) -> None:
+def test_models_trained_in_turns_are_each_what_they_are_alone(
+    place: str, device: str, tmp_path: Path
+) -> None:
     with harness.one_thread():
         found = arms(device, *(policy(tmp_path, **values) for values in PLACES[place]))
         for step in range(FIRST.steps):
@@ -114,7 +123,8 @@ def test_one_graph_may_go_through_both(device: str, tmp_path: Path) -> None:
 
 
 def test_a_teacher_without_gradients_beside_its_student(device: str, tmp_path: Path) -> None:
-    """Distillation: the teacher rests at 2 B per parameter, and its forward runs between the student's."""
+    """Distillation: the teacher rests at 2 B per parameter, and its forward runs between the
+    student's."""
 
     def train(student: Any, teacher: Any, optimizer: Any) -> list[float]:
         losses = []
@@ -143,7 +153,9 @@ def test_a_teacher_without_gradients_beside_its_student(device: str, tmp_path: P
             inf.handle(model).close()
 
 
-def test_a_second_model_that_does_not_fit_is_refused_and_the_first_goes_on(device: str, tmp_path: Path) -> None:
+def test_a_second_model_that_does_not_fit_is_refused_and_the_first_goes_on(
+    device: str, tmp_path: Path
+) -> None:
     with harness.one_thread():
         first = inf.offload(FIRST.model().to(device), policy(tmp_path, **MIN))
         optimizer = inf.AdamW(first.parameters())

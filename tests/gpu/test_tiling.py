@@ -1,4 +1,5 @@
-"""Tiles on the device that computes: the bits of a plain loop on the same tiles there, peaks by the tile, and Triton beneath."""
+"""Tiles on the device that computes: the bits of a plain loop on the same tiles there, peaks by the
+tile, and Triton beneath."""
 
 from __future__ import annotations
 
@@ -18,14 +19,20 @@ from tests.test_bitwise import policy
 TWINS_ON_CPU = True
 
 
-@pytest.mark.parametrize("name", [name for name, (_, values) in test_tiling.VARIANTS.items() if not values])
-def test_every_kind_of_training_has_the_bits_of_the_plain_loop(name: str, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name, (_, values) in test_tiling.VARIANTS.items() if not values]
+)
+def test_every_kind_of_training_has_the_bits_of_the_plain_loop(
+    name: str, device: str, tmp_path: Path
+) -> None:
     training, _ = test_tiling.VARIANTS[name]
     check(training, policy(tmp_path, **MIN), device)
 
 
 @pytest.mark.parametrize("head", [False, True])
-def test_what_is_gathered_at_once_falls_with_the_number_of_tiles(head: bool, device: str, tmp_path: Path) -> None:
+def test_what_is_gathered_at_once_falls_with_the_number_of_tiles(
+    head: bool, device: str, tmp_path: Path
+) -> None:
     most = {}
     for tiles in (None, 4, 16):
         size, *found = test_tiling.peaks(tiles, head=head, directory=tmp_path, device=device)
@@ -46,7 +53,9 @@ def test_on_a_gpu_tiles_compute_what_torchs_linear_does(dtype: torch.dtype, cuda
                 ours, theirs = (run(module, x, dy) for module in (tiled, linear))
             tolerance = {torch.float32: 2e-3, torch.bfloat16: 2e-2}[dtype]  # tf32 may be on
             for mine, other in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+                torch.testing.assert_close(
+                    mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max())
+                )
 
 
 def run(module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[Any]:
@@ -58,8 +67,12 @@ def run(module: torch.nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[Any]
 
 
 def test_the_largest_linear_is_larger_than_what_is_gathered(cuda: str, tmp_path: Path) -> None:
-    """Most that the allocator held, above what it held before: a few tiles and activations, not the weight."""
-    model = inf.tile_linears(torch.nn.Sequential(torch.nn.Linear(4096, 32768, bias=False, dtype=torch.bfloat16)), tiles=32)
+    """Most that the allocator held, above what it held before: a few tiles and activations, not the
+    weight."""
+    model = inf.tile_linears(
+        torch.nn.Sequential(torch.nn.Linear(4096, 32768, bias=False, dtype=torch.bfloat16)),
+        tiles=32,
+    )
     weight_bytes = 4096 * 32768 * 2
     model.to(cuda)
     inf.offload(model, policy(tmp_path, **MIN))

@@ -1,4 +1,5 @@
-"""A rank of tests/hosts, under torchrun: `python job.py train|endless DIRECTORY`. Results are files there, one a rank."""
+"""A rank of tests/hosts, under torchrun: `python job.py train|endless DIRECTORY`. Results are files
+there, one a rank."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ RANK_TIMEOUT_S = 20.0
 def make(chosen: dict[str, Any]) -> tuple[Any, Any, Any]:
     """A small Llama over two nodes of two ranks, its optimizer and its handle."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("nodes", "ranks"))
-    policy = inf.Policy(params="cpu", optim="cpu", mesh=mesh, rank_timeout_s=RANK_TIMEOUT_S, **chosen)
+    policy = inf.Policy(
+        params="cpu", optim="cpu", mesh=mesh, rank_timeout_s=RANK_TIMEOUT_S, **chosen
+    )
     model = inf.offload(models.make(models.llama), policy)
     return model, inf.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), inf.handle(model)
 
@@ -53,7 +56,10 @@ def train(rank: int, place: Path) -> None:
         model, optimizer, handle = make(chosen)
         batches = models.token_batches(4, seed=rank, rows=ROWS)
         seen = [step(model, optimizer, batch) for batch in batches]
-        found[name] = {"steps": seen, "params": {key: value.clone() for key, value in model.state_dict().items()}}
+        found[name] = {
+            "steps": seen,
+            "params": {key: value.clone() for key, value in model.state_dict().items()},
+        }
         handle.close()
     torch.save(found, place / f"result{rank}")
 
@@ -69,7 +75,8 @@ def endless(rank: int, place: Path) -> None:
     except RankFailed as error:
         (place / f"failed{rank}.new").write_text(f"{time.monotonic()}\n{error}")
         (place / f"failed{rank}.new").rename(place / f"failed{rank}")
-        # torchrun ends the other ranks of a node when one goes, and it has nobody to meet on the other.
+        # torchrun ends the other ranks of a node when one goes, and it has nobody to meet on the
+        # other.
         time.sleep(600)
 
 

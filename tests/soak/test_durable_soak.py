@@ -14,7 +14,9 @@ KILLS = 40
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_trainers_killed_many_times_go_on(case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_trainers_killed_many_times_go_on(
+    case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """In updates, commits, saves and restores, at random times and at random calls."""
     job = Job(tmp_path, **CASES[case][0])
     wanted = trajectory(tmp_path_factory.getbasetemp() / "reference", job.world)

@@ -1,4 +1,5 @@
-"""What takes minutes, asserts times, or needs root: `make soak`, by hand, on a machine that does nothing else."""
+"""What takes minutes, asserts times, or needs root: `make soak`, by hand, on a machine that does
+nothing else."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ def percentile(times: list[float], share: float) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_demands_are_served_beside_saturated_write_back(backend, tmp_path):
-    """A demand waits for what is in flight, never for what is queued; the write-back still gets its share."""
+    """A demand waits for what is in flight, never for what is queued; the write-back still gets its
+    share."""
     rng = np.random.default_rng(0)
     speed = 64e6
     rig = Rig(
@@ -105,7 +107,10 @@ def test_a_wait_of_half_a_second_leaves_the_interpreter_to_others(backend, tmp_p
     shares = [rate(lambda: rig.store(values).wait(30)) / alone for _ in range(6)]
     ended.set()
     thread.join()
-    print(f"\n{backend}: ticks during waits, of those while idle: " + ", ".join(f"{s:.0%}" for s in shares))
+    print(
+        f"\n{backend}: ticks during waits, of those while idle: "
+        + ", ".join(f"{s:.0%}" for s in shares)
+    )
     assert percentile(shares, 0.5) >= 0.8
     rig.close()
 
@@ -125,8 +130,14 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     times = []
     thread.start()
     target = np.zeros(NUMEL, np.uint16)
-    jobs = np.zeros(1, dtype=records.JOB)  # made before: numpy itself lets go of the GIL for an allocation
-    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[0], records.JobKind.FETCH, 1, -1
+    # made before: numpy itself lets go of the GIL for an allocation
+    jobs = np.zeros(1, dtype=records.JOB)
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = (
+        rig.ids[0],
+        records.JobKind.FETCH,
+        1,
+        -1,
+    )
     jobs["ptr"][0, 0] = target.ctypes.data
     for _ in range(300):
         start = time.perf_counter()
@@ -147,7 +158,9 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
 def test_long_sequences_of_calls_behave_as_a_dictionary_of_arrays(name, fails):
     from hypothesis import strategies as st
 
-    fault = st.builds(aio.Fault, op=st.just("write"), nth=st.integers(0, 400), kind=st.just("errno"))
+    fault = st.builds(
+        aio.Fault, op=st.just("write"), nth=st.integers(0, 400), kind=st.just("errno")
+    )
     extra = {"faults": fault, "fails": True} if fails else {}
     run(type("Machine", (ExecutorMachine,), {"backend": name, **extra}), 150, 60)
 
@@ -231,7 +244,11 @@ def mounted(tmp_path):
 def test_file_systems_of_every_kind_work(backend, kind, loop, mounted):
     if shutil.which(f"mkfs.{kind}") is None:
         pytest.skip(f"NOT TESTED: no mkfs.{kind}")
-    command(f"mkfs.{kind}", *(["-F"] if kind.startswith("ext") else ["-f"] if kind != "vfat" else []), loop)
+    command(
+        f"mkfs.{kind}",
+        *(["-F"] if kind.startswith("ext") else ["-f"] if kind != "vfat" else []),
+        loop,
+    )
     place = mounted(kind, loop)
     rng = np.random.default_rng(0)
     rig = Rig(place, backend, drive_count=2)
@@ -248,7 +265,9 @@ def test_file_systems_of_every_kind_work(backend, kind, loop, mounted):
 def test_a_full_file_system_keeps_what_it_could_not_write(backend, loop, mounted, monkeypatch):
     command("mkfs.ext4", "-F", "-m", "0", loop)
     place = mounted("ext4", loop)
-    monkeypatch.setattr(aio.SwapFile, "grow", lambda self, size_bytes: os.ftruncate(self.fd, size_bytes))
+    monkeypatch.setattr(
+        aio.SwapFile, "grow", lambda self, size_bytes: os.ftruncate(self.fd, size_bytes)
+    )
     rng = np.random.default_rng(0)
     filler = place / "filler"
     with filler.open("wb") as file:
@@ -269,7 +288,8 @@ def test_a_full_file_system_keeps_what_it_could_not_write(backend, loop, mounted
 @pytest.mark.privileged
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_device_that_turns_bad_and_good_again(backend, loop, mounted):
-    """device mapper: linear, then error, then linear again, under a mounted file system without a journal."""
+    """device mapper: linear, then error, then linear again, under a mounted file system without a
+    journal."""
     name = f"infinity-soak-{os.getpid()}"
     sectors = int(command("blockdev", "--getsz", loop))
     good, bad = f"0 {sectors} linear {loop} 0", f"0 {sectors} error"
@@ -309,7 +329,8 @@ def test_a_device_that_turns_bad_and_good_again(backend, loop, mounted):
 
 @pytest.mark.privileged
 def test_io_uring_that_the_system_forbids_is_stepped_over(tmp_path):
-    """The real sysctl, for a moment and for the whole machine: whoever opens a ring meanwhile gets none."""
+    """The real sysctl, for a moment and for the whole machine: whoever opens a ring meanwhile gets
+    none."""
     setting = Path("/proc/sys/kernel/io_uring_disabled")
     if os.getuid() != 0 or not setting.exists():
         pytest.skip("NOT TESTED: needs root, and a kernel that has kernel.io_uring_disabled")

@@ -1,4 +1,5 @@
-"""A training whose drive fails, at every request in turn: the numbers of the run without faults, bit by bit, or a typed error."""
+"""A training whose drive fails, at every request in turn: the numbers of the run without faults,
+bit by bit, or a typed error."""
 
 from __future__ import annotations
 
@@ -36,7 +37,10 @@ def sent(directory: Path | list[Path], backend: str) -> dict[str, int]:
     ours = offloaded(TRAINING, policy(directory, backend), seam=Seam(seed=1))
     assert_equal(ours, reference(TRAINING))
     drives = ours.stats.drives
-    return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
+    return {
+        "read": sum(drive.reads for drive in drives),
+        "write": sum(drive.writes for drive in drives),
+    }
 
 
 def cause_of(error: BaseException) -> AioError:
@@ -55,7 +59,9 @@ def cause_of(error: BaseException) -> AioError:
 @pytest.mark.parametrize("backend", BACKENDS[:1])
 def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, persistent):
     kind, code = KINDS[name]
-    passes = not persistent and (name in ("EAGAIN", "EINTR", "short") or (name, op) == ("bitflip", "read"))
+    passes = not persistent and (
+        name in ("EAGAIN", "EINTR", "short") or (name, op) == ("bitflip", "read")
+    )
     wanted = reference(TRAINING)
     equal = 0
     total = sent(tmp_path, backend)[op]
@@ -87,7 +93,8 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
-    """One drive fails and the other does not: right all the same, or an error that names the one that failed."""
+    """One drive fails and the other does not: right all the same, or an error that names the one
+    that failed."""
     kind, code = KINDS[name]
     passes = name == "EAGAIN" or (name, op) == ("bitflip", "read")
     directories = [tmp_path / "first", tmp_path / "second"]
@@ -118,5 +125,6 @@ def test_a_fault_of_either_of_two_drives(tmp_path, backend, op, name):
         )
     print(f"\n{backend} {op} {name}: {len(tried)} of {total} faults, {equal} runs equal bit by bit")
     assert not passes or equal == len(tried)
-    assert struck == set(directories) or (passes and kind == "bitflip")  # which leaves no trace with a drive
+    # which leaves no trace with a drive
+    assert struck == set(directories) or (passes and kind == "bitflip")
     assert [list(directory.iterdir()) for directory in directories] == [[], []]

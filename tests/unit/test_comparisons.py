@@ -1,4 +1,5 @@
-"""What the comparison scripts make of what they measured; the scripts themselves are run by hand."""
+"""What the comparison scripts make of what they measured; the scripts themselves are run by
+hand."""
 
 from __future__ import annotations
 
@@ -40,16 +41,23 @@ def test_the_interval_of_a_median_covers_it_as_often_as_it_says(scripts: Any) ->
 def test_fio_figures_count_both_directions_and_refuse_errors(scripts: Any) -> None:
     harness, compare_io, _ = scripts
     job = {
-        "jobname": "mixed", "error": 0, "usr_cpu": 1.0, "sys_cpu": 3.0, "job_runtime": 500,
-        "read": {"io_bytes": 10**9, "bw_bytes": 2 * 10**9}, "write": {"io_bytes": 10**9, "bw_bytes": 2 * 10**9},
-    }  # fmt: skip
+        "jobname": "mixed",
+        "error": 0,
+        "usr_cpu": 1.0,
+        "sys_cpu": 3.0,
+        "job_runtime": 500,
+        "read": {"io_bytes": 10**9, "bw_bytes": 2 * 10**9},
+        "write": {"io_bytes": 10**9, "bw_bytes": 2 * 10**9},
+    }
     found = compare_io.fio_figures("note: something\n" + json.dumps({"jobs": [job]}))
     assert found == {"gbps": 4.0, "cpu_s_per_gb": pytest.approx(0.01)}
     with pytest.raises(harness.BenchError, match="error 5 for mixed"):
         compare_io.fio_figures(json.dumps({"jobs": [{**job, "error": 5}]}))
 
 
-def test_ratios_are_of_one_round_and_a_round_without_its_pair_counts_for_nothing(scripts: Any) -> None:
+def test_ratios_are_of_one_round_and_a_round_without_its_pair_counts_for_nothing(
+    scripts: Any,
+) -> None:
     _, compare_io, _ = scripts
 
     def record(number: int, arm: str, gbps: float) -> dict[str, Any]:
@@ -113,11 +121,26 @@ def test_a_throttled_drive_keeps_its_ratio_and_stays_below_the_real_one(predicti
 
 def test_the_error_of_a_prediction_is_the_median_of_its_rounds(predictions: Any) -> None:
     def record(name: str, predicted_s: float) -> dict[str, Any]:
-        names = ("predicted_limit_s", "predicted_read_bytes_per_param", "read_bytes_per_param", "predicted_write_bytes_per_param",
-                 "write_bytes_per_param")  # fmt: skip
+        names = (
+            "predicted_limit_s",
+            "predicted_read_bytes_per_param",
+            "read_bytes_per_param",
+            "predicted_write_bytes_per_param",
+            "write_bytes_per_param",
+        )
         # The first step, beside which no update runs, is not the steady state that is predicted.
-        return {"config": name, "predicted_s": predicted_s, "step_s": [9.0, 1.5, 2.5], **dict.fromkeys(names, 1.0)}
+        return {
+            "config": name,
+            "predicted_s": predicted_s,
+            "step_s": [9.0, 1.5, 2.5],
+            **dict.fromkeys(names, 1.0),
+        }
 
-    rows = predictions.summarise([record("a", 2.2), record("b", 1.0), record("a", 2.6), record("a", 2.4)])
-    found = [(row["config"], row["rounds"], pytest.approx(row["error"]), row["s_per_step"]) for row in rows]
+    rows = predictions.summarise(
+        [record("a", 2.2), record("b", 1.0), record("a", 2.6), record("a", 2.4)]
+    )
+    found = [
+        (row["config"], row["rounds"], pytest.approx(row["error"]), row["s_per_step"])
+        for row in rows
+    ]
     assert found == [("a", 3, 0.2, 2.0), ("b", 1, -0.5, 2.0)]

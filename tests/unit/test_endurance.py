@@ -41,7 +41,9 @@ def feed(endurance: Endurance, windows: Sequence[Window], *, at_once: int = 5) -
     found: list[Notice] = []
     for index in range(0, len(windows), at_once):
         shown = windows[: index + at_once][-64:]
-        found += endurance.observe(executor_stats(drive_stats(shown)), now_s=shown[-1].start_s + 2.0)
+        found += endurance.observe(
+            executor_stats(drive_stats(shown)), now_s=shown[-1].start_s + 2.0
+        )
     return found
 
 
@@ -77,7 +79,9 @@ def test_directions_have_episodes_of_their_own() -> None:
     endurance = Endurance()
     speeds = {1.0: 3 * GB, 0.0: 4 * GB}
     good = [
-        second(2 * t + (reads == 0), speed, reads=reads) for t in range(20) for reads, speed in speeds.items()
+        second(2 * t + (reads == 0), speed, reads=reads)
+        for t in range(20)
+        for reads, speed in speeds.items()
     ]
     # Writes drop, reads go on as they were, second by second.
     speeds[0.0] = GB
@@ -98,13 +102,18 @@ def test_a_stalled_second_counts_with_the_next_that_moves_something() -> None:
 
 def test_seconds_in_progress_are_left_for_later() -> None:
     endurance = Endurance()
-    windows = [second(t, 4 * GB) for t in range(20)] + [second(20 + t, 0.1 * GB) for t in range(SLOW_SAMPLES)]
+    windows = [second(t, 4 * GB) for t in range(20)] + [
+        second(20 + t, 0.1 * GB) for t in range(SLOW_SAMPLES)
+    ]
     assert not endurance.observe(executor_stats(drive_stats(windows)), now_s=24.5)
     assert endurance.observe(executor_stats(drive_stats(windows)), now_s=26.0)
-    assert not endurance.observe(executor_stats(drive_stats(windows)), now_s=27.0), "a second is judged once"
+    assert not endurance.observe(executor_stats(drive_stats(windows)), now_s=27.0), (
+        "a second is judged once"
+    )
 
 
-# What an honest drive looks like: phases of any mix and idleness, with 8 % of noise. A drive that is mostly idle may look slower.
+# What an honest drive looks like: phases of any mix and idleness, with 8 % of noise. A drive that
+# is mostly idle may look slower.
 _PHASES = st.lists(
     st.tuples(
         st.one_of(st.floats(0, 1), st.sampled_from([0.0, 0.1, 0.5, 0.9, 0.95, 1.0])),
@@ -181,7 +190,8 @@ def test_a_lasting_drop_to_half_always_warns_once_within_the_samples_promised(
         window = second(start, noise * speed * drop * GB, reads=reads, busy_s=busy_s)
         windows.append(window)
         found += feed(endurance, windows[-1:])
-        # Seconds with very few bytes count together with the next, so only full ones are counted here.
+        # Seconds with very few bytes count together with the next, so only full ones are counted
+        # here.
         slow += busy_s >= 0.5 and window.bytes_read + window.bytes_written >= 4 << 20
         if slow >= SLOW_SAMPLES:
             assert len(found) == 1
@@ -194,7 +204,11 @@ def test_the_forecast_leaves_set_up_out() -> None:
     endurance.observe(executor_stats(drive_stats(written=100 * GB)), now_s=200.0)
     assert endurance.forecast(0) == Forecast(100 * GB)
     for step in range(1, 11):
-        endurance.observe(executor_stats(drive_stats(written=(100 + 6 * step) * GB)), steps=step, now_s=200.0 + 10 * step)
+        endurance.observe(
+            executor_stats(drive_stats(written=(100 + 6 * step) * GB)),
+            steps=step,
+            now_s=200.0 + 10 * step,
+        )
     found = endurance.forecast(0)
     assert found.bytes_per_step == pytest.approx(6 * GB)
     assert found.tb_per_day == pytest.approx(0.6e9 * 86400 / 1e12)
@@ -209,9 +223,13 @@ def test_the_rate_is_the_present_one_and_long_steps_count_whole() -> None:
     endurance.observe(executor_stats(drive_stats()), now_s=0.0)
     # Ten thousand seconds at 1 GB/s, then one step of an hour at 0.1.
     for step in range(1, 10_001):
-        endurance.observe(executor_stats(drive_stats(written=step * GB)), steps=step, now_s=float(step))
+        endurance.observe(
+            executor_stats(drive_stats(written=step * GB)), steps=step, now_s=float(step)
+        )
     assert endurance.forecast(0).bytes_per_day == pytest.approx(GB * 86400)
-    endurance.observe(executor_stats(drive_stats(written=10_360 * GB)), steps=10_001, now_s=13_600.0)
+    endurance.observe(
+        executor_stats(drive_stats(written=10_360 * GB)), steps=10_001, now_s=13_600.0
+    )
     assert endurance.forecast(0).bytes_per_day == pytest.approx(0.1 * GB * 86400, rel=0.01)
     assert len(endurance._drives[0].history) < 200
 
@@ -228,7 +246,9 @@ def test_recent_bandwidth_is_over_whole_seconds() -> None:
     windows = [second(t, GB, reads=0.25) for t in range(100, 130)]
     found = recent_bytes_per_s(windows, 10, opened_s=90.2, now_s=130.4)
     assert found == pytest.approx((0.25 * GB, 0.75 * GB))
-    assert sum(recent_bytes_per_s(windows, 60, opened_s=90.2, now_s=130.4)) == pytest.approx(30 * GB / 39.8)
+    assert sum(recent_bytes_per_s(windows, 60, opened_s=90.2, now_s=130.4)) == pytest.approx(
+        30 * GB / 39.8
+    )
     assert recent_bytes_per_s(windows, 10, opened_s=129.9, now_s=130.4) == (0.0, 0.0)
 
 
@@ -240,7 +260,8 @@ def test_a_share_that_means_nothing_is_refused(share: float) -> None:
 
 @pytest.mark.slow
 def test_a_throttled_executor_is_noticed(tmp_path: Path) -> None:
-    """Real seconds of a real executor: at full speed, then over another one (drives cannot be throttled later)."""
+    """Real seconds of a real executor: at full speed, then over another one (drives cannot be
+    throttled later)."""
     chunk_bytes, count = 1 << 20, 64
     endurance = Endurance()
     found: list[Notice] = []

@@ -17,4 +17,8 @@ def test_what_is_rounded_up_is_enough(size: int) -> None:
 
 @given(st.integers(0, 1023))
 def test_small_sizes_are_exact(size: int) -> None:
-    assert parse_size(format_size(size).replace(" ", "")) == parse_size(round_size(size).replace(" ", "")) == size
+    assert (
+        parse_size(format_size(size).replace(" ", ""))
+        == parse_size(round_size(size).replace(" ", ""))
+        == size
+    )

@@ -26,7 +26,9 @@ from tests import models
 def figures(**given: Any) -> DriveFigures:
     values: dict[str, Any] = dict.fromkeys(DriveFigures.__dataclass_fields__, 0)
     values |= {"path": "/mnt/nvme0", "direct": True, "direct_reason": "", "failed": "", "slow": ""}
-    return DriveFigures(**values | {"written_tb_per_day": None, "written_per_step_bytes": None} | given)
+    return DriveFigures(
+        **values | {"written_tb_per_day": None, "written_per_step_bytes": None} | given
+    )
 
 
 def test_every_drive_has_its_line_and_json_takes_it_all(tmp_path: Path) -> None:
@@ -65,10 +67,13 @@ def test_every_drive_has_its_line_and_json_takes_it_all(tmp_path: Path) -> None:
     assert [drive["path"] for drive in again["drives"]] == [str(path) for path in paths]
     assert again["registered"] or again["registered_reason"]
 
-    # What was written between the two looks is what the forecast is about; set-up was written before.
+    # What was written between the two looks is what the forecast is about; set-up was written
+    # before.
     for old, new, drive in zip(before.drives, after.drives, found, strict=True):
         assert old.bytes_written > 0
-        assert drive.written_per_step_bytes == pytest.approx((new.bytes_written - old.bytes_written) / 3)
+        assert drive.written_per_step_bytes == pytest.approx(
+            (new.bytes_written - old.bytes_written) / 3
+        )
         assert drive.written_tb_per_day
         assert "TB written per day" in str(drive)
 
@@ -76,7 +81,8 @@ def test_every_drive_has_its_line_and_json_takes_it_all(tmp_path: Path) -> None:
 def test_bandwidth_of_the_last_seconds_is_what_was_moved_in_them(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = inf.offload(
-        models.llama(layers=4).bfloat16(), inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+        models.llama(layers=4).bfloat16(),
+        inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min"),
     )
     executor = inf.handle(model).parts.tiers.executor
     # The second in which it was written must be over.
@@ -87,7 +93,9 @@ def test_bandwidth_of_the_last_seconds_is_what_was_moved_in_them(tmp_path: Path)
     now_s = stats.opened_s + 9.5
     (drive,) = drive_figures(stats, Endurance(), now_s=now_s)
     inf.handle(model).close()
-    assert drive.write_bytes_per_s_10s == pytest.approx(stats.bytes_written / (int(now_s) - stats.opened_s))
+    assert drive.write_bytes_per_s_10s == pytest.approx(
+        stats.bytes_written / (int(now_s) - stats.opened_s)
+    )
     assert drive.write_bytes_per_s_60s == drive.write_bytes_per_s_10s
     assert drive.written_tb_per_day is None
 
@@ -95,7 +103,11 @@ def test_bandwidth_of_the_last_seconds_is_what_was_moved_in_them(tmp_path: Path)
 def test_a_line_says_what_is_wrong_and_nothing_else() -> None:
     assert "\n" not in str(figures())
     wrong = figures(
-        failed="write ENOSPC", direct=False, direct_reason="overlayfs", retries=3, slow="writes have dropped"
+        failed="write ENOSPC",
+        direct=False,
+        direct_reason="overlayfs",
+        retries=3,
+        slow="writes have dropped",
     )
     told = str(wrong).splitlines()[1:]
     assert [line.strip().split(":")[0] for line in told] == [
@@ -108,11 +120,27 @@ def test_a_line_says_what_is_wrong_and_nothing_else() -> None:
 
 def test_the_report_says_how_long_a_drive_would_last() -> None:
     mean = Steady(
-        steps=3, step_s=10.0, first_forward_s=1.0, compute_s=1.0, io_wait_s=0.0, bytes_read=0.0, bytes_written=96e9,
+        steps=3,
+        step_s=10.0,
+        first_forward_s=1.0,
+        compute_s=1.0,
+        io_wait_s=0.0,
+        bytes_read=0.0,
+        bytes_written=96e9,
         tokens_per_s=1.0,
-    )  # fmt: skip
-    drive = {"path": "/mnt/nvme0", "read_p50_s": 0.004, "read_p99_s": 0.0125, "write_p50_s": 0.001, "write_p99_s": 0.02,
-             "depth_mean": 7.6, "failed": "", "direct_reason": "", "slow": "reads have dropped", "bytes_written": 3}  # fmt: skip
+    )
+    drive = {
+        "path": "/mnt/nvme0",
+        "read_p50_s": 0.004,
+        "read_p99_s": 0.0125,
+        "write_p50_s": 0.001,
+        "write_p99_s": 0.02,
+        "depth_mean": 7.6,
+        "failed": "",
+        "direct_reason": "",
+        "slow": "reads have dropped",
+        "bytes_written": 3,
+    }
     other = {**drive, "path": "/mnt/nvme1", "bytes_written": 1, "slow": ""}
     rows = drive_rows(mean, {"drives": [drive, other]})
     assert rows[0] == (
@@ -127,10 +155,13 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
     assert drive_rows(mean, {"drives": []}) == []
 
 
-def train(directory: Path, *, steps: int, micro_batches: int = 1, **policy: Any) -> tuple[inf.Stats, list[dict[str, Any]]]:
+def train(
+    directory: Path, *, steps: int, micro_batches: int = 1, **policy: Any
+) -> tuple[inf.Stats, list[dict[str, Any]]]:
     torch.manual_seed(0)
     model = inf.offload(
-        models.llama(layers=4).bfloat16(), inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min", **policy)
+        models.llama(layers=4).bfloat16(),
+        inf.Policy(params="nvme", optim="nvme", nvme=directory, ram="min", **policy),
     )
     optimizer = inf.AdamW(model.parameters())
     handle = inf.handle(model)
@@ -150,7 +181,9 @@ def train(directory: Path, *, steps: int, micro_batches: int = 1, **policy: Any)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_a_step_is_told_phase_by_phase_and_against_its_limits(tmp_path: Path, micro_batches: int) -> None:
+def test_a_step_is_told_phase_by_phase_and_against_its_limits(
+    tmp_path: Path, micro_batches: int
+) -> None:
     io = {"bandwidths": {str(tmp_path): [3e9, 2e9]}}
     stats, events = train(tmp_path, steps=5, micro_batches=micro_batches, io=io)
     terms = stats.terms
@@ -165,8 +198,13 @@ def test_a_step_is_told_phase_by_phase_and_against_its_limits(tmp_path: Path, mi
     assert sum(figures.bytes_read for figures in stats.phases.values()) == stats.bytes_read
     setup = stats.bytes_written - sum(figures.bytes_written for figures in stats.phases.values())
     assert 2 * stats.params <= setup < 5 * stats.params  # the first filling
-    assert sum(figures.params_read_bytes for figures in stats.phases.values()) == stats.params_read_bytes
-    assert terms.moved.total.read == pytest.approx(sum(f.bytes_read for f in terms.phases.values()), abs=8)
+    assert (
+        sum(figures.params_read_bytes for figures in stats.phases.values())
+        == stats.params_read_bytes
+    )
+    assert terms.moved.total.read == pytest.approx(
+        sum(f.bytes_read for f in terms.phases.values()), abs=8
+    )
     assert terms.eta_floor is not None
     assert terms.eta_schedule is not None
     assert 0 < terms.eta_floor <= terms.eta_schedule
@@ -189,7 +227,11 @@ def test_the_parts_of_ram_are_all_told_and_add_up(tmp_path: Path, update: str) -
     assert stats.sums_bytes > 0
     assert stats.scratch_bytes > 0
     # A copy of 2 bytes per parameter, and padding.
-    assert 2 * stats.params <= stats.shadow_bytes < 3 * stats.params if update == "delayed" else stats.shadow_bytes == 0
+    assert (
+        2 * stats.params <= stats.shadow_bytes < 3 * stats.params
+        if update == "delayed"
+        else stats.shadow_bytes == 0
+    )
     line = next(line for line in str(stats).splitlines() if line.startswith("RAM "))
     told = ", ".join(f"{name} {format_size(size)}" for name, size in stats.ram_parts.items())
     assert line.startswith(f"RAM {format_size(stats.ram_bytes)} ({told}); NVMe ")
@@ -197,12 +239,21 @@ def test_the_parts_of_ram_are_all_told_and_add_up(tmp_path: Path, update: str) -
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
-def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update: str, micro_batches: int) -> None:
+def test_spilled_gradients_and_activations_are_no_states(
+    tmp_path: Path, update: str, micro_batches: int
+) -> None:
     layers, rows, length, hidden = 12, 4, 64, 128
     policy = {
-        "params": "nvme", "optim": "nvme", "nvme": tmp_path, "resident": {"params": 0.0, "optim": 0.0}, "grads": "nvme",
-        "activations": "nvme", "update": update, "delayed_warmup": 0, "io": {"bandwidths": {str(tmp_path): [3e9, 2e9]}},
-    }  # fmt: skip
+        "params": "nvme",
+        "optim": "nvme",
+        "nvme": tmp_path,
+        "resident": {"params": 0.0, "optim": 0.0},
+        "grads": "nvme",
+        "activations": "nvme",
+        "update": update,
+        "delayed_warmup": 0,
+        "io": {"bandwidths": {str(tmp_path): [3e9, 2e9]}},
+    }
 
     def model() -> Any:
         made: Any = models.make(lambda: models.llama(layers=layers, hidden=hidden))
@@ -210,12 +261,23 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
         return made
 
     with pytest.raises(BudgetError) as caught:
-        # Without accumulation update="backward" keeps no gradients: a budget in which they spill once it accumulates.
-        inf.offload(model(), inf.Policy(**policy | {"ram": 1} | ({"update": "deferred"} if update == "backward" else {})))
-    trained = inf.offload(model(), inf.Policy(**policy, ram=int(str(caught.value).split("works is ")[1].split(" bytes")[0])))
+        # Without accumulation update="backward" keeps no gradients: a budget in which they spill
+        # once it accumulates.
+        inf.offload(
+            model(),
+            inf.Policy(
+                **policy | {"ram": 1} | ({"update": "deferred"} if update == "backward" else {})
+            ),
+        )
+    trained = inf.offload(
+        model(),
+        inf.Policy(**policy, ram=int(str(caught.value).split("works is ")[1].split(" bytes")[0])),
+    )
     optimizer, handle = inf.AdamW(trained.parameters()), inf.handle(trained)
     for step in range(3):
-        for index, batch in enumerate(models.token_batches(micro_batches, rows=rows, length=length)):
+        for index, batch in enumerate(
+            models.token_batches(micro_batches, rows=rows, length=length)
+        ):
             with handle.no_sync() if index < micro_batches - 1 else contextlib.nullcontext():
                 models.loss_of(trained, batch).backward()
         optimizer.step()
@@ -235,10 +297,14 @@ def test_spilled_gradients_and_activations_are_no_states(tmp_path: Path, update:
         assert times * spilled <= size <= 1.01 * times * spilled  # whole blocks
     boundary = rows * length * hidden * 2
     assert moved.activations == Moved(*2 * [micro_batches * (layers - HELD_CALLS) * boundary])
-    # What is left of two steps: 12 bytes per parameter, of which update="backward" reads 10; and padding.
+    # What is left of two steps: 12 bytes per parameter, of which update="backward" reads 10; and
+    # padding.
     (read, written), (read_before, written_before) = (
         (
-            each.bytes_read - each.params_read_bytes - each.grads_read_bytes - each.activations.fetched_bytes,
+            each.bytes_read
+            - each.params_read_bytes
+            - each.grads_read_bytes
+            - each.activations.fetched_bytes,
             each.bytes_written - each.grads_written_bytes - each.activations.stored_bytes,
         )
         for each in (stats, before)
@@ -265,7 +331,9 @@ def test_frozen_parameters_are_known_as_such(tmp_path: Path) -> None:
     built: Any = models.llama(layers=4).bfloat16()
     for name, parameter in built.named_parameters():
         parameter.requires_grad_("norm" in name)
-    frozen = sum(parameter.numel() for parameter in built.parameters() if not parameter.requires_grad)
+    frozen = sum(
+        parameter.numel() for parameter in built.parameters() if not parameter.requires_grad
+    )
     model = inf.offload(built, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min"))
     optimizer, handle = inf.AdamW(model.parameters()), inf.handle(model)
     for batch in models.token_batches(3):
@@ -278,7 +346,11 @@ def test_frozen_parameters_are_known_as_such(tmp_path: Path) -> None:
     assert 2 * frozen <= stats.frozen_bytes < 2.4 * frozen  # padding
     assert stats.terms is not None
     moved = stats.terms.moved
-    assert moved.beside_states.read - moved.states.read == min(stats.frozen_bytes, moved.params_read) > 0
+    assert (
+        moved.beside_states.read - moved.states.read
+        == min(stats.frozen_bytes, moved.params_read)
+        > 0
+    )
 
 
 def test_bandwidths_that_were_measured_before_are_used_for_the_limits(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def test_a_trace_holds_every_span_with_its_track_and_times_in_microseconds(tmp_p
     timeline = Timeline()
     timeline.add("compute", "forward", 5_000_000, 9_000_000, {"unit": "layers.0"})
     timeline.add_native_spans(
-        np.array([(0, 1, 4_000_000, 6_000_000, 4096, 7), (2, -1, 6_000_000, 7_000_000, 0, 7)], NATIVE)
+        np.array(
+            [(0, 1, 4_000_000, 6_000_000, 4096, 7), (2, -1, 6_000_000, 7_000_000, 0, 7)], NATIVE
+        )
     )
     assert len(timeline) == 3
     assert timeline.write(tmp_path / "trace.json") == 3
@@ -66,7 +68,16 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
         for event in events_of(tmp_path / "trace.json")
         if event["name"] == "thread_name"
     ]  # type: ignore[index]
-    assert names == ["phases", "wait", "reads", "writes", "updates", "copies", "to device", "from device"]
+    assert names == [
+        "phases",
+        "wait",
+        "reads",
+        "writes",
+        "updates",
+        "copies",
+        "to device",
+        "from device",
+    ]
 
 
 def test_a_full_timeline_counts_what_it_drops() -> None:
@@ -114,13 +125,20 @@ def test_a_phase_clock_has_what_gradients_and_activations_moved_of_the_same_step
     clock = PhaseClock(Timeline(), lambda: now, lambda: away)
     for factor in (1000, 1, 3):
         clock.enter("backward")
-        now = now._replace(grads_read=now.grads_read + 2 * factor, grads_written=now.grads_written + 5 * factor)
+        now = now._replace(
+            grads_read=now.grads_read + 2 * factor, grads_written=now.grads_written + 5 * factor
+        )
         away = away[0] + 7 * factor, away[1] + 11 * factor
         clock.enter("step")
         clock.enter("idle")
     assert clock.steady_steps == 2
     found = clock.steady()["backward"]
-    moved = (found.grads_read_bytes, found.grads_written_bytes, found.activations_read_bytes, found.activations_written_bytes)
+    moved = (
+        found.grads_read_bytes,
+        found.grads_written_bytes,
+        found.activations_read_bytes,
+        found.activations_written_bytes,
+    )
     assert moved == (8, 20, 28, 44)
     mean = found.per(2)
     assert (mean.count, mean.grads_read_bytes, mean.activations_written_bytes) == (1, 4, 22)
@@ -135,9 +153,26 @@ def test_a_phase_clock_divides_time_and_counts_and_starts_after_the_first_step()
 
     def passes(read: int, wait_s: float, *, quiet: bool = False) -> None:
         nonlocal now
-        for phase in ("forward", "idle", "backward", "idle", "forward", "idle", "backward", "idle", "step", "idle"):
+        for phase in (
+            "forward",
+            "idle",
+            "backward",
+            "idle",
+            "forward",
+            "idle",
+            "backward",
+            "idle",
+            "step",
+            "idle",
+        ):
             clock.enter(phase, quiet=quiet and phase == "forward")
-            now = Marks(now.bytes_read + read, now.bytes_written + 1, now.params_read + 2, now.wait_s + wait_s, 0.0)
+            now = Marks(
+                now.bytes_read + read,
+                now.bytes_written + 1,
+                now.params_read + 2,
+                now.wait_s + wait_s,
+                0.0,
+            )
 
     passes(1000, 5.0)
     assert clock.steady_steps == 0
@@ -159,4 +194,6 @@ def test_a_phase_clock_divides_time_and_counts_and_starts_after_the_first_step()
     assert sum(figures.seconds for figures in totals.values()) > 0
     assert clock.totals()["idle"].count == totals["idle"].count  # looking at it is no new phase
     tracks = [(span.track, span.name) for span in timeline.spans()]
-    assert tracks[:5] == [("phases", name) for name in ("first forward", "backward", "forward", "backward", "step")]
+    assert tracks[:5] == [
+        ("phases", name) for name in ("first forward", "backward", "forward", "backward", "step")
+    ]

@@ -129,7 +129,11 @@ def test_sequence_numbers_order_nodes_by_when_they_were_made() -> None:
     before = x * 2
     mark = compat.sequence_number()
     after = before * 2
-    assert compat.node_sequence_number(before.grad_fn) < mark <= compat.node_sequence_number(after.grad_fn)
+    assert (
+        compat.node_sequence_number(before.grad_fn)
+        < mark
+        <= compat.node_sequence_number(after.grad_fn)
+    )
 
 
 def test_a_node_prehook_survives_in_place_changes_and_runs_after_tensor_hooks() -> None:
@@ -147,11 +151,15 @@ def test_a_node_prehook_survives_in_place_changes_and_runs_after_tensor_hooks() 
 def test_a_wrapper_subclass_has_metadata_and_no_storage() -> None:
     class Wrapper(torch.Tensor):
         @classmethod
-        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             raise AssertionError(func)
 
     with torch.inference_mode():
-        made = compat.make_wrapper(Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), True)
+        made = compat.make_wrapper(
+            Wrapper, torch.Size([2, 3]), torch.bfloat16, torch.device("cpu"), True
+        )
     with compat.DisableTorchFunctionSubclass():
         assert made.shape == (2, 3)
         assert made.dtype is torch.bfloat16
@@ -162,7 +170,10 @@ def test_a_wrapper_subclass_has_metadata_and_no_storage() -> None:
 def test_the_arguments_of_to_are_understood() -> None:
     assert compat.parse_to(("cpu",), {}) == (torch.device("cpu"), None, False)
     assert compat.parse_to((torch.float16,), {"copy": True}) == (None, torch.float16, True)
-    assert compat.parse_to((), {"device": "meta", "dtype": torch.float16})[:2] == (torch.device("meta"), torch.float16)
+    assert compat.parse_to((), {"device": "meta", "dtype": torch.float16})[:2] == (
+        torch.device("meta"),
+        torch.float16,
+    )
     assert compat.parse_to((torch.zeros(1),), {}) == (torch.device("cpu"), torch.float32, False)
 
 
@@ -310,7 +321,12 @@ def test_the_inputs_of_checkpoints_can_be_told_and_taken(reentrant: bool) -> Non
 
 def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes_it() -> None:
     info = compat.dcp_storage_info("__0_0.distcp", 3, 5)
-    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == ("__0_0.distcp", 3, 5, None)
+    assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == (
+        "__0_0.distcp",
+        3,
+        5,
+        None,
+    )
     assert pickle.loads(pickle.dumps(info)) == info
 
 
@@ -323,7 +339,10 @@ def test_an_assertion_on_a_tensor_raises_with_its_message() -> None:
 def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:
     with compat.profiled("outside"):
         torch.zeros(2) + 1
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, compat.profiled("a range of ours"):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        compat.profiled("a range of ours"),
+    ):
         torch.zeros(2) + 1
     names = {event.key for event in profile.key_averages()}
     assert "a range of ours" in names
@@ -333,7 +352,9 @@ def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:
 def test_the_versions_that_were_tested_include_the_floor_of_the_metadata_and_the_pin() -> None:
     root = Path(__file__).resolve().parent.parent.parent
     floor = re.search(r'"torch>=([\d.]+)"', (root / "pyproject.toml").read_text())
-    pin = re.search(r"^torch==([\d.]+)$", (root / ".ci" / "constraints.txt").read_text(), re.MULTILINE)
+    pin = re.search(
+        r"^torch==([\d.]+)$", (root / ".ci" / "constraints.txt").read_text(), re.MULTILINE
+    )
     assert floor is not None
     assert pin is not None
     assert compat.TESTED[0] == floor[1] + ".0"
@@ -346,7 +367,8 @@ def test_every_corner_has_a_line_that_says_what_breaks_without_it() -> None:
     corners = {
         name
         for name, value in vars(compat).items()
-        if not name.startswith("_") and getattr(value, "__module__", compat.__name__) == compat.__name__
+        if not name.startswith("_")
+        and getattr(value, "__module__", compat.__name__) == compat.__name__
         and callable(value)
-    } | {"graph_task_id", "graph_is_kept", "sequence_number", "METADATA", "NO_TORCH_FUNCTION"}  # fmt: skip
+    } | {"graph_task_id", "graph_is_kept", "sequence_number", "METADATA", "NO_TORCH_FUNCTION"}
     assert corners - {"CheckpointWatcher", "F"} <= named

@@ -1,4 +1,5 @@
-"""Make a ZeRO-3 checkpoint with DeepSpeed: `make.py directory ranks none|cpu|nvme bf16|fp32`. The README says with which values."""
+"""Make a ZeRO-3 checkpoint with DeepSpeed: `make.py directory ranks none|cpu|nvme bf16|fp32`. The
+README says with which values."""
 
 from __future__ import annotations
 
@@ -38,7 +39,11 @@ class Net(nn.Module):
 
 def config(offload: str, dtype: str, swap: str) -> dict[str, Any]:
     """DeepSpeed's. Groups are so small that they cut parameters."""
-    zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 150}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "sub_group_size": 150,
+    }
     if offload != "none":
         zero["offload_optimizer"] = {"device": offload, "pin_memory": False}
     if offload == "nvme":
@@ -58,7 +63,9 @@ def config(offload: str, dtype: str, swap: str) -> dict[str, Any]:
 
 def run_rank(rank: int, world: int, port: str, out: str, offload: str, dtype: str) -> None:
     """Train, save, and write what the weights are."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world))
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_SIZE=str(world)
+    )
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     import deepspeed
     from safetensors.torch import save_file
@@ -68,7 +75,9 @@ def run_rank(rank: int, world: int, port: str, out: str, offload: str, dtype: st
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     model = Net().bfloat16() if dtype == "bf16" else Net()
     trained = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config(offload, dtype, out + "-swap"))
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=trained, config=config(offload, dtype, out + "-swap")
+    )
     for step in range(3):
         engine.backward(engine(torch.arange(6).add(step + rank).remainder(10)[None]))
         engine.step()
@@ -97,7 +106,9 @@ def main() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    ranks = [subprocess.Popen([sys.executable, *sys.argv, str(rank), port]) for rank in range(int(world))]
+    ranks = [
+        subprocess.Popen([sys.executable, *sys.argv, str(rank), port]) for rank in range(int(world))
+    ]
     return max(rank.wait() for rank in ranks)
 
 

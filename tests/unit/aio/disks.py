@@ -1,4 +1,5 @@
-"""Small file systems with a cause of trouble each, mounted for one test and unmounted whatever happens."""
+"""Small file systems with a cause of trouble each, mounted for one test and unmounted whatever
+happens."""
 
 from __future__ import annotations
 
@@ -12,9 +13,13 @@ import pytest
 
 def _mount(stack: ExitStack, arguments: list[str], where: Path) -> None:
     where.mkdir(exist_ok=True)
-    done = subprocess.run(["mount", *arguments, str(where)], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", *arguments, str(where)], check=False, capture_output=True, text=True
+    )
     if done.returncode:
-        pytest.skip(f"NOT TESTED, may not mount here: mount {' '.join(arguments)}: {done.stderr.strip()}")
+        pytest.skip(
+            f"NOT TESTED, may not mount here: mount {' '.join(arguments)}: {done.stderr.strip()}"
+        )
     stack.callback(_unmount, where)
 
 
@@ -40,7 +45,12 @@ def loop_ext4(where: Path, size_bytes: int) -> Iterator[Path]:
     image = where.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(size_bytes)
-    done = subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["mkfs.ext4", "-q", "-F", "-m", "0", str(image)],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
     if done.returncode:
         pytest.skip(f"NOT TESTED, no ext4 can be made here: {done.stderr.strip()}")
     with ExitStack() as stack:
@@ -51,7 +61,8 @@ def loop_ext4(where: Path, size_bytes: int) -> Iterator[Path]:
 
 @contextmanager
 def overlay_without_direct(where: Path) -> Iterator[Path]:
-    """An overlayfs whose upper layer refuses O_DIRECT, as a container's layer may. It is not tmpfs by its type."""
+    """An overlayfs whose upper layer refuses O_DIRECT, as a container's layer may. It is not tmpfs
+    by its type."""
     below = where.with_suffix(".below")
     with ExitStack() as stack:
         _mount(stack, ["-t", "ramfs", "ramfs"], below)

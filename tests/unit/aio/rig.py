@@ -1,7 +1,8 @@
 """A rig for executors: swap files, chunks of the `exact` state, and AdamW in numpy as the oracle.
 
 Chunks are small (4096 elements, 48 KiB) and blocks smaller (8 KiB), so
-that a run is several requests. `BACKENDS` are those of this machine, and `MISSING` says why the others are not.
+that a run is several requests. `BACKENDS` are those of this machine, and `MISSING` says why the
+others are not.
 """
 
 from __future__ import annotations
@@ -40,15 +41,23 @@ def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int
         for k in range(int(hyper["log_count"])):
             value = one(hyper["log_value"][k])
             g = g / value if hyper["log_kind"][k] else g * value
-        hi, lo, m, v = sections if fmt == records.Format.SPLIT else (sections[0], None, sections[1], sections[2])
+        hi, lo, m, v = (
+            sections
+            if fmt == records.Format.SPLIT
+            else (sections[0], None, sections[1], sections[2])
+        )
         if lo is None:
             p = hi.copy()
         else:
-            p = ((hi.astype(np.uint32) << 16) + lo.astype(np.int32).view(np.uint32)).view(np.float32)
+            p = ((hi.astype(np.uint32) << 16) + lo.astype(np.int32).view(np.uint32)).view(
+                np.float32
+            )
         p = p * one(hyper["decay"])
         m[:] = m * one(hyper["beta1"]) + g * one(hyper["one_minus_beta1"])
         v[:] = v * one(hyper["beta2"]) + (g * g) * one(hyper["one_minus_beta2"])
-        p = p - (m / (np.sqrt(v) / one(hyper["bc2_sqrt"]) + one(hyper["eps"]))) * one(hyper["step_size"])
+        p = p - (m / (np.sqrt(v) / one(hyper["bc2_sqrt"]) + one(hyper["eps"]))) * one(
+            hyper["step_size"]
+        )
     if lo is None:
         hi[:] = p
         return
@@ -106,16 +115,23 @@ class Rig:
         self.executor = Executor(self.files, small=small, large=large, backend=backend, **options)
         self.sums = np.zeros((chunk_count, len(self.dtypes), NUMEL // piece), dtype=np.uint32)
         self.memory: list[list[Array | None]] = [
-            [np.zeros(NUMEL, dtype) if s in resident else None for s, dtype in enumerate(self.dtypes)]
+            [
+                np.zeros(NUMEL, dtype) if s in resident else None
+                for s, dtype in enumerate(self.dtypes)
+            ]
             for _ in range(chunk_count)
         ]
-        self.others = [aio.SwapFile.create(directory, direct=direct) for _ in self.files] if versioned else []
+        self.others = (
+            [aio.SwapFile.create(directory, direct=direct) for _ in self.files] if versioned else []
+        )
         for drive, file in enumerate(self.others):
             file.grow(chunk_count * self.run_bytes)
             assert self.executor.add_file(drive, file) == 1
         self.other_sums = np.zeros_like(self.sums)
         self.other_memory: list[Array] = []
-        self.chunks = np.concatenate([self.chunk_record(i, checksums=checksums) for i in range(chunk_count)])
+        self.chunks = np.concatenate(
+            [self.chunk_record(i, checksums=checksums) for i in range(chunk_count)]
+        )
         self.ids = self.executor.define(self.chunks)
         self._keep: list[Any] = []
         self.flags = 0  # MASK_DEVICE: callers' memory is on a device
@@ -135,14 +151,17 @@ class Rig:
         record["file_offset"] = index * self.run_bytes if at else -1
         record["run_bytes"], record["drive"] = at, drive if at else -1
         record["format"], record["section_count"] = self.format, len(self.dtypes)
-        record["itemsize"][0, : len(self.dtypes)] = [np.dtype(dtype).itemsize for dtype in self.dtypes]
+        record["itemsize"][0, : len(self.dtypes)] = [
+            np.dtype(dtype).itemsize for dtype in self.dtypes
+        ]
         record["sums_ptr"] = self.sums[index].ctypes.data if checksums else 0
         if self.versioned:
             self._second_place(record[0], index)
         return record
 
     def _second_place(self, record: Any, index: int) -> None:
-        """A second run in another file, and memory for what is resident. Gradients stay in the first run."""
+        """A second run in another file, and memory for what is resident. Gradients stay in the
+        first run."""
         states = records.Format.of(record["format"]).written_count
         if record["run_bytes"]:
             record["other_file"], record["other_offset"] = 1, index * self.run_bytes
@@ -158,7 +177,9 @@ class Rig:
         if record["sums_ptr"]:
             record["other_sums_ptr"] = self.other_sums[index].ctypes.data
 
-    def store(self, values: dict[int, list[Array]], *, mask: int = 15, priority: int = 0) -> aio.Ticket:
+    def store(
+        self, values: dict[int, list[Array]], *, mask: int = 15, priority: int = 0
+    ) -> aio.Ticket:
         """STORE whole chunks (or the masked sections of them)."""
         jobs = np.zeros(len(values), dtype=records.JOB)
         for job, (index, arrays) in zip(jobs, values.items(), strict=True):
@@ -206,25 +227,35 @@ class Rig:
     ) -> aio.Ticket:
         """UPDATE chunks with one segment each; with a gate ptr[0] is relative to base 0.
 
-        A gradient of None lies in the chunk's own section. `given`: sections 0 that are given, by chunk.
+        A gradient of None lies in the chunk's own section. `given`: sections 0 that are given, by
+        chunk.
         """
         jobs = np.zeros(len(grads), dtype=records.JOB)
         segs = np.zeros(len(grads), dtype=records.SEG)
         for n, (index, grad) in enumerate(grads.items()):
-            jobs[n]["chunk"], jobs[n]["kind"], jobs[n]["base"] = self.ids[index], records.JobKind.UPDATE, -1
+            jobs[n]["chunk"], jobs[n]["kind"], jobs[n]["base"] = (
+                self.ids[index],
+                records.JobKind.UPDATE,
+                -1,
+            )
             jobs[n]["seg_first"], jobs[n]["seg_count"] = n, 1
             if target is not None:
                 jobs[n]["base"] = 0 if gate is not None else -1
                 jobs[n]["ptr"][0] = n * 2 * NUMEL + (0 if gate is not None else target.ctypes.data)
             if given and index in given:
-                jobs[n]["mask"], jobs[n]["ptr"][1] = aio.MASK_PARAM_IN_MEMORY, given[index].ctypes.data
+                jobs[n]["mask"], jobs[n]["ptr"][1] = (
+                    aio.MASK_PARAM_IN_MEMORY,
+                    given[index].ctypes.data,
+                )
             jobs[n]["mask"] |= self.flags
             segs[n]["numel"] = NUMEL
             if grad is None:
                 segs[n]["grad_dtype"] = records.GradDtype.SECTION
                 continue
             segs[n]["grad"] = grad.ctypes.data
-            segs[n]["grad_dtype"] = records.GradDtype.FP32 if grad.dtype == np.float32 else records.GradDtype.BF16
+            segs[n]["grad_dtype"] = (
+                records.GradDtype.FP32 if grad.dtype == np.float32 else records.GradDtype.BF16
+            )
         self._keep.append((grads, target, given))
         return self.executor.submit(
             jobs, segs, hyper_record(step), priority=aio.Priority.WRITEBACK, gate=gate

@@ -12,9 +12,22 @@ from infinity.aio._swap_file import is_directory_pattern, resolve_directories
 
 def test_a_policy_takes_patterns_before_ranks_are_known_and_refuses_other_braces(monkeypatch):
     policy = Policy(params="nvme", nvme=["/mnt/nvme{local_rank}", "/mnt/all/{rank}", "/mnt/shared"])
-    assert [str(path) for path in policy.directories] == ["/mnt/nvme{local_rank}", "/mnt/all/{rank}", "/mnt/shared"]
-    for wrong in ("/mnt/{node}", "/mnt/{}", "/mnt/{rank", "/mnt/rank}", "/mnt/{{rank}}", "/mnt/{local_{rank}rank}"):
-        with pytest.raises(ValueError, match=r"braces of no known meaning; '\{rank\}' stands for") as caught:
+    assert [str(path) for path in policy.directories] == [
+        "/mnt/nvme{local_rank}",
+        "/mnt/all/{rank}",
+        "/mnt/shared",
+    ]
+    for wrong in (
+        "/mnt/{node}",
+        "/mnt/{}",
+        "/mnt/{rank",
+        "/mnt/rank}",
+        "/mnt/{{rank}}",
+        "/mnt/{local_{rank}rank}",
+    ):
+        with pytest.raises(
+            ValueError, match=r"braces of no known meaning; '\{rank\}' stands for"
+        ) as caught:
             Policy(params="nvme", nvme=wrong)
         assert repr(wrong) in str(caught.value)
     with pytest.raises(ValueError, match="names a directory twice"):
@@ -40,11 +53,15 @@ def test_what_is_missing_is_named_with_its_pattern_and_rank(tmp_path):
     (tmp_path / "file2").touch()
     with pytest.raises(ValueError, match="does not exist") as caught:
         resolve_directories([tmp_path / "x{rank}"], rank=2, local_rank=0)
-    assert f"nvme='{tmp_path}/x{{rank}}' is '{tmp_path}/x2' on rank 2 (local rank 0)" in str(caught.value)
+    assert f"nvme='{tmp_path}/x{{rank}}' is '{tmp_path}/x2' on rank 2 (local rank 0)" in str(
+        caught.value
+    )
     with pytest.raises(ValueError, match="is not a directory"):
         resolve_directories([tmp_path / "file{rank}"], rank=2, local_rank=0)
     # What is no pattern is checked by those who open it, with errors of their own.
-    assert resolve_directories([tmp_path / "missing"], rank=0, local_rank=0) == (tmp_path / "missing",)
+    assert resolve_directories([tmp_path / "missing"], rank=0, local_rank=0) == (
+        tmp_path / "missing",
+    )
 
 
 def test_two_patterns_that_are_one_directory_on_a_rank_are_refused_there(tmp_path):
@@ -52,7 +69,9 @@ def test_two_patterns_that_are_one_directory_on_a_rank_are_refused_there(tmp_pat
         (tmp_path / name).mkdir()
     given = [tmp_path / "{rank}", tmp_path / "{local_rank}"]
     assert resolve_directories(given, rank=1, local_rank=0) == (tmp_path / "1", tmp_path / "0")
-    with pytest.raises(ValueError, match=r"are both '.*/1' on rank 1 \(local rank 1\): name each directory once") as caught:
+    with pytest.raises(
+        ValueError, match=r"are both '.*/1' on rank 1 \(local rank 1\): name each directory once"
+    ) as caught:
         resolve_directories(given, rank=1, local_rank=1)
     assert f"nvme='{tmp_path}/{{rank}}' and '{tmp_path}/{{local_rank}}'" in str(caught.value)
     (tmp_path / "link").symlink_to(tmp_path / "1")

@@ -13,7 +13,9 @@ from infinity.aio import SwapFile
 from infinity.aio._file_system import DEPTH_MIN, DriveLimits, fit, limits_of
 
 
-def sysfs_with(root: Path, file: Path, device: str, *, requests: str = "64", sectors: str = "128") -> Path:
+def sysfs_with(
+    root: Path, file: Path, device: str, *, requests: str = "64", sectors: str = "128"
+) -> Path:
     """A /sys in which `file` lies on the partition `device` ("pci/nvme0n1/nvme0n1p2") or drive."""
     folder = root / "devices" / device
     folder.mkdir(parents=True)
@@ -33,7 +35,11 @@ def test_the_queue_of_a_drive_and_of_a_partition_s_drive_is_found(tmp_path, devi
     sysfs = sysfs_with(tmp_path / "sys", tmp_path, device)
     assert limits_of(tmp_path, sysfs=sysfs) == DriveLimits("nvme0n1", 64, 128)
     with SwapFile.create(tmp_path) as file:
-        assert limits_of(file, sysfs=sysfs) == limits_of(file.fd, sysfs=sysfs) == DriveLimits("nvme0n1", 64, 128)
+        assert (
+            limits_of(file, sysfs=sysfs)
+            == limits_of(file.fd, sysfs=sysfs)
+            == DriveLimits("nvme0n1", 64, 128)
+        )
 
 
 def test_virtual_devices_and_unknown_ones_have_no_limit(tmp_path):
@@ -66,9 +72,14 @@ def test_depth_gives_way_first_and_then_the_block(requests, sectors_kb, asked, f
 
 
 @given(
-    st.integers(2, 4096), st.integers(4, 65536), st.integers(1, 1 << 14).map(lambda pages: pages * 4096), st.integers(2, 4096)
+    st.integers(2, 4096),
+    st.integers(4, 65536),
+    st.integers(1, 1 << 14).map(lambda pages: pages * 4096),
+    st.integers(2, 4096),
 )
-def test_whatever_the_device_a_full_queue_never_blocks_and_nothing_is_raised(requests, sectors_kb, block_bytes, depth):
+def test_whatever_the_device_a_full_queue_never_blocks_and_nothing_is_raised(
+    requests, sectors_kb, block_bytes, depth
+):
     block, fitted = DriveLimits("x", requests, sectors_kb).fit(block_bytes, depth)
     assert fitted * -(-block // (sectors_kb * 1024)) <= requests
     assert DEPTH_MIN <= fitted <= depth

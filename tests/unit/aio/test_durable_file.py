@@ -51,7 +51,11 @@ def holder(directory: Path, then: str) -> subprocess.Popen[str]:
         {then}
     """
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", textwrap.dedent(code)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
@@ -63,7 +67,11 @@ def test_it_is_named_private_and_keeps_contents_and_length(tmp_path):
     with SwapFile.durable(place, "states") as file:
         assert stat.S_IMODE(place.stat().st_mode) == 0o700
         assert stat.S_IMODE((place / "states").stat().st_mode) == 0o600
-        assert (file.path, file.directory, file.size_bytes) == (str(place / "states"), str(place), 0)
+        assert (file.path, file.directory, file.size_bytes) == (
+            str(place / "states"),
+            str(place),
+            0,
+        )
         file.grow(MIB)
         put(file, 4096, 5)
         file.fsync()
@@ -79,7 +87,10 @@ def test_it_is_named_private_and_keeps_contents_and_length(tmp_path):
 
 
 def test_several_names_in_one_directory_do_not_touch_each_other(tmp_path):
-    with SwapFile.durable(tmp_path / "run", "rank-0") as a, SwapFile.durable(tmp_path / "run", "rank-1") as b:
+    with (
+        SwapFile.durable(tmp_path / "run", "rank-0") as a,
+        SwapFile.durable(tmp_path / "run", "rank-1") as b,
+    ):
         for file, byte in ((a, 1), (b, 2)):
             file.grow(8192)
             put(file, 0, byte)
@@ -94,7 +105,11 @@ def test_a_second_opener_is_told_who_holds_it(tmp_path):
     with SwapFile.durable(place, "states"):
         with pytest.raises(AioError, match="held by this process") as caught:
             SwapFile.durable(place, "states")
-        assert (caught.value.errno, caught.value.op, caught.value.path) == (errno.EWOULDBLOCK, "open", str(place / "states"))
+        assert (caught.value.errno, caught.value.op, caught.value.path) == (
+            errno.EWOULDBLOCK,
+            "open",
+            str(place / "states"),
+        )
     process = holder(place, "sys.stdin.readline()")
     try:
         with pytest.raises(AioError, match=rf"held by process {process.pid} on \S+"):
@@ -223,7 +238,10 @@ def test_on_a_full_drive_it_can_still_be_opened_and_read(tmp_path):
         with SwapFile.durable(place / "run", "states") as file:
             file.grow(MIB)
             put(file, 4096, 6)
-        with (place / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+        with (
+            (place / "filler").open("wb", buffering=0) as filler,
+            pytest.raises(OSError, match="No space"),
+        ):
             while True:
                 filler.write(bytes(4096))
         with SwapFile.durable(place / "run", "states", create=False) as file:
@@ -235,8 +253,12 @@ def test_on_a_full_drive_it_can_still_be_opened_and_read(tmp_path):
                 file.grow(2 * MIB)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.one_of(st.tuples(st.integers(0, 15), st.integers(1, 255)), st.none()), max_size=20))
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(st.one_of(st.tuples(st.integers(0, 15), st.integers(1, 255)), st.none()), max_size=20)
+)
 def test_whatever_is_written_and_however_often_it_is_reopened_it_is_there(tmp_path, steps):
     place = tmp_path / os.urandom(8).hex()
     expected: dict[int, int] = {}

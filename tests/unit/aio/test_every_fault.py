@@ -1,7 +1,9 @@
-"""Every request of a small run fails, each in turn and in every way: the answer is right data or a typed error.
+"""Every request of a small run fails, each in turn and in every way: the answer is right data or a
+typed error.
 
-The run stores, updates and fetches chunks on two drives. Whatever fails, a fetch that ends well gives what it would have
-given had nothing failed: there is no older value that a caller could take for the new one.
+The run stores, updates and fetches chunks on two drives. Whatever fails, a fetch that ends well
+gives what it would have given had nothing failed: there is no older value that a caller could take
+for the new one.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Run:
     def __init__(
         self, files: list[aio.SwapFile], backend: str, fault: aio.Fault | None, *, seed: int = 0
     ) -> None:
-        rng = np.random.default_rng(seed)  # the files hold what an earlier run left: it must not be the same
+        # the files hold what an earlier run left: it must not be the same
+        rng = np.random.default_rng(seed)
         self.rig = Rig(
             Path(),
             backend,
@@ -74,7 +77,9 @@ class Run:
             adamw(records.Format.SPLIT, chunk, grad, hyper_record()[0])
         self.writes.append(rig.store({1: second}, mask=0b1001))  # sections apart from each other
         self.expected[1] = [second[0].copy(), *self.expected[1][1:3], second[3].copy()]
-        self.fetches = [(i, mask, *rig.fetch([i], mask=mask)) for i in range(CHUNKS) for mask in (0b0001, 15)]
+        self.fetches = [
+            (i, mask, *rig.fetch([i], mask=mask)) for i in range(CHUNKS) for mask in (0b0001, 15)
+        ]
         self.errors = [error for ticket in self.tickets if (error := outcome(ticket)) is not None]
 
     @property
@@ -82,7 +87,10 @@ class Run:
         return [*self.writes, *(fetch[2] for fetch in self.fetches)]
 
     def wanted(self, index: int, mask: int) -> list[Array]:
-        return [self.expected[index][s] if mask >> s & 1 else np.zeros(NUMEL, DTYPES[s]) for s in range(4)]
+        return [
+            self.expected[index][s] if mask >> s & 1 else np.zeros(NUMEL, DTYPES[s])
+            for s in range(4)
+        ]
 
     def wrong(self) -> list[int]:
         """Chunks of which a fetch that ended well gave something else than it should."""
@@ -94,7 +102,10 @@ class Run:
 
     def counts(self) -> dict[str, int]:
         drives = self.rig.executor.stats().drives
-        return {"read": sum(drive.reads for drive in drives), "write": sum(drive.writes for drive in drives)}
+        return {
+            "read": sum(drive.reads for drive in drives),
+            "write": sum(drive.writes for drive in drives),
+        }
 
 
 @pytest.fixture
@@ -141,7 +152,8 @@ def check_ended(run: Run) -> None:
 
 
 def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:
-    """After `recover` a drive that works again is as good as new; one that does not says so again."""
+    """After `recover` a drive that works again is as good as new; one that does not says so
+    again."""
     executor = run.rig.executor
     kept = executor.stats().kept_chunks
     again = outcome(executor.recover())
@@ -179,7 +191,8 @@ def test_each_request_may_fail_and_nothing_wrong_comes_back(files, backend, op, 
             assert {type(error) for error in run.errors} <= allowed, f"{fault}: {run.errors}"
             hit = run.counts()[op] > nth
             met += hit
-            # Of a flipped bit in the last write of sections that are stored again nobody need ever hear.
+            # Of a flipped bit in the last write of sections that are stored again nobody need ever
+            # hear.
             unread = op == "write" and name == "bitflip"
             if allowed and hit and not unread:
                 assert run.errors, f"{fault}: silence"
@@ -197,7 +210,9 @@ def test_each_request_may_fail_and_nothing_wrong_comes_back(files, backend, op, 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_file_thread_or_slab_is_left_after_faults(files, backend):
     def held() -> tuple[int, int]:
-        return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+        return len(list(Path("/proc/self/fd").iterdir())), len(
+            list(Path("/proc/self/task").iterdir())
+        )
 
     requests(files, backend)
     before = held()

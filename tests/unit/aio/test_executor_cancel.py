@@ -1,4 +1,5 @@
-"""`Ticket.cancel` gives up fetches that the drive has not begun, wherever they wait; nothing else, and nothing is lost."""
+"""`Ticket.cancel` gives up fetches that the drive has not begun, wherever they wait; nothing else,
+and nothing is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def slow(make_rig, rng, stored, **options):
 
 
 def check_given_up(rig, ticket, targets, *, count=1):
-    """It ends at once and says so every time, nothing was filled, and nothing is the worse for it."""
+    """It ends at once and says so every time, nothing was filled, and nothing is the worse for
+    it."""
     assert ticket.done
     assert ticket.filled
     for _ in range(2):
@@ -140,7 +142,11 @@ def test_stores_and_updates_are_never_given_up(make_rig, rng):
     rig, values = slow(make_rig, rng, [0], pools=(1, 0))
     grad = np.ones(NUMEL, np.float32)
     new = random_chunk(rng)
-    tickets = [rig.update({0: grad}), rig.store({1: new}), rig.update({1: grad}, gate=rig.executor.gate())]
+    tickets = [
+        rig.update({0: grad}),
+        rig.store({1: new}),
+        rig.update({1: grad}, gate=rig.executor.gate()),
+    ]
     for ticket in tickets:
         ticket.cancel()
     for ticket in tickets:

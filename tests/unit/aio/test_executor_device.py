@@ -1,4 +1,5 @@
-"""Copies to and from a device: what arrives, in which order, and what a driver that fails leaves."""
+"""Copies to and from a device: what arrives, in which order, and what a driver that fails
+leaves."""
 
 from __future__ import annotations
 
@@ -19,8 +20,11 @@ from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, random
 
 
 @pytest.fixture(params=BACKENDS)
-def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., tuple[Rig, Simulated]]]:
-    """Makes rigs with a device; at the end nothing may have raced, and nothing may be left of the device."""
+def make(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., tuple[Rig, Simulated]]]:
+    """Makes rigs with a device; at the end nothing may have raced, and nothing may be left of the
+    device."""
     rigs: list[Rig] = []
     devices: list[Simulated] = []
 
@@ -28,7 +32,9 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
         devices.append(Simulated(seed=seed, delay_us=delay_us))
         rigs.append(Rig(tmp_path, request.param, **options))
         driver = devices[-1].driver()
-        for memory in (array for arrays in rigs[-1].memory for array in arrays if array is not None):
+        for memory in (
+            array for arrays in rigs[-1].memory for array in arrays if array is not None
+        ):
             driver.pin(memory.ctypes.data, memory.nbytes)
         rigs[-1].executor.attach_device(driver)
         rigs[-1]._keep.append(driver)
@@ -63,10 +69,19 @@ def test_a_fetch_is_filled_when_it_is_on_the_device(make, rng, resident):
         ticket, targets = rig.fetch(range(6), mask=3)
         ticket.wait_filled(20)
         for i, target in enumerate(targets):
-            device.kernel(target[0].ctypes.data, target[0].nbytes, writes=False, what="a kernel reads what was fetched")
+            device.kernel(
+                target[0].ctypes.data,
+                target[0].nbytes,
+                writes=False,
+                what="a kernel reads what was fetched",
+            )
             assert same(target[:2], values[i][:2])
     stats = rig.executor.stats()
-    assert device.copied() == (3 * 6 * 4 * NUMEL, 0) == (stats.to_device_bytes, stats.from_device_bytes)
+    assert (
+        device.copied()
+        == (3 * 6 * 4 * NUMEL, 0)
+        == (stats.to_device_bytes, stats.from_device_bytes)
+    )
     assert stats.to_device_s > 0
 
 
@@ -78,7 +93,12 @@ def test_a_target_that_a_kernel_still_reads_is_waited_for(make, rng):
     target = np.zeros(NUMEL, np.uint16)
     device.kernel(target.ctypes.data, target.nbytes, writes=False, what="a kernel of before")
     job = np.zeros(1, dtype=records.JOB)
-    job["chunk"], job["kind"], job["mask"], job["base"] = rig.ids[0], records.JobKind.FETCH, 1 | aio.MASK_DEVICE, -1
+    job["chunk"], job["kind"], job["mask"], job["base"] = (
+        rig.ids[0],
+        records.JobKind.FETCH,
+        1 | aio.MASK_DEVICE,
+        -1,
+    )
     job["ptr"][0, 0] = target.ctypes.data
     rig.executor.submit(job, priority=aio.Priority.DEMAND).wait(20)
     assert same([target], value[:1])
@@ -105,7 +125,9 @@ def test_an_update_hands_over_to_the_device_and_takes_from_it(make, rng):
     rig.store({0: value}).wait()
     rig.flags = aio.MASK_DEVICE
     gathered = hi.copy()[None]
-    device.kernel(gathered.ctypes.data, gathered.nbytes, writes=True, what="a kernel writes the parameters")
+    device.kernel(
+        gathered.ctypes.data, gathered.nbytes, writes=True, what="a kernel writes the parameters"
+    )
     ticket = rig.update({0: grad}, given={0: gathered[0]}, target=gathered)
     ticket.wait_filled(20)
     device.kernel(gathered.ctypes.data, gathered.nbytes, writes=False, what="the next forward")
@@ -181,7 +203,9 @@ def copy_job(to: np.ndarray, source: np.ndarray, *, out: bool) -> np.ndarray:
     return job
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(seed=st.integers(0, 999), outs=st.lists(st.booleans(), min_size=1, max_size=20))
 def test_plain_copies_in_both_directions_beside_each_other(make, seed, outs):
     rig, device = make(seed=seed)
@@ -193,8 +217,12 @@ def test_plain_copies_in_both_directions_beside_each_other(make, seed, outs):
     for out, source, target in zip(outs, sources, targets, strict=True):
         host, there = (source, target) if out else (target, source)
         driver.pin(host.ctypes.data, host.nbytes)
-        device.kernel(there.ctypes.data, there.nbytes, writes=not out, what="a kernel before the copy")
-        tickets.append(rig.executor.submit(copy_job(target, source, out=out), priority=aio.Priority.DEMAND))
+        device.kernel(
+            there.ctypes.data, there.nbytes, writes=not out, what="a kernel before the copy"
+        )
+        tickets.append(
+            rig.executor.submit(copy_job(target, source, out=out), priority=aio.Priority.DEMAND)
+        )
     for ticket, source, target in zip(tickets, sources, targets, strict=True):
         ticket.wait_filled(20)
         assert target.tobytes() == source.tobytes()
@@ -247,7 +275,9 @@ def test_a_driver_that_fails_is_a_typed_error_and_costs_no_state(make, rng):
     with pytest.raises(DeviceCopyError):  # whoever wants the parameters hears of it
         ticket.wait(20)
     device.fail(1)
-    ticket = rig.executor.submit(copy_job(target[0], value[0], out=True), priority=aio.Priority.DEMAND)
+    ticket = rig.executor.submit(
+        copy_job(target[0], value[0], out=True), priority=aio.Priority.DEMAND
+    )
     with pytest.raises(DeviceCopyError):
         ticket.wait(20)
     rig.flags = 0
@@ -263,7 +293,9 @@ def test_many_jobs_at_once_with_a_device_and_closing_amid_them(make, rng):
     tickets = [rig.fetch(range(24), mask=1, priority=p % 3) for p in range(4)]
     for ticket, targets in tickets[:2]:
         ticket.wait(20)
-        assert all(target[0].tobytes() == values[i][0].tobytes() for i, target in enumerate(targets))
+        assert all(
+            target[0].tobytes() == values[i][0].tobytes() for i, target in enumerate(targets)
+        )
     rig.executor.close(wait=False)
 
 

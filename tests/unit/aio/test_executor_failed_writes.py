@@ -1,4 +1,5 @@
-"""A write that failed loses nothing: its slot, the only copy, stays readable, and `recover` writes it."""
+"""A write that failed loses nothing: its slot, the only copy, stays readable, and `recover` writes
+it."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_a_marked_drive_refuses_writes_with_its_cause_and_the_others_go_on(make_
     adamw(records.Format.SPLIT, values[1], grad, hyper_record()[0])
     assert same(rig.read(1), values[1])
     assert rig.executor.stats().drives[0].writes == written
-    # An update that did not happen is not silently skipped: nobody may take the old values for the new ones.
+    # An update that did not happen is not silently skipped: nobody may take the old values for the
+    # new ones.
     assert rig.executor.invalid(rig.ids).tolist() == [15, 0, 15, 0, 15, 0]
     for index in (0, 2, 4):
         with pytest.raises(DeviceFailedError):
@@ -210,7 +212,12 @@ def test_a_gate_that_opens_while_a_recovery_writes_lets_nothing_pass_it(make_rig
     behind = rig.store({0: new}, mask=1)
     if later == "update":
         grad = rng.standard_normal(NUMEL).astype(np.float32)
-        adamw(records.Format.SPLIT, last := [section.copy() for section in last], grad, hyper_record()[0])
+        adamw(
+            records.Format.SPLIT,
+            last := [section.copy() for section in last],
+            grad,
+            hyper_record()[0],
+        )
         behind = rig.update({0: grad})
     again = rig.executor.recover()
     assert gate.open([])
@@ -224,7 +231,11 @@ def test_a_gate_that_opens_while_a_recovery_writes_lets_nothing_pass_it(make_rig
 def every_slot_is_back(rig, rng):
     """Work that needs all slots of pools of one each, on chunks that hold nothing else."""
     values = {i: random_chunk(rng) for i in (1, 2)}
-    tickets = [rig.store({1: values[1]}), rig.store({2: values[2]}), rig.store({1: values[2]}, mask=1)]
+    tickets = [
+        rig.store({1: values[1]}),
+        rig.store({2: values[2]}),
+        rig.store({1: values[2]}, mask=1),
+    ]
     for ticket in tickets:
         ticket.wait(20)
     assert same(rig.read(1), [values[2][0], *values[1][1:]])

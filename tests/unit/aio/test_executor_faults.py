@@ -1,4 +1,5 @@
-"""Faults one by one: what is counted, what is said, and causes outside the seam. `test_every_fault.py` has every request."""
+"""Faults one by one: what is counted, what is said, and causes outside the seam.
+`test_every_fault.py` has every request."""
 
 from __future__ import annotations
 
@@ -32,7 +33,11 @@ def stored_and_read(rig, rng) -> AioError | None:
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize(
     ("kind", "code", "counter"),
-    [("errno", errno.EAGAIN, "retries"), ("errno", errno.EINTR, "retries"), ("short", 0, "short_transfers")],
+    [
+        ("errno", errno.EAGAIN, "retries"),
+        ("errno", errno.EINTR, "retries"),
+        ("short", 0, "short_transfers"),
+    ],
 )
 def test_what_passes_is_counted_and_nobody_notices(make_rig, rng, op, kind, code, counter):
     rig = make_rig(seam=aio.Seam(fault=aio.Fault(op, 0, kind=kind, errno=code)))
@@ -111,7 +116,8 @@ def test_an_update_that_failed_to_read_leaves_no_stale_values_behind(make_rig, r
 
 
 def test_an_update_that_could_not_run_leaves_no_section_at_its_old_value(make_rig, rng):
-    """Some sections were lost before: the update fails for them, and the others are not what it should have left."""
+    """Some sections were lost before: the update fails for them, and the others are not what it
+    should have left."""
     rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0)))
     value, grad = random_chunk(rng), np.ones(NUMEL, dtype=np.float32)
     rig.store({0: value}).wait()

@@ -46,7 +46,12 @@ def test_a_gated_fetch_adds_its_base(make_rig, rng):
     gate = rig.executor.gate()
     targets = np.zeros((2, 3, NUMEL), dtype=np.uint16)
     jobs = np.zeros(3, dtype=records.JOB)
-    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = rig.ids[:3], records.JobKind.FETCH, 1, (0, 1, 0)
+    jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = (
+        rig.ids[:3],
+        records.JobKind.FETCH,
+        1,
+        (0, 1, 0),
+    )
     jobs["ptr"][:, 0] = np.arange(3) * 2 * NUMEL
     ticket = rig.executor.submit(jobs, priority=aio.Priority.PREFETCH, gate=gate)
     assert gate.open([targets[0].ctypes.data, targets[1].ctypes.data])
@@ -219,7 +224,9 @@ def test_faults_behind_gates_reach_their_tickets(make_rig, rng):
     rig = make_rig(hold_s=LONG_S, seam=aio.Seam(fault=aio.Fault("read", 0, persistent=True)))
     rig.store({0: random_chunk(rng)}).wait()
     gate = rig.executor.gate()
-    ticket = rig.update({0: np.ones(NUMEL, np.float32)}, gate=gate, target=np.zeros((1, NUMEL), np.uint16))
+    ticket = rig.update(
+        {0: np.ones(NUMEL, np.float32)}, gate=gate, target=np.zeros((1, NUMEL), np.uint16)
+    )
     rig.executor.release_gates()
     with pytest.raises(OSError, match="drive failed"):
         ticket.wait(20)

@@ -99,9 +99,19 @@ def test_segments_update_only_their_elements(make_rig, rng):
     segs = np.zeros(2, dtype=records.SEG)
     spans = [(100, 500), (PIECE - 7, 20)]
     for seg, (start, numel) in zip(segs, spans, strict=True):
-        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, numel, grad[start:].ctypes.data, 1
+        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            start,
+            numel,
+            grad[start:].ctypes.data,
+            1,
+        )
     job = np.zeros(1, dtype=records.JOB)
-    job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], records.JobKind.UPDATE, -1, 2
+    job["chunk"], job["kind"], job["base"], job["seg_count"] = (
+        rig.ids[0],
+        records.JobKind.UPDATE,
+        -1,
+        2,
+    )
     rig.executor.submit(job, segs, hyper_record(), priority=aio.Priority.WRITEBACK).wait()
     for start, numel in spans:
         part = [section[start : start + numel] for section in value]
@@ -112,7 +122,8 @@ def test_segments_update_only_their_elements(make_rig, rng):
 def test_jobs_on_one_chunk_run_in_the_order_of_submission(make_rig, rng):
     rig = make_rig(chunk_count=2, seam=aio.Seam(delay_us_max=2000, seed=3))
     expected = random_chunk(rng)
-    rig.store({0: expected, 1: random_chunk(rng)}).wait_filled()  # the source may change from here on
+    # the source may change from here on
+    rig.store({0: expected, 1: random_chunk(rng)}).wait_filled()
     tickets = []
     for step in range(1, 6):
         grad = rng.standard_normal(NUMEL).astype(np.float32)
@@ -131,7 +142,9 @@ def test_random_delays_do_not_change_the_numbers(make_rig):
         rig = make_rig(drive_count=2, seam=aio.Seam(delay_us_max=1500, seed=seed))
         rig.store({i: random_chunk(rng) for i in range(6)})
         for step in range(1, 4):
-            rig.update({i: rng.standard_normal(NUMEL).astype(np.float32) for i in range(6)}, step=step)
+            rig.update(
+                {i: rng.standard_normal(NUMEL).astype(np.float32) for i in range(6)}, step=step
+            )
         results.append([rig.read(i) for i in range(6)])
     assert all(same(a, b) for a, b in zip(*results, strict=True))
 
@@ -168,7 +181,12 @@ def test_chunks_whose_sections_have_gaps_and_odd_sizes_work(make_rig, rng):
 def test_a_plan_that_cannot_run_is_a_value_error_and_runs_nothing(make_rig, rng):
     rig = make_rig()
     good = np.zeros(1, dtype=records.JOB)
-    good["chunk"], good["kind"], good["mask"], good["base"] = rig.ids[0], records.JobKind.FETCH, 1, -1
+    good["chunk"], good["kind"], good["mask"], good["base"] = (
+        rig.ids[0],
+        records.JobKind.FETCH,
+        1,
+        -1,
+    )
     for field, value in (
         ("chunk", 99),
         ("chunk", -1),
@@ -199,10 +217,20 @@ def test_an_update_with_segments_out_of_range_is_an_error_that_touches_nothing(m
     grad = np.ones(NUMEL, dtype=np.float32)
     for start, hyper in ((1, 0), (-1, 0), (0, 1), (0, -1)):
         seg = np.zeros(1, dtype=records.SEG)
-        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, NUMEL, grad.ctypes.data, 1
+        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            start,
+            NUMEL,
+            grad.ctypes.data,
+            1,
+        )
         seg["hyper"] = hyper
         job = np.zeros(1, dtype=records.JOB)
-        job["chunk"], job["kind"], job["base"], job["seg_count"] = rig.ids[0], records.JobKind.UPDATE, -1, 1
+        job["chunk"], job["kind"], job["base"], job["seg_count"] = (
+            rig.ids[0],
+            records.JobKind.UPDATE,
+            -1,
+            1,
+        )
         ticket = rig.executor.submit(job, seg, hyper_record(), priority=aio.Priority.WRITEBACK)
         with pytest.raises(OSError, match="out of range"):
             ticket.wait()

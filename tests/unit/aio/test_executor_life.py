@@ -132,7 +132,8 @@ def test_a_busy_interpreter_does_not_stop_the_pipeline(make_rig, rng):
 
 @pytest.mark.parametrize("slots", [3, 12])
 def test_a_slow_drive_does_not_hold_a_fast_one(make_rig, rng, slots):
-    """Bytes, not times: when the fast drive's share is moved, most of the slow drive's is still to come."""
+    """Bytes, not times: when the fast drive's share is moved, most of the slow drive's is still to
+    come."""
     speeds = (2e4, 0.0)
     rig = make_rig(
         chunk_count=12,
@@ -144,7 +145,8 @@ def test_a_slow_drive_does_not_hold_a_fast_one(make_rig, rng, slots):
         seam=aio.Seam(read_bytes_per_s=speeds, write_bytes_per_s=speeds),
     )
     values = {i: random_chunk(rng) for i in range(12)}
-    order = [*range(0, 12, 2), *range(1, 12, 2)]  # all of the slow drive's first: they ask for slots first
+    # all of the slow drive's first: they ask for slots first
+    order = [*range(0, 12, 2), *range(1, 12, 2)]
     tickets = [ticket for _, ticket in sorted((i, rig.store({i: values[i]})) for i in order)]
     for ticket in tickets[1::2]:
         ticket.wait(30)
@@ -247,7 +249,9 @@ def test_a_full_file_system_is_a_swap_full_error(backend, tmp_path, monkeypatch,
     if subprocess.run(["mount", *options], check=False, capture_output=True).returncode:
         pytest.skip("may not mount here")
     try:
-        monkeypatch.setattr(aio.SwapFile, "grow", lambda self, size_bytes: os.ftruncate(self.fd, size_bytes))
+        monkeypatch.setattr(
+            aio.SwapFile, "grow", lambda self, size_bytes: os.ftruncate(self.fd, size_bytes)
+        )
         rig = Rig(tmp_path, backend)
         values = {i: random_chunk(rng) for i in range(6)}
         tickets = [rig.store({i: values[i]}) for i in range(6)]

@@ -1,8 +1,8 @@
 """Any sequence of calls leaves the chunks as a dictionary of arrays would be.
 
-One rule holds whatever happens: what a fetch that ended well gives is what was submitted last. Delays, short transfers and
-busy drives change nothing else either. Where a write fails once, jobs may fail with a typed error; after `recover` and storing
-again everything is as it should be.
+One rule holds whatever happens: what a fetch that ended well gives is what was submitted last.
+Delays, short transfers and busy drives change nothing else either. Where a write fails once, jobs
+may fail with a typed error; after `recover` and storing again everything is as it should be.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.spilled, self.versioned = spilled, versioned
         self.committed: list = [None] * CHUNKS  # the states as they were
         self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
-        self.pending: list = [(self.rig.store(dict(enumerate(self.model)), mask=self.everything), [], [])]
+        self.pending: list = [
+            (self.rig.store(dict(enumerate(self.model)), mask=self.everything), [], [])
+        ]
         self.gates: list = []
         self.step = 0
         self.cancelled = 0
@@ -116,7 +118,8 @@ class ExecutorMachine(RuleBasedStateMachine):
         value = self.random_chunk()
         self.rig.store({index: value}, mask=mask)
         self.model[index] = [
-            value[s].copy() if mask >> s & 1 else section for s, section in enumerate(self.model[index])
+            value[s].copy() if mask >> s & 1 else section
+            for s, section in enumerate(self.model[index])
         ]
 
     @rule(index=INDEX, mask=st.integers(1, 31), priority=st.integers(0, 2), cancel=st.booleans())
@@ -150,7 +153,13 @@ class ExecutorMachine(RuleBasedStateMachine):
         spilled=st.sets(INDEX),
     )
     def update(
-        self, indexes: set[int], gated: bool, cancel: bool, given: set[int], in_place: bool, spilled: set[int]
+        self,
+        indexes: set[int],
+        gated: bool,
+        cancel: bool,
+        given: set[int],
+        in_place: bool,
+        spilled: set[int],
     ) -> None:
         self.step += 1
         grads = {i: self.rng.standard_normal(NUMEL).astype(np.float32) for i in sorted(indexes)}
@@ -198,7 +207,9 @@ class ExecutorMachine(RuleBasedStateMachine):
     @rule()
     def wait_all(self) -> None:
         self.rig.executor.wait_all(20)
-        assert all(entry[0].done for entry in [*self.pending, *((ticket,) for _, ticket, *_ in self.gates)])
+        assert all(
+            entry[0].done for entry in [*self.pending, *((ticket,) for _, ticket, *_ in self.gates)]
+        )
 
     def all_ended(self) -> None:
         """Nothing is pending, and what was to be checked is."""
@@ -228,7 +239,9 @@ class ExecutorMachine(RuleBasedStateMachine):
         self.rig.executor.rollback(self.rig.ids[indexes])
         for index in indexes:
             if self.committed[index] is not None:
-                self.model[index] = [section.copy() for section in self.committed[index]] + self.model[index][4:]
+                self.model[index] = [
+                    section.copy() for section in self.committed[index]
+                ] + self.model[index][4:]
 
     @rule()
     def recover(self) -> None:
@@ -309,7 +322,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         """The one fault there is may strike a recovery, or a store after it."""
         for _ in range(3 if self.fails else 1):
             outcome(self.rig.executor.recover())
-            stored = self.rig.store(dict(enumerate(self.model)), mask=self.everything) if self.fails else None
+            stored = (
+                self.rig.store(dict(enumerate(self.model)), mask=self.everything)
+                if self.fails
+                else None
+            )
             if stored is None or outcome(stored) is None:
                 return
         raise AssertionError("one fault struck three times")

@@ -1,4 +1,5 @@
-"""What an UPDATE reads is not what it writes: a section 0 that is given, gradients that lie on the drive."""
+"""What an UPDATE reads is not what it writes: a section 0 that is given, gradients that lie on the
+drive."""
 
 from __future__ import annotations
 
@@ -33,14 +34,20 @@ def updated(value, grad, step: int = 1):
 def moved(rig, before) -> tuple[int, int]:
     """Bytes read and written per element since the stats `before`."""
     stats = rig.executor.stats()
-    return (stats.bytes_read - before.bytes_read) // NUMEL, (stats.bytes_written - before.bytes_written) // NUMEL
+    return (stats.bytes_read - before.bytes_read) // NUMEL, (
+        stats.bytes_written - before.bytes_written
+    ) // NUMEL
 
 
 def test_a_given_section_is_written_and_not_read(make_rig, rng):
     rig = make_rig()
-    values, grads = {i: random_chunk(rng) for i in range(3)}, {i: random_grad(rng) for i in range(3)}
+    values, grads = (
+        {i: random_chunk(rng) for i in range(3)},
+        {i: random_grad(rng) for i in range(3)},
+    )
     rig.store(values).wait()
-    given = {i: random_chunk(rng)[0] for i in range(3)}  # not what lies on the drive: it must not matter
+    # not what lies on the drive: it must not matter
+    given = {i: random_chunk(rng)[0] for i in range(3)}
     target = np.zeros((3, NUMEL), dtype=np.uint16)
     before = rig.executor.stats()
     ticket = rig.update(grads, given=given, target=target)
@@ -78,7 +85,9 @@ def test_what_is_given_may_be_where_the_result_goes(make_rig, rng):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("nth", [0, 3, 4])
-def test_a_flip_is_mended_by_another_read_and_what_was_given_is_given_again(make_rig, rng, nth, in_place):
+def test_a_flip_is_mended_by_another_read_and_what_was_given_is_given_again(
+    make_rig, rng, nth, in_place
+):
     rig = make_rig(seam=aio.Seam(fault=aio.Fault("read", nth, kind="bitflip")), piece=128)
     value, grad = random_chunk(rng), random_grad(rng)
     rig.store({0: value}).wait()
@@ -125,9 +134,18 @@ def test_an_update_that_reads_nothing_still_writes(make_rig, rng):
 
 def test_given_without_an_address_or_to_another_kind_is_refused(make_rig, rng):
     rig = make_rig()
-    for kind, address, mask in ((records.JobKind.UPDATE, 0, 0), (records.JobKind.FETCH, 8, 1), (records.JobKind.STORE, 8, 1)):
+    for kind, address, mask in (
+        (records.JobKind.UPDATE, 0, 0),
+        (records.JobKind.FETCH, 8, 1),
+        (records.JobKind.STORE, 8, 1),
+    ):
         job = np.zeros(1, dtype=records.JOB)
-        job["chunk"], job["kind"], job["base"], job["mask"] = rig.ids[0], kind, -1, aio.MASK_PARAM_IN_MEMORY | mask
+        job["chunk"], job["kind"], job["base"], job["mask"] = (
+            rig.ids[0],
+            kind,
+            -1,
+            aio.MASK_PARAM_IN_MEMORY | mask,
+        )
         job["ptr"][0, 1] = address
         with pytest.raises(ValueError, match="MASK_PARAM_IN_MEMORY"):
             rig.executor.submit(job, priority=aio.Priority.DEMAND)
@@ -194,7 +212,9 @@ def test_a_failed_write_keeps_what_it_wrote_and_the_gradient_stays_on_the_drive(
     for mask in (31, 16, 15):
         ticket, targets = rig.fetch([0], mask=mask)
         ticket.wait(20)
-        assert all(targets[0][s].tobytes() == wanted[s].tobytes() for s in range(5) if mask >> s & 1)
+        assert all(
+            targets[0][s].tobytes() == wanted[s].tobytes() for s in range(5) if mask >> s & 1
+        )
     rig.executor.recover().wait(20)
     rig.update({0: None}, step=2).wait(20)
     ticket, targets = rig.fetch([0], mask=31)

@@ -21,7 +21,13 @@ SLOW = aio.Seam(read_bytes_per_s=12 * NUMEL / 0.1)
 
 def prepared(make_rig, rng, **options):
     """A rig whose chunks hold something, and what; and a gradient for each."""
-    options = {"hold_s": LONG_S, "pools": (3, 4), "chunk_count": 8, "block_bytes": 1 << 20, **options}
+    options = {
+        "hold_s": LONG_S,
+        "pools": (3, 4),
+        "chunk_count": 8,
+        "block_bytes": 1 << 20,
+        **options,
+    }
     rig = make_rig(**options)
     values = {i: random_chunk(rng) for i in range(options["chunk_count"])}
     for i, value in values.items():  # one by one: each is a request
@@ -69,7 +75,11 @@ def test_an_update_behind_a_gate_is_read_ahead_and_waits_in_its_slot(make_rig, r
     for i in range(2):
         assert target[i].tobytes() == updated(values[i], grads[i])[0].tobytes()
     stats = rig.executor.stats()
-    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read) == (2, 0, 2 * 12 * NUMEL)
+    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read) == (
+        2,
+        0,
+        2 * 12 * NUMEL,
+    )
     assert all(same(rig.read(i), updated(values[i], grads[i])) for i in range(2))
 
 
@@ -110,7 +120,12 @@ def test_jobs_wait_for_their_quarter_and_nothing_is_read_twice(make_rig, rng):
     assert all(same(targets[n], values[4 + n]) for n in range(3))
     assert not any(gate.escaped for gate in gates)
     stats = rig.executor.stats()
-    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read, live(rig)) == (3, 0, 6 * 12 * NUMEL, 3)
+    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read, live(rig)) == (
+        3,
+        0,
+        6 * 12 * NUMEL,
+        3,
+    )
     for gate, ticket in zip(gates, tickets, strict=True):
         assert gate.open([])
         ticket.wait(20)
@@ -177,7 +192,11 @@ def test_what_was_asked_for_is_there_when_the_update_comes(make_rig, rng):
     settled(rig, 2)
     rig.update({i: grads[i] for i in range(3)}).wait(20)
     stats = rig.executor.stats()
-    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read) == (2, 0, 3 * 12 * NUMEL)
+    assert (stats.reads_ahead, stats.reads_ahead_dropped, stats.bytes_read) == (
+        2,
+        0,
+        3 * 12 * NUMEL,
+    )
     assert all(same(rig.read(i), updated(values[i], grads[i])) for i in range(3))
 
 
@@ -245,7 +264,9 @@ def test_gradients_that_spill_after_the_chunk_was_read_are_all_that_is_read_then
     assert same(rig.read(0)[:4], updated(values[0], grad))
 
 
-@pytest.mark.parametrize(("asked", "comes", "total"), [(True, True, 10), (False, True, 12), (True, False, 12)])
+@pytest.mark.parametrize(
+    ("asked", "comes", "total"), [(True, True, 10), (False, True, 12), (True, False, 12)]
+)
 def test_a_section_that_will_be_given_is_not_read_ahead(make_rig, rng, asked, comes, total):
     rig, values, grads = prepared(make_rig, rng)
     rig.executor.prefetch(rig.ids[:1], param_in_memory=asked)
@@ -335,7 +356,9 @@ def test_an_update_that_waits_for_a_read_that_fails_reads_for_itself(make_rig, r
 @pytest.mark.parametrize("verify", ["full", "sample"])
 def test_a_flip_in_what_was_read_ahead_is_found_by_the_update_and_mended(make_rig, rng, verify):
     fault = aio.Fault("read", 0, kind="bitflip")
-    rig, values, grads = prepared(make_rig, rng, verify=verify, seam=aio.Seam(fault=fault), piece=NUMEL)
+    rig, values, grads = prepared(
+        make_rig, rng, verify=verify, seam=aio.Seam(fault=fault), piece=NUMEL
+    )
     rig.executor.prefetch(rig.ids[:1])
     settled(rig, 1)
     rig.update({0: grads[0]}).wait(20)

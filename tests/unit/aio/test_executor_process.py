@@ -129,7 +129,9 @@ rig.close()
 print("end", flush=True)
 """
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "begun"
         for _ in range(5):
@@ -161,10 +163,14 @@ print("end")
     assert done.stdout.split() == ["end"]
 
 
-@pytest.mark.parametrize("call", ["rig.executor.wait_all()", "rig.executor.close()", "ticket.wait_filled()"])
+@pytest.mark.parametrize(
+    "call", ["rig.executor.wait_all()", "rig.executor.close()", "ticket.wait_filled()"]
+)
 def test_ctrl_c_ends_every_call_that_waits(backend, tmp_path, call):
     done = run_python(
-        preamble(backend, tmp_path, "chunk_count=20, pools=(1, 1), seam=aio.Seam(write_bytes_per_s=1e5)")
+        preamble(
+            backend, tmp_path, "chunk_count=20, pools=(1, 1), seam=aio.Seam(write_bytes_per_s=1e5)"
+        )
         + f"""
 ticket = rig.store({{i: random_chunk(rng) for i in range(20)}})
 threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
@@ -189,7 +195,9 @@ def test_a_killed_neighbour_in_the_same_directory_harms_nobody(backend, make_rig
         preamble(backend, tmp_path, "seam=aio.Seam(write_bytes_per_s=1e5)")
         + "rig.store(values); print('ready', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "ready"
         fetches = [rig.fetch([i]) for i in range(6)]
@@ -205,9 +213,12 @@ def test_a_killed_neighbour_in_the_same_directory_harms_nobody(backend, make_rig
 
 def test_kill_leaves_no_file_and_frees_the_space(backend, tmp_path):
     code = (
-        preamble(backend, tmp_path) + "rig.store(values).wait(); print('ready', flush=True); time.sleep(60)"
+        preamble(backend, tmp_path)
+        + "rig.store(values).wait(); print('ready', flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "ready"
         assert list(tmp_path.iterdir()) == []

@@ -17,7 +17,8 @@ ENOUGH = 400
 
 
 def demand(rig, indexes: list[int], behind: list[aio.Ticket], passed: list[int]) -> None:
-    """Keep demands in flight until everything in `behind` is done, and count those that passed it."""
+    """Keep demands in flight until everything in `behind` is done, and count those that passed
+    it."""
     tickets: deque[aio.Ticket] = deque()
     number = 0
     while len(passed) < ENOUGH and not (behind and all(ticket.done for ticket in behind)):
@@ -36,9 +37,12 @@ def demand(rig, indexes: list[int], behind: list[aio.Ticket], passed: list[int])
     [(15, 1, 2), (1, 1, 2), (15, 2, 2), (15, 1, 12)],
     ids=["large", "small", "two_drives", "waiting_at_the_drive"],
 )
-def test_write_back_and_prefetches_progress_beside_endless_demands(make_rig, rng, mask, drive_count, slots):
+def test_write_back_and_prefetches_progress_beside_endless_demands(
+    make_rig, rng, mask, drive_count, slots
+):
     """Counts, not times: so many demands may pass, and no more."""
-    speed = (RUN_BYTES if mask == 15 else 2 * NUMEL) / 3e-3  # slow enough that demands always wait for slots
+    # slow enough that demands always wait for slots
+    speed = (RUN_BYTES if mask == 15 else 2 * NUMEL) / 3e-3
     rig = make_rig(
         pools=(slots, slots),
         chunk_count=12,
@@ -54,7 +58,9 @@ def test_write_back_and_prefetches_progress_beside_endless_demands(make_rig, rng
     behind: list[aio.Ticket] = []
     passed: list[int] = []
     threads = [
-        threading.Thread(target=demand, args=(rig, range(n * IN_FLIGHT, (n + 1) * IN_FLIGHT), behind, passed))
+        threading.Thread(
+            target=demand, args=(rig, range(n * IN_FLIGHT, (n + 1) * IN_FLIGHT), behind, passed)
+        )
         for n in range(THREADS)
     ]
     for thread in threads:
@@ -70,7 +76,8 @@ def test_write_back_and_prefetches_progress_beside_endless_demands(make_rig, rng
         assert not thread.is_alive()
     assert store.done
     assert fetch.done
-    # Both are at most as far back as the demands before them and a fair turn each for a slot and a worker; twice that.
+    # Both are at most as far back as the demands before them and a fair turn each for a slot and a
+    # worker; twice that.
     assert len(passed) <= 2 * (THREADS * IN_FLIGHT + 4 * FAIR_TURN * drive_count)
     wanted = [section if mask >> s & 1 else values[8][s] for s, section in enumerate(new)]
     assert same(rig.read(8), wanted)

@@ -1,4 +1,5 @@
-"""What lies wrong on the drive is caught: stale, misdirected, damaged behind the engine's back, by whatever path."""
+"""What lies wrong on the drive is caught: stale, misdirected, damaged behind the engine's back, by
+whatever path."""
 
 from __future__ import annotations
 
@@ -46,13 +47,17 @@ def damage(
     path = f"/proc/{os.getpid()}/fd/{rig.files[0].fd}"
     arguments = [path, what, str(int(direct)), str(at), str(other), str(size)]
     done = subprocess.run(
-        [sys.executable, "-S", "-c", DAMAGE, *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-S", "-c", DAMAGE, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
 
 
 def swap(rig) -> None:
-    """The first two runs of the rig's first drive change places; by this process, which is quicker."""
+    """The first two runs of the rig's first drive change places; by this process, which is
+    quicker."""
     fd = os.open(f"/proc/self/fd/{rig.files[0].fd}", os.O_RDWR)
     try:
         both = os.pread(fd, 2 * RUN_BYTES, 0)
@@ -82,7 +87,8 @@ def test_damage_by_another_process_is_caught(make_rig, rng, what, direct, file_d
     assert rig.executor.stats().checksum_failures == (2 if what == "swap" else 1)
     with pytest.raises(ChecksumError):
         rig.update({0: np.ones(NUMEL, np.float32)}).wait()
-    assert rig.executor.invalid(rig.ids)[0] == 15  # the update did not happen: nothing may be read there
+    # the update did not happen: nothing may be read there
+    assert rig.executor.invalid(rig.ids)[0] == 15
     rig.store({0: values[2]}).wait()
     assert same(rig.read(0), values[2])
 

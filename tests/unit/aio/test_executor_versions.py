@@ -1,4 +1,5 @@
-"""Versioned chunks: the committed place is never written, and whatever happened since, there is a way back to it."""
+"""Versioned chunks: the committed place is never written, and whatever happened since, there is a
+way back to it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def updated(sections: list, grad: np.ndarray, step: int = 1) -> list:
 
 
 @pytest.mark.parametrize("resident", [(), (0,), (1, 2)])
-def test_updates_and_stores_leave_the_committed_place_alone(backend: str, resident: tuple, tmp_path: Path) -> None:
+def test_updates_and_stores_leave_the_committed_place_alone(
+    backend: str, resident: tuple, tmp_path: Path
+) -> None:
     rig = Rig(tmp_path, backend, chunk_count=2, versioned=True, resident=resident)
     values = filled(rig)
     before = committed_bytes(rig, 0)
@@ -96,8 +99,11 @@ def test_a_store_of_one_section_makes_a_whole_version(backend: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
-def test_a_step_that_fails_can_be_undone_and_done_again(backend: str, op: str, tmp_path: Path) -> None:
-    """Every request of the step fails once: afterwards the states are those of before, bit for bit, and the step can be taken."""
+def test_a_step_that_fails_can_be_undone_and_done_again(
+    backend: str, op: str, tmp_path: Path
+) -> None:
+    """Every request of the step fails once: afterwards the states are those of before, bit for bit,
+    and the step can be taken."""
     grad = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
     struck = 0
     for nth in range(60):
@@ -161,7 +167,8 @@ def test_pending_jobs_and_unknown_chunks_are_refused(backend: str, tmp_path: Pat
 
 
 def test_a_stale_version_does_not_pass_for_the_new_one(backend: str, tmp_path: Path) -> None:
-    """A write that the drive acknowledged and lost leaves what lay there two versions ago: the checksum tells."""
+    """A write that the drive acknowledged and lost leaves what lay there two versions ago: the
+    checksum tells."""
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True)
     filled(rig, 1)
     grad = np.ones(NUMEL, np.float32)
@@ -191,7 +198,9 @@ def test_a_stale_version_does_not_pass_for_the_new_one(backend: str, tmp_path: P
         ({"other_sums_ptr": 0}, "checksums for one of its places"),
     ],
 )
-def test_second_places_that_cannot_be_are_refused(backend: str, change: dict, message: str, tmp_path: Path) -> None:
+def test_second_places_that_cannot_be_are_refused(
+    backend: str, change: dict, message: str, tmp_path: Path
+) -> None:
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True)
     for field, value in change.items():
         rig.chunks[field] = value
@@ -201,7 +210,8 @@ def test_second_places_that_cannot_be_are_refused(backend: str, change: dict, me
 
 
 def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path: Path) -> None:
-    """What a checkpoint does that copies nothing: the file with the committed places is never written again."""
+    """What a checkpoint does that copies nothing: the file with the committed places is never
+    written again."""
     rig = Rig(tmp_path, backend, chunk_count=2, versioned=True)
     filled(rig)
     grad = np.ones(NUMEL, np.float32)
@@ -249,7 +259,8 @@ def test_files_are_refused_that_are_in_use_or_not_there(backend: str, tmp_path: 
 
 
 def test_gradients_on_their_way_hold_up_no_commit(backend: str, tmp_path: Path) -> None:
-    """They have no versions: units of one model spill while the first update of another begins a step."""
+    """They have no versions: units of one model spill while the first update of another begins a
+    step."""
     rng = np.random.default_rng(0)
     seam = aio.Seam(write_bytes_per_s=500_000.0)
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, spilled=True, seam=seam)

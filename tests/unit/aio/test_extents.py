@@ -12,7 +12,8 @@ from infinity.aio import ExtentAllocator
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(
-        st.tuples(st.integers(1, 100_000), st.booleans(), st.randoms(use_true_random=False)), max_size=60
+        st.tuples(st.integers(1, 100_000), st.booleans(), st.randoms(use_true_random=False)),
+        max_size=60,
     )
 )
 def test_extents_are_disjoint_and_freeing_all_leaves_nothing(steps):
@@ -31,7 +32,9 @@ def test_extents_are_disjoint_and_freeing_all_leaves_nothing(steps):
             key = random.choice(sorted(live))
             del live[key]
             allocator.free(*key)
-    assert sum(allocator.used_bytes(d) for d in range(2)) == sum(-(-s // 4096) * 4096 for s in live.values())
+    assert sum(allocator.used_bytes(d) for d in range(2)) == sum(
+        -(-s // 4096) * 4096 for s in live.values()
+    )
     for key in live:
         allocator.free(*key)
     assert [allocator.file_bytes(d) for d in range(2)] == [0, 0]

@@ -1,7 +1,9 @@
-"""io_uring that is old, refused, short of memory or broken: the right data another way, or a typed error, and the reason said.
+"""io_uring that is old, refused, short of memory or broken: the right data another way, or a typed
+error, and the reason said.
 
-A compiled library stands between the executor and the real liburing (odd_liburing.c) and does what old kernels and full
-machines do. The first library that a process loads stays, so each case has its own process.
+A compiled library stands between the executor and the real liburing (odd_liburing.c) and does what
+old kernels and full machines do. The first library that a process loads stays, so each case has its
+own process.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def odd(library, tmp_path):
-    """Runs code in a process whose liburing does what the settings say; (its output, what the library was told to log)."""
+    """Runs code in a process whose liburing does what the settings say; (its output, what the
+    library was told to log)."""
     from liburing import liburing as carrier
 
     log = tmp_path / "log"
@@ -86,7 +89,9 @@ def odd(library, tmp_path):
     ) -> tuple[str, str, list[str]]:
         environment = {f"ODD_{name.upper()}": str(value) for name, value in settings.items()}
         environment |= {"ODD_REAL": carrier.__file__, "ODD_LOG": str(log)}
-        text = SETUP.format(library=str(library), directory=str(swap)) + code.format(options=options)
+        text = SETUP.format(library=str(library), directory=str(swap)) + code.format(
+            options=options
+        )
         done = run_python(text, environment=environment, timeout=timeout)
         assert done.returncode == 0, done.stderr
         return done.stdout, done.stderr, log.read_text().splitlines() if log.exists() else []
@@ -194,14 +199,17 @@ print("closed")
 @pytest.mark.parametrize("code", [errno.EBADF, errno.EIO])
 @pytest.mark.parametrize("at", [1, 2, 4])
 def test_a_ring_that_breaks_ends_every_job_and_harms_no_other_drive(odd, code, at):
-    out, _, log = odd(BROKEN.replace("{code}", str(code)), options="", **{"break": code, "break_at": at})
+    out, _, log = odd(
+        BROKEN.replace("{code}", str(code)), options="", **{"break": code, "break_at": at}
+    )
     assert out.split() == ["closed"]
     assert any(line.startswith("broken") for line in log)
     assert sum(line.startswith("exit") for line in log) >= 2
 
 
 def test_a_ring_that_never_works_is_not_opened(odd):
-    """What opening tries first tells: a ring that breaks there is an error at once, not at the first job."""
+    """What opening tries first tells: a ring that breaks there is an error at once, not at the
+    first job."""
     _, _, log = odd(
         """
 try:

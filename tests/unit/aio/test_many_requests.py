@@ -1,4 +1,5 @@
-"""Many requests (`make slow`: a hundred thousand): after the first ones nothing grows, neither memory nor files, threads or references."""
+"""Many requests (`make slow`: a hundred thousand): after the first ones nothing grows, neither
+memory nor files, threads or references."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ def test_nothing_grows_with_the_number_of_requests(backend, tmp_path, rng, reque
     rig = Rig(tmp_path, backend, block_bytes=4096, depth=32, pools=(6, 6), hold_s=30.0)
     values = {i: random_chunk(rng) for i in range(6)}
     grads = {i: np.ones(NUMEL, dtype=np.float32) for i in range(6)}
-    objects = [rig.executor, *grads.values(), *(section for value in values.values() for section in value)]
+    objects = [
+        rig.executor,
+        *grads.values(),
+        *(section for value in values.values() for section in value),
+    ]
 
     def sent() -> int:
         drive = rig.executor.stats().drives[0]

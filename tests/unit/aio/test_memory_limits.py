@@ -1,4 +1,5 @@
-"""What cgroups leave: both versions, every ancestor, page cache that yields; and a slab is refused before the kernel kills."""
+"""What cgroups leave: both versions, every ancestor, page cache that yields; and a slab is refused
+before the kernel kills."""
 
 from __future__ import annotations
 
@@ -80,7 +81,10 @@ def test_the_tightest_limit_counts_and_is_named(monkeypatch):
     assert memory_limits.cgroup_limit_bytes() == 80 * MIB
     assert memory_left_bytes() == 10 * MIB
     check_slab(10 * MIB)
-    with pytest.raises(MemoryError, match=r"slab of 12 MiB.*/cg \(80 MiB\) leaves 10 MiB.*2 MiB are missing.*Policy\.ram"):
+    with pytest.raises(
+        MemoryError,
+        match=r"slab of 12 MiB.*/cg \(80 MiB\) leaves 10 MiB.*2 MiB are missing.*Policy\.ram",
+    ):
         check_slab(12 * MIB)
 
 
@@ -92,7 +96,10 @@ def cgroup() -> Iterator[tuple[Path, str]]:
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, inner = line.split(":", 2)
         if "memory" in controllers.split(","):
-            made = (Path("/sys/fs/cgroup/memory") / inner.lstrip("/") / name, "memory.limit_in_bytes")
+            made = (
+                Path("/sys/fs/cgroup/memory") / inner.lstrip("/") / name,
+                "memory.limit_in_bytes",
+            )
         elif controllers == "" and Path("/sys/fs/cgroup/memory.stat").exists():
             made = (Path("/sys/fs/cgroup") / inner.lstrip("/") / name, "memory.max")
     if made is None:

@@ -10,7 +10,9 @@ import pytest
 
 from tests.unit.aio.child import ROOT
 
-WITHOUT_LIBURING = "import sys; sys.modules['liburing'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+WITHOUT_LIBURING = (
+    "import sys; sys.modules['liburing'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+)
 ONE = "tests/unit/aio/test_executor_jobs.py::test_a_submission_of_nothing_is_done"
 
 

@@ -19,13 +19,18 @@ from infinity.aio._slab import HUGE_PAGE_BYTES
 
 MPOL_DEFAULT, MPOL_PREFERRED = 0, 1
 _MPOL_F_ADDR = 2
-_NUMBERS = {"x86_64": {"get_mempolicy": 239, "move_pages": 279}, "aarch64": {"get_mempolicy": 236, "move_pages": 239}}
+_NUMBERS = {
+    "x86_64": {"get_mempolicy": 239, "move_pages": 279},
+    "aarch64": {"get_mempolicy": 236, "move_pages": 239},
+}
 
 
 def call(name: str, *arguments: object) -> int:
     numbers = _NUMBERS.get(os.uname().machine)
     if numbers is None:
-        pytest.skip(f"NOT TESTED, the system calls' numbers on {os.uname().machine} are not known here")
+        pytest.skip(
+            f"NOT TESTED, the system calls' numbers on {os.uname().machine} are not known here"
+        )
     libc = ctypes.CDLL(None, use_errno=True)
     result = int(libc.syscall(ctypes.c_long(numbers[name]), *arguments))
     if result:
@@ -36,7 +41,14 @@ def call(name: str, *arguments: object) -> int:
 def policy_of(address: int) -> tuple[int, int]:
     """(mode, bits of nodes) of the memory at an address."""
     mode, nodes = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
-    call("get_mempolicy", ctypes.byref(mode), nodes, ctypes.c_ulong(1024), ctypes.c_ulong(address), ctypes.c_ulong(_MPOL_F_ADDR))
+    call(
+        "get_mempolicy",
+        ctypes.byref(mode),
+        nodes,
+        ctypes.c_ulong(1024),
+        ctypes.c_ulong(address),
+        ctypes.c_ulong(_MPOL_F_ADDR),
+    )
     return mode.value, nodes[0]
 
 
@@ -80,7 +92,9 @@ def test_a_slab_prefers_the_node_and_lies_there(node, caplog):
 
 
 @pytest.mark.parametrize("backend", ["io_uring", "threads"])
-def test_an_executors_pools_and_threads_are_on_the_node_and_the_caller_stays(node, tmp_path, backend):
+def test_an_executors_pools_and_threads_are_on_the_node_and_the_caller_stays(
+    node, tmp_path, backend
+):
     allowed = os.sched_getaffinity(0)
     pools = {"small": aio.PoolSpec(0, 0), "large": aio.PoolSpec(4, HUGE_PAGE_BYTES)}
     with aio.SwapFile.create(tmp_path) as file:

@@ -1,4 +1,5 @@
-"""Every odd offset and length: chunks of one element and up, around every boundary, from and to odd addresses."""
+"""Every odd offset and length: chunks of one element and up, around every boundary, from and to odd
+addresses."""
 
 from __future__ import annotations
 
@@ -40,7 +41,14 @@ class Bench:
         self.keep: list = []
 
     def define(
-        self, fmt: int, numel: int, piece: int, itemsizes: tuple[int, ...], *, gap: int = 0, at: int = 0
+        self,
+        fmt: int,
+        numel: int,
+        piece: int,
+        itemsizes: tuple[int, ...],
+        *,
+        gap: int = 0,
+        at: int = 0,
     ) -> int:
         """One chunk whose sections lie `gap` pages apart, its run at page `at` of the file."""
         record = np.zeros(1, dtype=records.CHUNK)
@@ -61,13 +69,19 @@ class Bench:
 
     def move(self, chunk: int, kind: int, arrays: list[np.ndarray]) -> aio.Ticket:
         job = np.zeros(1, dtype=records.JOB)
-        job["chunk"], job["kind"], job["mask"], job["base"] = chunk, kind, (1 << len(arrays)) - 1, -1
+        job["chunk"], job["kind"], job["mask"], job["base"] = (
+            chunk,
+            kind,
+            (1 << len(arrays)) - 1,
+            -1,
+        )
         job["ptr"][0, : len(arrays)] = [array.ctypes.data for array in arrays]
         self.keep.append(arrays)
         return self.executor.submit(job, priority=aio.Priority.DEMAND)
 
     def round_trip(self, chunk: int, sources: list[np.ndarray], odd: int) -> None:
-        """STORE from and FETCH to addresses that are `odd` bytes off; what is beside the target stays."""
+        """STORE from and FETCH to addresses that are `odd` bytes off; what is beside the target
+        stays."""
         guarded = [guard(source, odd) for source in sources]
         self.move(chunk, records.JobKind.STORE, [inner for _, inner in guarded]).wait(20)
         targets = [guard(np.zeros_like(source), odd) for source in sources]
@@ -114,7 +128,9 @@ def test_every_length_around_a_boundary_comes_back(bench, itemsize, block_bytes)
     at = 1
     for numel in BOUNDARIES:
         piece = (1, 511, 2048, 1 << 20)[numel % 4]
-        chunk = here.define(records.Format.RAW, numel, max(piece, numel // 4096), (itemsize,), at=at)
+        chunk = here.define(
+            records.Format.RAW, numel, max(piece, numel // 4096), (itemsize,), at=at
+        )
         at += -(-numel * itemsize // 4096)
         here.round_trip(chunk, [random_bytes(numel, numel * itemsize)], odd=numel % 5)
     assert here.executor.fault() is None
@@ -141,9 +157,19 @@ def test_updates_of_odd_lengths_are_bitwise_the_reference(bench, numel, gap):
         start = numel // 3
         grad = rng.standard_normal(numel - start).astype(np.float32)
         seg = np.zeros(1, dtype=records.SEG)
-        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, len(grad), grad.ctypes.data, 1
+        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            start,
+            len(grad),
+            grad.ctypes.data,
+            1,
+        )
         job = np.zeros(1, dtype=records.JOB)
-        job["chunk"], job["kind"], job["base"], job["seg_count"] = chunk, records.JobKind.UPDATE, -1, 1
+        job["chunk"], job["kind"], job["base"], job["seg_count"] = (
+            chunk,
+            records.JobKind.UPDATE,
+            -1,
+            1,
+        )
         outer, inner = guard(np.zeros(numel, dtypes[0]), 3)
         job["ptr"][0, 0] = inner.ctypes.data
         here.executor.submit(job, seg, hyper_record(), priority=aio.Priority.WRITEBACK).wait(20)
@@ -184,7 +210,10 @@ def test_any_sizes_side_by_side_come_back(name):
                     data = random_bytes(at, numel * itemsize)
                     moves.append((chunk, data, guard(np.zeros_like(data), odd)))
                     here.move(chunk, records.JobKind.STORE, [guard(data, odd)[1]])
-                fetches = [here.move(chunk, records.JobKind.FETCH, [target[1]]) for chunk, _, target in moves]
+                fetches = [
+                    here.move(chunk, records.JobKind.FETCH, [target[1]])
+                    for chunk, _, target in moves
+                ]
                 for ticket in fetches:
                     ticket.wait(20)
                 for _, data, (outer, inner) in moves:

@@ -42,7 +42,9 @@ def test_a_named_backend_is_opened(file, backend):
 @pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 def test_pools_that_do_not_fit_are_a_memory_error(file, backend, caplog):
     with pytest.raises(MemoryError, match=r"pools|slab"):
-        aio.open_executor([file], backend=backend, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(4, 1 << 45))
+        aio.open_executor(
+            [file], backend=backend, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(4, 1 << 45)
+        )
     assert caplog.text == ""
 
 
@@ -59,7 +61,9 @@ def test_an_unknown_backend_and_bad_options_are_value_errors(file):
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
-def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(file, monkeypatch, caplog):
+def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(
+    file, monkeypatch, caplog
+):
     def missing(ffi, lib):
         raise OSError("no wheel for this machine")
 
@@ -76,7 +80,8 @@ def test_without_io_uring_auto_steps_down_says_so_once_and_a_forced_one_fails(fi
         aio.open_executor([file], backend="io_uring", **POOLS)
 
 
-#: The sysctl is of the whole machine: this process sees a file over it, and its filter does what the kernel would do.
+# : The sysctl is of the whole machine: this process sees a file over it, and its filter does what
+# the kernel would do.
 SYSCTL = """
 import subprocess
 assert ctypes.CDLL(None).unshare(0x20000) == 0
@@ -106,7 +111,9 @@ with aio.SwapFile.create({directory!r}) as file:
     ],
     ids=["seccomp", "sysctl", "no_such_call"],
 )
-def test_a_kernel_that_forbids_io_uring_is_stepped_over_and_says_why(tmp_path, code, said, probed_as, sysctl):
+def test_a_kernel_that_forbids_io_uring_is_stepped_over_and_says_why(
+    tmp_path, code, said, probed_as, sysctl
+):
     if sysctl and os.getuid() != 0:
         pytest.skip("needs root to show another sysctl to a process")
     done = run_python(
@@ -148,11 +155,19 @@ def test_without_the_wheel_threads_take_over_and_the_reason_names_it(tmp_path):
 @pytest.mark.parametrize("backend", ["auto", "io_uring", "threads"])
 def test_without_the_extension_nothing_opens_and_the_error_names_the_command(tmp_path, backend):
     hidden = 'import sys; sys.modules["infinity._native"] = None\nfrom infinity import aio\n'
-    done = run_python(hidden + OPEN_AUTO.format(directory=str(tmp_path)).replace("large=", f"backend={backend!r}, large="))
+    done = run_python(
+        hidden
+        + OPEN_AUTO.format(directory=str(tmp_path)).replace(
+            "large=", f"backend={backend!r}, large="
+        )
+    )
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: infinity's C extension is missing or does not load")
-    assert "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`" in last
+    assert (
+        "run `make native` in a checkout, or `pip install --force-reinstall infinity-offload`"
+        in last
+    )
 
 
 def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, monkeypatch):
@@ -160,7 +175,9 @@ def test_where_no_backend_can_be_had_the_error_names_the_reason_of_each(file, mo
         raise OSError(f"{backend} is out")
 
     monkeypatch.setattr(_open, "Executor", refuses)
-    with pytest.raises(OSError, match="no io_uring backend: io_uring is out; no threads backend: threads is out"):
+    with pytest.raises(
+        OSError, match="no io_uring backend: io_uring is out; no threads backend: threads is out"
+    ):
         aio.open_executor([file], **POOLS)
 
 

@@ -28,9 +28,13 @@ def test_a_new_file_is_read_back_by_its_name(tmp_path: Path) -> None:
     os.pwritev(file.fd, [page], 4096)
     file.fsync()
     file.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]  # no lock, no word of who holds it
+    # no lock, no word of who holds it
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
     (tmp_path / "data").chmod(0o400)
-    with SwapFile.existing(tmp_path / "data") as again, SwapFile.existing(tmp_path / "data", direct=False) as buffered:
+    with (
+        SwapFile.existing(tmp_path / "data") as again,
+        SwapFile.existing(tmp_path / "data", direct=False) as buffered,
+    ):
         assert again.size_bytes == 8192
         assert buffered.direct_reason == "buffered I/O was asked for"
         for one in (again, buffered):
@@ -50,11 +54,17 @@ def test_mistakes_are_typed_and_name_the_file(tmp_path: Path) -> None:
     ):
         with pytest.raises(AioError) as caught:
             make(tmp_path / name)
-        assert (caught.value.errno, caught.value.path, caught.value.op) == (code, str(tmp_path / name), "open")
+        assert (caught.value.errno, caught.value.path, caught.value.op) == (
+            code,
+            str(tmp_path / name),
+            "open",
+        )
 
 
 @pytest.mark.privileged
-def test_in_memory_it_is_buffered_and_a_full_file_system_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_memory_it_is_buffered_and_a_full_file_system_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with tmpfs(tmp_path / "memory", 1 << 20, monkeypatch) as place:
         monkeypatch.delenv("INFINITY_ALLOW_TMPFS")
         with SwapFile.new(place / "data") as file:

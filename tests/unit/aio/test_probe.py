@@ -1,4 +1,5 @@
-"""Every reason for less than the best is found out and said, its cause made for real where that harms no one else."""
+"""Every reason for less than the best is found out and said, its cause made for real where that
+harms no one else."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def proc_with(root: Path, *, disabled: str | None, seccomp: str) -> Path:
     (root / "self").mkdir()
     if disabled is not None:
         (root / "sys" / "kernel" / "io_uring_disabled").write_text(disabled + "\n")
-    (root / "self" / "status").write_text(f"Name:\tpython\nSeccomp:\t{seccomp}\nSeccomp_filters:\t1\n")
+    (root / "self" / "status").write_text(
+        f"Name:\tpython\nSeccomp:\t{seccomp}\nSeccomp_filters:\t1\n"
+    )
     return root
 
 
@@ -38,14 +41,21 @@ def proc_with(root: Path, *, disabled: str | None, seccomp: str) -> Path:
     ],
 )
 def test_who_forbids_io_uring_is_told_apart(tmp_path, disabled, seccomp, said):
-    reason = probe._ring_reason(errno.EPERM, proc_with(tmp_path, disabled=disabled, seccomp=seccomp))
+    reason = probe._ring_reason(
+        errno.EPERM, proc_with(tmp_path, disabled=disabled, seccomp=seccomp)
+    )
     assert said in reason
     assert "Operation not permitted" in reason
 
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(errno.ENOSYS, "built without it"), (errno.ENOMEM, "ulimit -l"), (errno.EMFILE, "ulimit -n"), (errno.EIO, "no ring")],
+    [
+        (errno.ENOSYS, "built without it"),
+        (errno.ENOMEM, "ulimit -l"),
+        (errno.EMFILE, "ulimit -n"),
+        (errno.EIO, "no ring"),
+    ],
 )
 def test_other_causes_have_their_own_words(code, said):
     assert said in probe._ring_reason(code)

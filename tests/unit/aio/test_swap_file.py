@@ -122,7 +122,9 @@ def test_on_an_overlayfs_whose_layer_refuses_o_direct_swap_is_buffered(tmp_path,
 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.EOPNOTSUPP])
-def test_a_file_system_that_opens_with_o_direct_and_then_refuses_is_buffered(tmp_path, monkeypatch, caplog, code):
+def test_a_file_system_that_opens_with_o_direct_and_then_refuses_is_buffered(
+    tmp_path, monkeypatch, caplog, code
+):
     real = os.pwritev
 
     def refuse(fd, buffers, offset):
@@ -145,7 +147,9 @@ def test_a_drive_that_wants_more_than_4096_byte_alignment_is_buffered(tmp_path, 
         assert not is_direct(file.fd)
 
 
-def test_a_drive_that_fails_or_lies_at_once_is_a_typed_error_and_no_fall_back(tmp_path, monkeypatch):
+def test_a_drive_that_fails_or_lies_at_once_is_a_typed_error_and_no_fall_back(
+    tmp_path, monkeypatch
+):
     def fail(fd, buffers, offset):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -155,7 +159,8 @@ def test_a_drive_that_fails_or_lies_at_once_is_a_typed_error_and_no_fall_back(tm
         with pytest.raises(DeviceFailedError) as caught:
             SwapFile.create(tmp_path)
         assert caught.value.path == str(tmp_path)
-        patch.setattr(_file_system.os, "pwritev", lambda fd, buffers, offset: 4096)  # and nothing is written
+        # and nothing is written
+        patch.setattr(_file_system.os, "pwritev", lambda fd, buffers, offset: 4096)
         patch.setattr(_file_system.os, "preadv", lambda fd, buffers, offset: 4096)
         with pytest.raises(DeviceFailedError):
             SwapFile.create(tmp_path)
@@ -303,7 +308,10 @@ def test_a_drive_without_a_single_free_block_is_swap_full(tmp_path, monkeypatch)
         with SwapFile.create(place) as other:
             free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
             other.grow(free // 4096 * 4096 - MIB)
-            with (place / "filler").open("wb", buffering=0) as filler, pytest.raises(OSError, match="No space"):
+            with (
+                (place / "filler").open("wb", buffering=0) as filler,
+                pytest.raises(OSError, match="No space"),
+            ):
                 while True:
                     filler.write(bytes(4096))
             with pytest.raises(SwapFullError, match="no room"):

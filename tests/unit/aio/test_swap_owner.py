@@ -1,4 +1,5 @@
-"""Where a swap file cannot do without a name: who owns it, what dead owners leave, and that the living are never touched."""
+"""Where a swap file cannot do without a name: who owns it, what dead owners leave, and that the
+living are never touched."""
 
 from __future__ import annotations
 
@@ -50,7 +51,10 @@ SwapFile.create(sys.argv[1])
 def child(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A process that runs code; killed at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
     )
     try:
         yield process
@@ -81,7 +85,13 @@ def test_an_owner_is_told_apart_from_every_other_process(tmp_path):
         me.write(file.fileno())
     assert Owner.read(path) == me
     assert json.loads(path.read_text())["pid"] == os.getpid()
-    for text in ("", "{", "[]", '{"pid": 1}', '{"host": "x", "boot_id": "y", "pid": "z", "start_time": 0}'):
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"pid": 1}',
+        '{"host": "x", "boot_id": "y", "pid": "z", "start_time": 0}',
+    ):
         path.write_text(text)
         assert Owner.read(path) is None
 
@@ -120,7 +130,9 @@ def test_a_file_whose_directory_had_to_stay_takes_it_along_when_it_is_closed(tmp
         return real_open(path, flags, mode, **more)
 
     monkeypatch.setattr(os, "open", refuse)
-    monkeypatch.setattr(PrivateDirectory, "remove", lambda self: next(answers) and real_remove(self))
+    monkeypatch.setattr(
+        PrivateDirectory, "remove", lambda self: next(answers) and real_remove(self)
+    )
     file = SwapFile.create(tmp_path)
     assert len(private(tmp_path)) == 1
     assert clear_dead(str(tmp_path)) == []
@@ -128,7 +140,9 @@ def test_a_file_whose_directory_had_to_stay_takes_it_along_when_it_is_closed(tmp
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_neighbour_s_is_not(tmp_path):
+def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_neighbour_s_is_not(
+    tmp_path,
+):
     with child(LINGERING, str(tmp_path)) as doomed, child(LINGERING, str(tmp_path)) as neighbour:
         assert line_of(doomed) == line_of(neighbour) == "named"
         both = private(tmp_path)
@@ -151,7 +165,9 @@ def test_what_a_killed_process_left_is_cleared_at_the_next_start_and_its_living_
 def dead_directory(parent: Path, name: str, owner: Owner | None) -> Path:
     folder = parent / (PREFIX + name)
     folder.mkdir(mode=0o700)
-    (folder / "owner.json").write_text("" if owner is None else json.dumps(dataclasses.asdict(owner)))
+    (folder / "owner.json").write_text(
+        "" if owner is None else json.dumps(dataclasses.asdict(owner))
+    )
     (folder / "swap").write_bytes(b"x")
     return folder
 
@@ -175,7 +191,9 @@ def test_only_directories_of_ours_are_cleared(tmp_path):
     (kept[1] / "thesis.tex").touch()
     kept[3].mkdir(mode=0o700)
     kept[4].touch()
-    kept[5].symlink_to(dead_directory(tmp_path.parent, f"target-{tmp_path.name}", gone), target_is_directory=True)
+    kept[5].symlink_to(
+        dead_directory(tmp_path.parent, f"target-{tmp_path.name}", gone), target_is_directory=True
+    )
     if os.getuid() == 0:
         kept.append(dead_directory(tmp_path, "foreign", gone))
         os.chown(kept[-1], 65534, 65534)
@@ -189,7 +207,8 @@ def test_on_a_network_file_system_another_host_s_directory_is_left_alone(tmp_pat
     folder = dead_directory(tmp_path, "other", other)
     monkeypatch.setattr(swap_owner, "file_system_type", lambda path: "nfs4")
     assert clear_dead(str(tmp_path)) == []
-    monkeypatch.setattr(swap_owner, "file_system_type", lambda path: "ext4")  # a dead container's, say
+    # a dead container's, say
+    monkeypatch.setattr(swap_owner, "file_system_type", lambda path: "ext4")
     assert clear_dead(str(tmp_path)) == [folder.name]
 
 
@@ -225,7 +244,11 @@ for number in range(60):
 print("sound")
 """
     )
-    with child(code, str(tmp_path)) as a, child(code, str(tmp_path)) as b, child(code, str(tmp_path)) as c:
+    with (
+        child(code, str(tmp_path)) as a,
+        child(code, str(tmp_path)) as b,
+        child(code, str(tmp_path)) as c,
+    ):
         assert [line_of(process) for process in (a, b, c)] == ["sound"] * 3
         assert [process.wait(30) for process in (a, b, c)] == [0, 0, 0]
     assert list(tmp_path.iterdir()) == []
@@ -258,7 +281,9 @@ rig.close()
 def test_a_job_killed_in_mid_write_leaves_nothing_and_its_neighbour_s_data_right(tmp_path, tmpfile):
     start = "" if tmpfile else WITHOUT_TMPFILE
     command = [sys.executable, "-c", start + VERIFIES, str(tmp_path), BACKENDS[0], "1"]
-    neighbour = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    neighbour = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
     try:
         assert line_of(neighbour) == "stored"
         for seed in ("2", "3"):

@@ -17,7 +17,9 @@ from infinity._src.kernels.hyper import hyper_row_adamw
 def test_the_scalars_are_those_of_the_optimizer() -> None:
     from infinity._src.bench import adam
 
-    row = hyper_row_adamw(lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP)
+    row = hyper_row_adamw(
+        lr=adam._LR, betas=adam._BETAS, eps=adam._EPS, weight_decay=adam._DECAY, step=adam._STEP
+    )
     assert adam._HYPER_ROW.tobytes() == row.tobytes()
 
 
@@ -25,7 +27,12 @@ def test_the_scalars_are_those_of_the_optimizer() -> None:
 def test_every_kernel_is_measured_and_the_isa_in_use_stays(threads: int) -> None:
     before = native.isa()
     phases: list[str] = []
-    figures = measure_adam(threads=threads, rounds=1, numel=4 * CACHE_NUMEL, progress=lambda name, _: phases.append(name))
+    figures = measure_adam(
+        threads=threads,
+        rounds=1,
+        numel=4 * CACHE_NUMEL,
+        progress=lambda name, _: phases.append(name),
+    )
     assert native.isa() == before
     for where in ("cache", "memory"):
         rows = [row for row in figures.rows if row.where == where]
@@ -49,7 +56,9 @@ def test_the_kernels_json_and_table(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert command.main(["adam", "--threads", "0"]) == 2
 
 
-def test_without_a_device_copy_says_so_and_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_copy_says_so_and_is_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -79,7 +88,18 @@ def test_pictures_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
     picture = tmp_path / "swap.png"
-    arguments = ["--dir", str(tmp_path), "--size", "32MiB", "--rounds", "1", "--seconds", "0.05", "--limit", "probe"]
+    arguments = [
+        "--dir",
+        str(tmp_path),
+        "--size",
+        "32MiB",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+        "--limit",
+        "probe",
+    ]
     monkeypatch.setattr(sweep, "_FINAL_ROUNDS", 1)
     swept = ["--sweep", "--sweep-blocks", "1M", "--sweep-depths", "4,8"]
     assert command.main(["swap", *arguments, *swept, "--plot", str(picture)]) == 0

@@ -1,4 +1,5 @@
-"""What a checkpoint costs: the parts of the script, on a model of a few parameters; whole runs are made by hand."""
+"""What a checkpoint costs: the parts of the script, on a model of a few parameters; whole runs are
+made by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +15,17 @@ pytest.importorskip("transformers")
 
 BENCH = Path(__file__).parents[3] / "bench"
 TINY = {"hidden": 64, "layers": 1, "vocab": 64, "tokens": 4, "steps": 2, "warmup": 1}
-NAMES = ("arm_infinity", "arm_plain", "arm_save", "arm_save_torch", "checkpoints", "compare_deepspeed", "harness", "meter", "r1")
+NAMES = (
+    "arm_infinity",
+    "arm_plain",
+    "arm_save",
+    "arm_save_torch",
+    "checkpoints",
+    "compare_deepspeed",
+    "harness",
+    "meter",
+    "r1",
+)
 
 
 @pytest.fixture
@@ -26,15 +37,23 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_a_save_is_measured_and_what_it_left_restores_to_the_same_losses(bench: Any, tmp_path: Path) -> None:
+def test_a_save_is_measured_and_what_it_left_restores_to_the_same_losses(
+    bench: Any, tmp_path: Path
+) -> None:
     import infinity as inf
 
-    arm_infinity, arm_save, workload = bench("arm_infinity"), bench("arm_save"), bench("r1").Workload(**TINY)
+    arm_infinity, arm_save, workload = (
+        bench("arm_infinity"),
+        bench("arm_save"),
+        bench("r1").Workload(**TINY),
+    )
     target = tmp_path / "checkpoint"
 
     def training(name: str, **options: Any) -> Any:
         (tmp_path / name).mkdir(exist_ok=True)
-        policy = inf.Policy(params="nvme", optim="nvme", nvme=[tmp_path / name], ram="min", **options)
+        policy = inf.Policy(
+            params="nvme", optim="nvme", nvme=[tmp_path / name], ram="min", **options
+        )
         return arm_infinity.build(workload, policy)
 
     first = training("a", durable=True)
@@ -54,14 +73,23 @@ def test_a_save_is_measured_and_what_it_left_restores_to_the_same_losses(bench: 
     assert found["following"] == record["following"]
     needed = arm_infinity.must_move(second.handle, workload)
     least = 12 * workload.parameters  # flats are padded
-    assert least <= needed["deferred"]["states"]["read"] == needed["deferred"]["states"]["written"] <= 1.1 * least
+    assert (
+        least
+        <= needed["deferred"]["states"]["read"]
+        == needed["deferred"]["states"]["written"]
+        <= 1.1 * least
+    )
     second.handle.close()
 
 
 def test_torch_saves_the_same_states_and_restores_them(bench: Any, tmp_path: Path) -> None:
     import torch
 
-    arm_plain, arm_save_torch, workload = bench("arm_plain"), bench("arm_save_torch"), bench("r1").Workload(**TINY)
+    arm_plain, arm_save_torch, workload = (
+        bench("arm_plain"),
+        bench("arm_save_torch"),
+        bench("r1").Workload(**TINY),
+    )
     first, second = (arm_plain.build(workload, "adamw") for _ in range(2))
     first.step()
     record = arm_save_torch.save_once(first, tmp_path / "checkpoint")
@@ -79,13 +107,27 @@ def test_ratios_are_of_one_round_and_errors_are_told(bench: Any, tmp_path: Path)
 
     def record(number: int, arm: str, stall: float) -> dict[str, Any]:
         saves = [{"stall_s": stall, "wall_s": 2 * stall, "bytes": 10}]
-        return {"round": number, "arm": arm, "save": {"alone_s": [[1.0]], "saves": saves, "following": [1.0, 2.0]},
-                "restore": {"restore_s": 1.0, "setup_s": 1.0, "following": [1.0, 2.5]}}  # fmt: skip
+        return {
+            "round": number,
+            "arm": arm,
+            "save": {"alone_s": [[1.0]], "saves": saves, "following": [1.0, 2.0]},
+            "restore": {"restore_s": 1.0, "setup_s": 1.0, "following": [1.0, 2.5]},
+        }
 
     failed = {"round": 1, "arm": "deepspeed", "save": {"error": "RuntimeError: no", "after_s": 3.0}}
-    records = [record(0, "infinity", 1.0), record(0, "deepspeed", 4.0), record(1, "infinity", 9.0), failed]
+    records = [
+        record(0, "infinity", 1.0),
+        record(0, "deepspeed", 4.0),
+        record(1, "infinity", 9.0),
+        failed,
+    ]
     summary = checkpoints.summarise(records, ["infinity", "deepspeed"])
-    assert summary["ratios"]["deepspeed"]["stall_s"] == {"median": 0.25, "least": 0.25, "most": 0.25, "count": 1}
+    assert summary["ratios"]["deepspeed"]["stall_s"] == {
+        "median": 0.25,
+        "least": 0.25,
+        "most": 0.25,
+        "count": 1,
+    }
     assert summary["arms"]["deepspeed"]["errors"] == {"save": "RuntimeError: no"}
     assert summary["arms"]["infinity"]["figures"]["losses_apart"]["median"] == 0.5
     checkpoints.show(bench("r1").Workload(**TINY), summary)
@@ -102,11 +144,15 @@ def test_every_arm_gets_the_threshold_and_options_may_have_underscores(bench: An
     assert parsed == ("infinity", ["--durable=on", "--durable-every=8"])
 
 
-def test_speculating_always_outlives_the_steps_that_would_end_it(bench: Any, tmp_path: Path) -> None:
+def test_speculating_always_outlives_the_steps_that_would_end_it(
+    bench: Any, tmp_path: Path
+) -> None:
     import infinity as inf
 
     arm_infinity, workload = bench("arm_infinity"), bench("r1").Workload(**TINY, clip=1e-3)
-    policy = inf.Policy(params="nvme", optim="nvme", nvme=[tmp_path], ram="min", update="backward", generations=2)
+    policy = inf.Policy(
+        params="nvme", optim="nvme", nvme=[tmp_path], ram="min", update="backward", generations=2
+    )
     training = arm_infinity.build(workload, policy, always=True)
     withdrawn = []
     for _ in range(4):

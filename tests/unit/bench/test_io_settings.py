@@ -17,7 +17,10 @@ PAIR = {"/mnt/nvme0": [3e9, 2e9]}
 def test_settings_come_back_from_a_record_a_file_and_a_mapping(tmp_path: Path) -> None:
     settings = IoSettings(2 << 20, 16, {"/mnt/nvme0": (3e9, 2e9)})
     assert IoSettings.load(settings.as_dict()) == settings
-    assert IoSettings.load({"schema": "infinity.bench.swap/1", "settings": settings.as_dict()}) == settings
+    assert (
+        IoSettings.load({"schema": "infinity.bench.swap/1", "settings": settings.as_dict()})
+        == settings
+    )
     file = tmp_path / "io.json"
     file.write_text(json.dumps({"settings": settings.as_dict(), "read_gbps": 3.0}))
     assert IoSettings.load(file) == IoSettings.load(str(file)) == settings
@@ -41,7 +44,9 @@ def test_a_policy_takes_every_form(tmp_path: Path) -> None:
     assert hash(Policy(io=settings)) is not None
 
 
-def test_a_block_is_used_with_the_backend_that_it_was_measured_with(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_block_is_used_with_the_backend_that_it_was_measured_with(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ring = IoSettings(1 << 20, 16, {"/mnt/nvme0": (3e9, 2e9)}, backend="io_uring")
     assert ring.for_backend("io_uring") is ring
     assert Policy(io=ring, io_backend="io_uring").io_settings == ring
@@ -53,7 +58,9 @@ def test_a_block_is_used_with_the_backend_that_it_was_measured_with(caplog: pyte
     assert IoSettings(backend="io_uring").for_backend("threads").block_bytes is None
 
 
-def test_auto_is_the_backend_that_opens_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_backend_that_opens_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
 
     def opens() -> str:

@@ -23,7 +23,9 @@ def scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, ...]]
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize(("ranks", "drives"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 4), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("ranks", "drives"), [(1, 1), (1, 4), (2, 1), (2, 4), (3, 4), (4, 2), (4, 3)]
+)
 def test_all_drives_are_dealt_out_and_those_that_share_one_say_so(scripts, ranks, drives):
     _, arm, _ = scripts
     found = [arm.drives_of(rank, ranks, drives) for rank in range(ranks)]

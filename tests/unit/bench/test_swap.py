@@ -1,4 +1,5 @@
-"""The swap benchmark: what it writes is real, its figures follow the drive, and it leaves nothing behind."""
+"""The swap benchmark: what it writes is real, its figures follow the drive, and it leaves nothing
+behind."""
 
 from __future__ import annotations
 
@@ -52,7 +53,16 @@ def test_a_measurement_reads_and_writes_what_it_says(tmp_path: Path) -> None:
     assert drive.bytes_written >= 3 * figures.size_bytes
     assert drive.bytes_read >= 3 * figures.size_bytes
     assert figures.verified_bytes > 0
-    expected = ["fill", "verify", "read 1/2", "write 1/2", "mixed 1/2", "read 2/2", "write 2/2", "mixed 2/2"]
+    expected = [
+        "fill",
+        "verify",
+        "read 1/2",
+        "write 1/2",
+        "mixed 1/2",
+        "read 2/2",
+        "write 2/2",
+        "mixed 2/2",
+    ]
     assert list(dict.fromkeys(phases)) == expected
     assert list(tmp_path.iterdir()) == []
 
@@ -79,11 +89,17 @@ def test_every_backend_measures(tmp_path: Path, backend: str, used: set[str]) ->
 
 
 @pytest.mark.parametrize("backend", ["auto", "threads"])
-def test_without_a_block_size_it_measures_with_what_training_uses(tmp_path: Path, backend: str) -> None:
-    figures = measure_swap(task(tmp_path, size=24 * MIB, backend=backend, limit="probe", phase_s=0.3))
+def test_without_a_block_size_it_measures_with_what_training_uses(
+    tmp_path: Path, backend: str
+) -> None:
+    figures = measure_swap(
+        task(tmp_path, size=24 * MIB, backend=backend, limit="probe", phase_s=0.3)
+    )
     with aio.SwapFile.create(tmp_path) as file:
         pools = {"small": aio.PoolSpec(0, 0), "large": aio.PoolSpec(1, CHUNK_BYTES)}
-        executor = aio.open_executor([file], **pools, backend=backend, block_bytes=Policy().io_settings.block_bytes)
+        executor = aio.open_executor(
+            [file], **pools, backend=backend, block_bytes=Policy().io_settings.block_bytes
+        )
         trained = executor.stats().drives[0].block_bytes
         executor.close()
     assert figures.drives[0].block_bytes == trained
@@ -216,7 +232,9 @@ def test_without_arguments_it_uses_the_named_directory(
     assert str(tmp_path) in shown.replace("\n", "")
 
 
-def test_default_directories_are_on_a_drive_and_writable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_default_directories_are_on_a_drive_and_writable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "gone"))
     with pytest.raises(ValueError, match="--dir"):
@@ -263,8 +281,20 @@ def test_fio_asked_for_and_missing_is_a_mistake(
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
     code = "import sys; from infinity._src.bench.command import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
-    arguments = ["swap", "--dir", str(tmp_path), "--size", "256MiB", "--seconds", "30", "--rounds", "500"]
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True)
+    arguments = [
+        "swap",
+        "--dir",
+        str(tmp_path),
+        "--size",
+        "256MiB",
+        "--seconds",
+        "30",
+        "--rounds",
+        "500",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
@@ -299,7 +329,9 @@ with aio.SwapFile.create(Path(sys.argv[1])) as file:
 def test_fio_ends_with_us_also_while_it_starts(tmp_path: Path, delay_s: float) -> None:
     if why_no_fio():
         pytest.skip("fio cannot run here: that it ends with us was NOT tested")
-    process = subprocess.Popen([sys.executable, "-c", _LONG_FIO, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _LONG_FIO, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline_s = time.monotonic() + 30
         while not any("--rw=read" in line for line in _command_lines(process.pid)):

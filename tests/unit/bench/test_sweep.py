@@ -1,4 +1,5 @@
-"""The sweep: tries every pair, and the choice costs the least memory of what is as fast as the best."""
+"""The sweep: tries every pair, and the choice costs the least memory of what is as fast as the
+best."""
 
 from __future__ import annotations
 
@@ -35,7 +36,10 @@ def test_the_least_in_flight_of_what_is_as_fast_as_the_best_wins() -> None:
 
 def test_pairs_with_too_much_in_flight_are_left_out() -> None:
     assert (MIB, 8) in pairs([MIB], [8, 1024])
-    assert all(block * depth <= IN_FLIGHT_MAX_BYTES for block, depth in pairs([256 * KIB, 4 * MIB], [4, 64]))
+    assert all(
+        block * depth <= IN_FLIGHT_MAX_BYTES
+        for block, depth in pairs([256 * KIB, 4 * MIB], [4, 64])
+    )
     with pytest.raises(ValueError, match="in flight"):
         pairs([4 * MIB], [1024])
 
@@ -47,7 +51,19 @@ def test_a_sweep_writes_what_a_policy_reads(
     target = tmp_path / "io.json"
     swap = tmp_path / "swap"
     swap.mkdir()
-    arguments = ["swap", "--dir", str(swap), "--size", "48MiB", "--rounds", "1", "--seconds", "0.05", "--limit", "off"]
+    arguments = [
+        "swap",
+        "--dir",
+        str(swap),
+        "--size",
+        "48MiB",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+        "--limit",
+        "off",
+    ]
     swept = ["--sweep", "--sweep-blocks", "256K,1M", "--sweep-depths", "4,8", "--json", str(target)]
     assert command.main([*arguments, *swept]) == 0
     found = json.loads(target.read_text())

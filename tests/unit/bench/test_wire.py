@@ -25,6 +25,14 @@ def test_the_smoke_run_measures_every_case_and_prints_one_json_line() -> None:
     record = json.loads(done.stdout)
     assert record["isa"] in native.ISA_NAMES
     names = {row["case"] for row in record["cases"]}
-    assert {"encode int8, to nearest", "encode int4, at random", "sum of 4 wires int4", "sum of 4 pieces bf16"} <= names
+    assert {
+        "encode int8, to nearest",
+        "encode int4, at random",
+        "sum of 4 wires int4",
+        "sum of 4 pieces bf16",
+    } <= names
     assert len(names) == 12
-    assert all(row["gelem_per_s"] > 0 and row["of_limit"] > 0 and row["torch_gelem_per_s"] > 0 for row in record["cases"])
+    assert all(
+        row["gelem_per_s"] > 0 and row["of_limit"] > 0 and row["torch_gelem_per_s"] > 0
+        for row in record["cases"]
+    )

@@ -35,7 +35,14 @@ def resaved(directory: Path, change: Callable[[Any], object]) -> Path:
 
 @pytest.mark.parametrize(
     "value",
-    [torch.rand(3, 4), torch.rand(()), torch.empty(0, 3), torch.arange(5), torch.rand(4).bfloat16(), torch.rand(4, 6)[:, 2:4]],
+    [
+        torch.rand(3, 4),
+        torch.rand(()),
+        torch.empty(0, 3),
+        torch.arange(5),
+        torch.rand(4).bfloat16(),
+        torch.rand(4, 6)[:, 2:4],
+    ],
 )
 def test_tensors_come_back(value: torch.Tensor, tmp_path: Path) -> None:
     files = DCPFiles(written(tmp_path / "out", x=value, y=value))
@@ -50,7 +57,10 @@ def test_objects_come_back_and_only_harmless_ones(tmp_path: Path) -> None:
     files = DCPFiles(written(tmp_path / "out", number=3, text="x", path=Path("x")))
     assert files.read_object("model.number") == 3
     assert files.read_object("model.text") == "x"
-    with pytest.raises(ValueError, match=r"refused: it names pathlib[\w.]*PosixPath, which is not known to be harmless"):
+    with pytest.raises(
+        ValueError,
+        match=r"refused: it names pathlib[\w.]*PosixPath, which is not known to be harmless",
+    ):
         files.read_object("model.path")
 
 
@@ -93,14 +103,19 @@ def test_what_a_file_does_to_classes_stays_in_its_records(tmp_path: Path) -> Non
     path = directory / ".metadata"
     before = dict(vars(dcp.Metadata))
     good = path.read_bytes()
-    path.write_bytes(b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'version'\nS'spoiled'\ndtb.")
+    path.write_bytes(
+        b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(S'version'\nS'spoiled'\ndtb."
+    )
     with pytest.raises(ValueError, match="refused"):
         DCPFiles(directory)
     path.write_bytes(b"ctorch\nSize\n(N(S'numel'\nS'spoiled'\ndtb.")
     with pytest.raises(ValueError, match="refused"):
         DCPFiles(directory)
-    path.write_bytes(b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nS'__class__'\ntR.")  # stays a record, and is no metadata
-    with pytest.raises(ValueError, match=r"where a .*Metadata should be there is a builtins\.getattr"):
+    # stays a record, and is no metadata
+    path.write_bytes(b"cbuiltins\ngetattr\n(cbuiltins\ngetattr\nS'__class__'\ntR.")
+    with pytest.raises(
+        ValueError, match=r"where a .*Metadata should be there is a builtins\.getattr"
+    ):
         DCPFiles(directory)
     assert dict(vars(dcp.Metadata)) == before
     path.write_bytes(good)
@@ -119,7 +134,10 @@ def info(root: Any) -> Any:
     ("change", "message"),
     [
         (lambda root: setattr(info(root), "relative_path", "../x"), r"points to '\.\./x'"),
-        (lambda root: setattr(info(root), "relative_path", "/etc/passwd"), "points to '/etc/passwd'"),
+        (
+            lambda root: setattr(info(root), "relative_path", "/etc/passwd"),
+            "points to '/etc/passwd'",
+        ),
         (lambda root: setattr(info(root), "relative_path", ".."), "a path is refused"),
         (lambda root: setattr(info(root), "relative_path", 3), "relative_path of a .* is a int"),
         (lambda root: setattr(info(root), "offset", -1), "points to bytes -1"),
@@ -128,15 +146,33 @@ def info(root: Any) -> Any:
         (lambda root: setattr(chunk(root), "sizes", torch.Size([1, 4])), "do not make up a tensor"),
         (lambda root: setattr(chunk(root), "sizes", torch.Size([8])), "do not make up a tensor"),
         (lambda root: setattr(chunk(root), "offsets", torch.Size([1, 0])), "lies nowhere"),
-        (lambda root: root.state_dict_metadata["model.x"].chunks.append(chunk(root)), "do not make up a tensor"),
-        (lambda root: root.state_dict_metadata["model.x"].chunks.clear(), "do not make up a tensor"),
-        (lambda root: setattr(root.state_dict_metadata["model.x"], "size", torch.Size([10**9, 10**9])), "do not make up"),
-        (lambda root: setattr(root.state_dict_metadata["model.x"].properties, "dtype", "float32"), "has no dtype"),
+        (
+            lambda root: root.state_dict_metadata["model.x"].chunks.append(chunk(root)),
+            "do not make up a tensor",
+        ),
+        (
+            lambda root: root.state_dict_metadata["model.x"].chunks.clear(),
+            "do not make up a tensor",
+        ),
+        (
+            lambda root: setattr(
+                root.state_dict_metadata["model.x"], "size", torch.Size([10**9, 10**9])
+            ),
+            "do not make up",
+        ),
+        (
+            lambda root: setattr(
+                root.state_dict_metadata["model.x"].properties, "dtype", "float32"
+            ),
+            "has no dtype",
+        ),
         (lambda root: root.storage_data.clear(), "lies nowhere"),
         (lambda root: setattr(root, "storage_data", None), "storage_data of a .* is a NoneType"),
     ],
 )
-def test_metadata_that_claims_what_is_not_so_is_refused(change: Callable[[Any], object], message: str, tmp_path: Path) -> None:
+def test_metadata_that_claims_what_is_not_so_is_refused(
+    change: Callable[[Any], object], message: str, tmp_path: Path
+) -> None:
     directory = written(tmp_path / "out", x=torch.ones(2, 4))
     with pytest.raises(ValueError, match=message):
         DCPFiles(resaved(directory, change))
@@ -144,7 +180,9 @@ def test_metadata_that_claims_what_is_not_so_is_refused(change: Callable[[Any], 
 
 def test_overlapping_boxes_are_refused_also_when_their_sizes_add_up(tmp_path: Path) -> None:
     def change(root: Any) -> None:
-        halves = [dcp.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 4])) for _ in range(2)]
+        halves = [
+            dcp.ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([1, 4])) for _ in range(2)
+        ]
         root.state_dict_metadata["model.x"].chunks = halves
 
     with pytest.raises(ValueError, match="do not make up a tensor"):

@@ -50,19 +50,59 @@ def test_names_of_shared_weights_are_all_there() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        (OPTIMIZER, lambda v: v["optimizer_state_dict"]["fp32_flat_groups"].pop(), "optimizer offloaded to NVMe"),
-        (OPTIMIZER, lambda v: v["optimizer_state_dict"].update(fp32_flat_groups=[torch.empty(0)]), "optimizer offloaded to NVMe"),
-        (OPTIMIZER, lambda v: v["optimizer_state_dict"].pop("fp32_flat_groups"), "KeyError.*zero_to_fp32"),
-        (OPTIMIZER, lambda v: v["optimizer_state_dict"].update(fp32_flat_groups=["x"]), "TypeError.*not a vector"),
+        (
+            OPTIMIZER,
+            lambda v: v["optimizer_state_dict"]["fp32_flat_groups"].pop(),
+            "optimizer offloaded to NVMe",
+        ),
+        (
+            OPTIMIZER,
+            lambda v: v["optimizer_state_dict"].update(fp32_flat_groups=[torch.empty(0)]),
+            "optimizer offloaded to NVMe",
+        ),
+        (
+            OPTIMIZER,
+            lambda v: v["optimizer_state_dict"].pop("fp32_flat_groups"),
+            "KeyError.*zero_to_fp32",
+        ),
+        (
+            OPTIMIZER,
+            lambda v: v["optimizer_state_dict"].update(fp32_flat_groups=["x"]),
+            "TypeError.*not a vector",
+        ),
         (OPTIMIZER, lambda v: v["optimizer_state_dict"].update(zero_stage=2), "is of ZeRO stage 2"),
-        (OPTIMIZER, lambda v: v["optimizer_state_dict"].update(partition_count=4), "written by 4 ranks, and has files of 2"),
+        (
+            OPTIMIZER,
+            lambda v: v["optimizer_state_dict"].update(partition_count=4),
+            "written by 4 ranks, and has files of 2",
+        ),
         (OPTIMIZER, lambda v: v.clear(), "KeyError"),
         (MODEL, lambda v: v.pop("param_shapes"), "KeyError"),
-        (MODEL, lambda v: v["shared_params"].update({"head.weight": "nowhere"}), "KeyError.*nowhere"),
-        (MODEL, lambda v: v["module"].update(dict.fromkeys(v["buffer_names"], "x")), "TypeError.*is no tensor"),
-        (MODEL, lambda v: v["param_shapes"].append({"more": torch.Size([4])}), "optimizer offloaded to NVMe"),
-        (MODEL, lambda v: v["frozen_param_fragments"].update({"frozen.weight": torch.ones(1)}), "all of frozen.weight"),
-        (MODEL, lambda v: v.update(args=argparse.Namespace(a=1)), r"names argparse\.Namespace, which is not known.*zero_to_fp32"),
+        (
+            MODEL,
+            lambda v: v["shared_params"].update({"head.weight": "nowhere"}),
+            "KeyError.*nowhere",
+        ),
+        (
+            MODEL,
+            lambda v: v["module"].update(dict.fromkeys(v["buffer_names"], "x")),
+            "TypeError.*is no tensor",
+        ),
+        (
+            MODEL,
+            lambda v: v["param_shapes"].append({"more": torch.Size([4])}),
+            "optimizer offloaded to NVMe",
+        ),
+        (
+            MODEL,
+            lambda v: v["frozen_param_fragments"].update({"frozen.weight": torch.ones(1)}),
+            "all of frozen.weight",
+        ),
+        (
+            MODEL,
+            lambda v: v.update(args=argparse.Namespace(a=1)),
+            r"names argparse\.Namespace, which is not known.*zero_to_fp32",
+        ),
     ],
 )
 def test_what_is_missing_or_other_is_named(
@@ -86,7 +126,9 @@ def test_missing_files_are_named(saved: Path, tmp_path: Path) -> None:
     (saved / OPTIMIZER).rename(saved / OPTIMIZER.replace("rank_0_", "rank_7_"))
     with pytest.raises(FileNotFoundError, match=r"of ranks \[1, 7\]"):
         DeepSpeedWeights(saved.parent, None)
-    (saved / OPTIMIZER.replace("rank_0_", "rank_7_")).rename(saved / OPTIMIZER.replace("mp_rank_00", "mp_rank_01"))
+    (saved / OPTIMIZER.replace("rank_0_", "rank_7_")).rename(
+        saved / OPTIMIZER.replace("mp_rank_00", "mp_rank_01")
+    )
     with pytest.raises(ValueError, match="model-parallel"):
         DeepSpeedWeights(saved.parent, None)
 

@@ -38,7 +38,9 @@ from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFi
 from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, ChecksumError
 
-EXACT = FlatEntry("block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntry(("a", "b"), (3, 5), 0),))
+EXACT = FlatEntry(
+    "block", "bfloat16", True, Format.SPLIT.code, 4096, (ParamEntry(("a", "b"), (3, 5), 0),)
+)
 
 
 def manifest(rank: int = 0, world: int = 1, generation: int = 1, save: int = 7) -> Manifest:
@@ -55,7 +57,13 @@ def manifest(rank: int = 0, world: int = 1, generation: int = 1, save: int = 7) 
         files=(FileEntry("data", 8192),),
         buffers=None,
         extra=FileEntry("extra", 3, "abc"),
-        optimizers=(OptimizerEntry("AdamW", [{"values": {"lr": 0.1}, "params": ["a"]}], {"a": {"moments": [], "state": 1}}),),
+        optimizers=(
+            OptimizerEntry(
+                "AdamW",
+                [{"values": {"lr": 0.1}, "params": ["a"]}],
+                {"a": {"moments": [], "state": 1}},
+            ),
+        ),
         rows=rows,
         sums=np.arange(12, dtype=np.uint32),
     )
@@ -69,7 +77,10 @@ def test_a_manifest_comes_back() -> None:
     assert [vars(back)[name] for name in vars(back) if name not in ("rows", "sums", "layout")] == [
         vars(given_)[name] for name in vars(given_) if name not in ("rows", "sums", "layout")
     ]
-    assert (back.layout.flats, back.layout.numerics) == (given_.layout.flats, given_.layout.numerics)
+    assert (back.layout.flats, back.layout.numerics) == (
+        given_.layout.flats,
+        given_.layout.numerics,
+    )
 
 
 def test_no_damage_passes() -> None:
@@ -103,7 +114,8 @@ def edited_flat(**values: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "edit",
     [
-        *(edited_row("sums_at", value) for value in (-1, 9, 1 << 50)),  # was a read outside of memory
+        # was a read outside of memory
+        *(edited_row("sums_at", value) for value in (-1, 9, 1 << 50)),
         *(edited_row("numel", value) for value in (0, -5, 1, 1 << 20, 1 << 60)),
         *(edited_row("start", value) for value in (-1, 1, 1 << 62)),
         *(edited_row("flat", value) for value in (-1, 9)),
@@ -113,7 +125,8 @@ def edited_flat(**values: Any) -> dict[str, Any]:
         edited_row("padded", 7),
         {"rows": manifest().rows[:0]},
         {"sums": manifest().sums[:0]},
-        *({"world": value} for value in (0, -1, "2", 10**9)),  # the last took a look at a billion names
+        # the last took a look at a billion names
+        *({"world": value} for value in (0, -1, "2", 10**9)),
         {"step": None},
         {"files": ()},
         {"files": (FileEntry("data", -1),)},
@@ -122,14 +135,21 @@ def edited_flat(**values: Any) -> dict[str, Any]:
         edited_flat(shard_numel="x"),
         edited_flat(format=99_999),
         edited_flat(dtype="load"),
-        *(edited_flat(params=(entry,)) for entry in (
-            ParamEntry((), (3,), 0), ParamEntry(("a",), (-3,), 0), ParamEntry(("a",), (1 << 40,), 0),
-            ParamEntry(("a",), (3,), -64),
-        )),
+        *(
+            edited_flat(params=(entry,))
+            for entry in (
+                ParamEntry((), (3,), 0),
+                ParamEntry(("a",), (-3,), 0),
+                ParamEntry(("a",), (1 << 40,), 0),
+                ParamEntry(("a",), (3,), -64),
+            )
+        ),
     ],
     ids=lambda edit: next(iter(edit)),
-)  # fmt: skip
-def test_a_manifest_that_no_engine_wrote_is_refused_whatever_its_checksum(edit: dict[str, Any], tmp_path: Path) -> None:
+)
+def test_a_manifest_that_no_engine_wrote_is_refused_whatever_its_checksum(
+    edit: dict[str, Any], tmp_path: Path
+) -> None:
     bad = dataclasses.replace(manifest(), **edit)
     path = tmp_path / "manifest-00000001.rank0"
     path.write_bytes(bad.encode())
@@ -169,7 +189,11 @@ def test_a_generation_is_whole_when_all_ranks_have_it(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text() | st.integers(), inner),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers(), inner)
+    ),
     max_leaves=8,
 )
 
@@ -183,7 +207,12 @@ def test_small_values_come_back(value: Any) -> None:
 
 
 def test_small_tensors_come_back_and_other_things_are_named() -> None:
-    for tensor in (torch.tensor(3.5), torch.arange(4).view(2, 2), torch.zeros(0), torch.ones(3, dtype=torch.bfloat16)):
+    for tensor in (
+        torch.tensor(3.5),
+        torch.arange(4).view(2, 2),
+        torch.zeros(0),
+        torch.ones(3, dtype=torch.bfloat16),
+    ):
         back = from_json(to_json(tensor))
         assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(back, tensor)
@@ -219,15 +248,21 @@ def test_every_element_is_found_once_whatever_the_worlds(
         found = np.zeros(numel, dtype=np.int64)
         for rank in range(after):
             _, element, count = new.shard_range(index, rank)
-            for piece in pieces(old.offsets[index] + element, count, old.shard_numel, lambda _rank: table):
+            for piece in pieces(
+                old.offsets[index] + element, count, old.shard_numel, lambda _rank: table
+            ):
                 at = piece.rank * old.shard_numel + chunks[piece.chunk].start + piece.start
                 assert piece.start + piece.numel <= chunks[piece.chunk].numel
                 assert piece.start % 64 == 0  # whole quantization groups
-                found[element + piece.at : element + piece.at + piece.numel] += flat[at : at + piece.numel]
+                found[element + piece.at : element + piece.at + piece.numel] += flat[
+                    at : at + piece.numel
+                ]
         assert np.array_equal(found, 100_000 * (index + 1) + np.arange(numel))
 
 
-def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_found(tmp_path: Path) -> None:
+def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_found(
+    tmp_path: Path,
+) -> None:
     compact = Format(2, 2, 2)
     flat = FlatEntry("block", "bfloat16", True, compact.code, 4096, ())
     rows = np.zeros(2, dtype=ROW)
@@ -239,7 +274,12 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
     writer.finish()
     writer.close()
     path, settings_ = tmp_path / "data", {"algorithm": "crc32c"}
-    assert path.stat().st_size == writer.entry.size_bytes == int(rows["run_bytes"].sum()) == 2 * 5 * 4096
+    assert (
+        path.stat().st_size
+        == writer.entry.size_bytes
+        == int(rows["run_bytes"].sum())
+        == 2 * 5 * 4096
+    )
     whole = path.read_bytes()
     for at in (0, 5000, 4096 * 5 - 1, 4096 * 6 + 300, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 128]) + whole[at + 1 :])
@@ -256,14 +296,20 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
 
 
 def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None:
-    """Some sections in one run, the others elsewhere: the same manifest describes the swap files of a run."""
+    """Some sections in one run, the others elsewhere: the same manifest describes the swap files of
+    a run."""
     numel, file = 2048, SwapFile.new(tmp_path / "swap")
     file.grow(1 << 20)
     executor = open_executor([file], small=PoolSpec(0, 0), large=PoolSpec(2, 1 << 16))
     chunk = np.zeros(1, dtype=CHUNK)
     resident = np.zeros(4 * numel, dtype=np.uint8)
     sums = np.zeros(4, dtype=np.uint32)
-    chunk["key"], chunk["numel"], chunk["format"], chunk["section_count"] = 99, numel, Format.SPLIT.code, 4
+    chunk["key"], chunk["numel"], chunk["format"], chunk["section_count"] = (
+        99,
+        numel,
+        Format.SPLIT.code,
+        4,
+    )
     chunk["file_offset"], chunk["run_bytes"], chunk["piece_numel"] = 8192, 16384, PIECE_NUMEL
     chunk["itemsize"][0, :4], chunk["group_numel"][0, :4] = (2, 2, 4, 4), 1
     chunk["section_at"] = -1
@@ -288,8 +334,12 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
     reader.close()
 
 
-@pytest.mark.parametrize(("algorithm", "message"), [("xxh3", "an earlier infinity wrote it"), ("md5", "use a later one")])
-def test_checksums_that_no_executor_takes_are_refused(tmp_path: Path, algorithm: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "message"), [("xxh3", "an earlier infinity wrote it"), ("md5", "use a later one")]
+)
+def test_checksums_that_no_executor_takes_are_refused(
+    tmp_path: Path, algorithm: str, message: str
+) -> None:
     rows, sums = np.zeros(0, dtype=ROW), np.zeros(0, dtype=np.uint32)
     with pytest.raises(ValueError, match=f"checksums are '{algorithm}'.*{message}"):
         DataReader(tmp_path, FileEntry("data", 0), rows, [EXACT], sums, algorithm=algorithm)

@@ -1,4 +1,5 @@
-"""`infinity checkpoint` from the command line: what is listed, found damaged, exported and resharded is what was saved."""
+"""`infinity checkpoint` from the command line: what is listed, found damaged, exported and
+resharded is what was saved."""
 
 from __future__ import annotations
 
@@ -38,20 +39,25 @@ def tied() -> nn.Module:
     """A GPT-2, whose head is its embedding, with a frozen parameter and a persistent buffer."""
     model = models.make(models.gpt2)
     model.register_buffer("seen", torch.arange(3))
-    next(parameter for name, parameter in model.named_parameters() if name.endswith("ln_f.bias")).requires_grad_(False)
+    next(
+        parameter for name, parameter in model.named_parameters() if name.endswith("ln_f.bias")
+    ).requires_grad_(False)
     return model
 
 
 def trained(chosen: inf.Policy) -> tuple[nn.Module, Any]:
     model = tied()
     offload(model, chosen)
-    optimizer = inf.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
+    optimizer = inf.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2
+    )
     return model, optimizer
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint after two steps, and beside it what export_safetensors made of the model: values, and masters."""
+    """A checkpoint after two steps, and beside it what export_safetensors made of the model:
+    values, and masters."""
     place = tmp_path_factory.mktemp("saved")
     model, optimizer = trained(inf.Policy())
     with one_thread():
@@ -68,7 +74,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(*arguments: str | Path | int, terminal: bool = False) -> tuple[int, str]:
     console = Console(file=io.StringIO(), width=400, force_terminal=terminal)
-    status = run_checkpoint(build_parser().parse_args(["checkpoint", *map(str, arguments)]), console)
+    status = run_checkpoint(
+        build_parser().parse_args(["checkpoint", *map(str, arguments)]), console
+    )
     assert isinstance(console.file, io.StringIO)
     return status, console.file.getvalue()
 
@@ -83,7 +91,9 @@ def states_in(directory: Path) -> dict[str, list[bytes]]:
             for piece in checkpoint.pieces(saved, 0, saved.entry.numel):
                 arrays = reader.get(ChunkRef(piece.rank, saved.flat_index, piece.chunk))
                 for s, section in enumerate(saved.flat.sections):
-                    parts[s].append(slice_of(section, arrays[s], piece.start, piece.numel).tobytes())
+                    parts[s].append(
+                        slice_of(section, arrays[s], piece.start, piece.numel).tobytes()
+                    )
             found[name] = [b"".join(each) for each in parts]
     return found
 
@@ -117,13 +127,21 @@ def spoil(path: Path, *places: int) -> None:
     path.write_bytes(data)
 
 
-# -- ls ----------------------------------------------------------------------------------------------------------------
+# -- ls --------------------------------------------------------------------------------------------
 
 
 def test_ls_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = run("ls", saved)
     assert status == 0
-    for wanted in ("yes", "AdamW", "exact", "SPLIT 2 x FP32", "data-00000001.rank0", "extra-00000001.rank0", "manifest-00000001.rank0"):
+    for wanted in (
+        "yes",
+        "AdamW",
+        "exact",
+        "SPLIT 2 x FP32",
+        "data-00000001.rank0",
+        "extra-00000001.rank0",
+        "manifest-00000001.rank0",
+    ):
         assert wanted in shown, wanted
     assert infinity_main(["checkpoint", "ls", str(saved / "ckpt"), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -132,8 +150,12 @@ def test_ls_tells_what_there_is(saved: Path, capsys: pytest.CaptureFixture[str])
     (found,) = listed["generations"]
     assert (found["number"], found["step"], found["world"], found["why_not"]) == (1, 2, 1, "")
     assert found["params"] == sum(parameter.numel() for parameter in tied().parameters())
-    assert found["disk_bytes"] >= sum(path.stat().st_size for path in (saved / "ckpt").glob("data-*"))
-    assert {file["name"] for file in found["files"]} == {path.name for path in (saved / "ckpt").iterdir()}
+    assert found["disk_bytes"] >= sum(
+        path.stat().st_size for path in (saved / "ckpt").glob("data-*")
+    )
+    assert {file["name"] for file in found["files"]} == {
+        path.name for path in (saved / "ckpt").iterdir()
+    }
 
 
 def test_ls_says_why_a_generation_is_not_whole(saved: Path, tmp_path: Path) -> None:
@@ -151,14 +173,16 @@ def test_ls_says_why_a_generation_is_not_whole(saved: Path, tmp_path: Path) -> N
 
 def test_a_directory_without_a_checkpoint_is_a_mistake(tmp_path: Path) -> None:
     for action in (["ls"], ["verify"], ["export"], ["reshard"]):
-        rest = {"export": [tmp_path / "out"], "reshard": [tmp_path / "out", "--world", 2]}.get(action[0], [])
+        rest = {"export": [tmp_path / "out"], "reshard": [tmp_path / "out", "--world", 2]}.get(
+            action[0], []
+        )
         status, shown = run(*action, tmp_path, *rest)
         assert status == 2, action
         assert "there is no" in shown
     assert list(tmp_path.iterdir()) == []
 
 
-# -- verify ------------------------------------------------------------------------------------------------------------
+# -- verify ----------------------------------------------------------------------------------------
 
 
 def test_verify_reads_everything(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,17 +196,26 @@ def test_verify_reads_everything(saved: Path, capsys: pytest.CaptureFixture[str]
     assert record["size_bytes"] == (saved / "ckpt" / "data-00000001.rank0").stat().st_size
 
 
-def test_verify_names_all_damage_and_what_it_is(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_names_all_damage_and_what_it_is(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = copied(saved, tmp_path)
     (manifest,) = read_generation(place, 1)
     data = place / "data-00000001.rank0"
     row, other = manifest.rows[0], manifest.rows[-1]
-    at = [int(row["file_offset"]), int(row["file_offset"] + row["section_at"][3]) + 8, int(other["file_offset"]) + 4]
+    at = [
+        int(row["file_offset"]),
+        int(row["file_offset"] + row["section_at"][3]) + 8,
+        int(other["file_offset"]) + 4,
+    ]
     spoil(data, *at)
     spoil(place / "extra-00000001.rank0", 5)
     assert infinity_main(["checkpoint", "verify", str(place), "--json"]) == 1
     damage = json.loads(capsys.readouterr().out)["damage"]
-    assert [each["path"] for each in damage] == [str(place / "extra-00000001.rank0"), *[str(data)] * 3]
+    assert [each["path"] for each in damage] == [
+        str(place / "extra-00000001.rank0"),
+        *[str(data)] * 3,
+    ]
     for each, offset in zip(damage[1:], at, strict=True):
         assert each["offset"] <= offset < each["offset"] + each["length"]
     assert damage[0]["what"] == "extra"
@@ -195,7 +228,9 @@ def test_verify_names_all_damage_and_what_it_is(saved: Path, tmp_path: Path, cap
     assert "4 places" in shown
 
 
-def test_in_a_pipe_no_name_is_broken(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_no_name_is_broken(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     place = copied(saved, tmp_path)
     spoil(place / "extra-00000001.rank0", 5)
     assert infinity_main(["checkpoint", "verify", str(place)]) == 1
@@ -219,7 +254,9 @@ def test_verify_goes_on_past_what_is_missing(how: str, saved: Path, tmp_path: Pa
     spoil(place / "data-00000001.rank1", 0)
     status, shown = run("verify", place)
     assert status == 1
-    assert {"cut": "was cut short", "gone": "is missing", "manifest": "the manifest of rank 0"}[how] in shown
+    assert {"cut": "was cut short", "gone": "is missing", "manifest": "the manifest of rank 0"}[
+        how
+    ] in shown
     assert "data-00000001.rank1" in shown
     assert "2 places" in shown
 
@@ -228,7 +265,9 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
     drives = [tmp_path / "a", tmp_path / "b"]
     for drive in drives:
         drive.mkdir()
-    model, optimizer = trained(inf.Policy(params="nvme", optim="nvme", nvme=drives, ram="min", durable=True, generations=2))
+    model, optimizer = trained(
+        inf.Policy(params="nvme", optim="nvme", nvme=drives, ram="min", durable=True, generations=2)
+    )
     with one_thread():
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
@@ -252,7 +291,7 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
     assert f"lo of {manifest.layout.flats[0].params[0].name}[0:" in shown
 
 
-# -- export ------------------------------------------------------------------------------------------------------------
+# -- export ----------------------------------------------------------------------------------------
 
 
 def files_of(directory: Path) -> dict[str, bytes]:
@@ -261,9 +300,20 @@ def files_of(directory: Path) -> dict[str, bytes]:
 
 def test_export_is_what_the_model_exports(saved: Path, tmp_path: Path) -> None:
     assert run("export", saved / "ckpt", tmp_path / "values")[0] == 0
-    assert_same(load_file(tmp_path / "values" / "model.safetensors"), load_file(saved / "values" / "model.safetensors"))
+    assert_same(
+        load_file(tmp_path / "values" / "model.safetensors"),
+        load_file(saved / "values" / "model.safetensors"),
+    )
     assert files_of(tmp_path / "values").keys() == files_of(saved / "values").keys()
-    status, shown = run("export", saved / "ckpt", tmp_path / "masters", "--masters", "--shard-bytes-max", "16KiB", terminal=True)
+    status, shown = run(
+        "export",
+        saved / "ckpt",
+        tmp_path / "masters",
+        "--masters",
+        "--shard-bytes-max",
+        "16KiB",
+        terminal=True,
+    )
     assert status == 0, shown
     names = sorted(files_of(saved / "masters"))
     assert len(names) > 2
@@ -283,7 +333,10 @@ def test_export_rounds_replaces_and_takes_any_ranks(saved: Path, tmp_path: Path)
     masters: dict[str, torch.Tensor] = {}
     for path in (saved / "masters").glob("*.safetensors"):
         masters.update(load_file(path))
-    wanted = {name: value.half() if value.is_floating_point() else value for name, value in masters.items()}
+    wanted = {
+        name: value.half() if value.is_floating_point() else value
+        for name, value in masters.items()
+    }
     assert_same(load_file(out / "model.safetensors"), wanted)
     status, shown = run("export", saved / "ckpt", out, "--shard-bytes-max", "much")
     assert status == 2
@@ -299,7 +352,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved: Path, tmp_path: Path) -> No
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# -- reshard -----------------------------------------------------------------------------------------------------------
+# -- reshard ---------------------------------------------------------------------------------------
 
 
 def test_there_and_back_is_the_same(saved: Path, tmp_path: Path) -> None:
@@ -316,7 +369,10 @@ def test_there_and_back_is_the_same(saved: Path, tmp_path: Path) -> None:
             for flat in manifest.layout.flats:
                 numels = tuple(entry.numel for entry in flat.params)
                 layout = plan_flat(numels, getattr(torch, flat.dtype).itemsize, world)
-                assert (flat.shard_numel, layout.offsets) == (layout.shard_numel, tuple(entry.offset for entry in flat.params))
+                assert (flat.shard_numel, layout.offsets) == (
+                    layout.shard_numel,
+                    tuple(entry.offset for entry in flat.params),
+                )
     ours, result = restored(place)
     theirs, original = restored(saved / "ckpt")
     assert_same(ours, theirs)
@@ -325,8 +381,12 @@ def test_there_and_back_is_the_same(saved: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["bf16", "compact"])
-def test_another_state_is_what_restoring_makes_of_it(state: str, saved: Path, tmp_path: Path) -> None:
-    status, shown = run("reshard", saved / "ckpt", tmp_path / "out", "--world", 2, "--state", state, terminal=True)
+def test_another_state_is_what_restoring_makes_of_it(
+    state: str, saved: Path, tmp_path: Path
+) -> None:
+    status, shown = run(
+        "reshard", saved / "ckpt", tmp_path / "out", "--world", 2, "--state", state, terminal=True
+    )
     assert status == 0, shown
     ours, result = restored(tmp_path / "out", state=state)
     theirs, original = restored(saved / "ckpt", state=state)
@@ -334,11 +394,16 @@ def test_another_state_is_what_restoring_makes_of_it(state: str, saved: Path, tm
     assert result.rounded == ""
     assert original.rounded
     assert original.rounded in shown
-    sizes = [sum(path.stat().st_size for path in place.glob("data-*")) for place in (tmp_path / "out", saved / "ckpt")]
+    sizes = [
+        sum(path.stat().st_size for path in place.glob("data-*"))
+        for place in (tmp_path / "out", saved / "ckpt")
+    ]
     assert sizes[0] < sizes[1]
 
 
-def test_reshard_leaves_all_or_nothing(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reshard_leaves_all_or_nothing(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = files_of(saved / "ckpt")
     for arguments, wanted in (
         ((saved / "ckpt", "--world", 2), "has a checkpoint already"),
@@ -360,7 +425,10 @@ def test_reshard_leaves_all_or_nothing(saved: Path, tmp_path: Path, monkeypatch:
     assert list((tmp_path / "out").iterdir()) == []
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=4096))
-    with Checkpoint.open(saved / "ckpt") as checkpoint, pytest.raises(SwapFullError, match="4096 are free"):
+    with (
+        Checkpoint.open(saved / "ckpt") as checkpoint,
+        pytest.raises(SwapFullError, match="4096 are free"),
+    ):
         ReshardJob(checkpoint, world=2).write(tmp_path / "out")
     assert files_of(saved / "ckpt") == whole
 
@@ -369,5 +437,8 @@ def test_the_extra_of_ranks_that_are_no_more_is_told(saved: Path, tmp_path: Path
     assert run("reshard", saved / "ckpt", tmp_path / "three", "--world", 3)[0] == 0
     shown = run("reshard", tmp_path / "three", tmp_path / "one", "--world", 1)[1]
     assert "the extra state of ranks 1, 2 is left out" in shown
-    names = [path.name for path in itertools.chain((tmp_path / "three").iterdir(), (tmp_path / "one").iterdir())]
+    names = [
+        path.name
+        for path in itertools.chain((tmp_path / "three").iterdir(), (tmp_path / "one").iterdir())
+    ]
     assert sum(name.startswith("extra-") for name in names) == 4

@@ -18,9 +18,18 @@ from infinity._src.cli.corpus import Corpus, build_corpus, read_lines, split_hel
 
 def options(**given: Any) -> argparse.Namespace:
     defaults = {
-        "text": None, "jsonl": None, "sqlite": None, "query": None, "column": "text", "holdout": 0.2,
-        "steps": 2, "batch": 2, "seq": 4, "accumulate": 1, "eval_batches": 2,
-    }  # fmt: skip
+        "text": None,
+        "jsonl": None,
+        "sqlite": None,
+        "query": None,
+        "column": "text",
+        "holdout": 0.2,
+        "steps": 2,
+        "batch": 2,
+        "seq": 4,
+        "accumulate": 1,
+        "eval_batches": 2,
+    }
     return argparse.Namespace(**{**defaults, **given})
 
 
@@ -33,7 +42,9 @@ def test_plain_text_jsonl_and_sqlite_give_the_same_lines(tmp_path: Path) -> None
     (tmp_path / "a.jsonl").write_text('{"body": "one two"}\n\n{"body": "three four"}\n')
     database = sqlite3.connect(tmp_path / "a.db")
     database.execute("CREATE TABLE t (x TEXT, y TEXT)")
-    database.executemany("INSERT INTO t VALUES (?, ?)", [("one", "two"), ("three", "four"), (None, "")])
+    database.executemany(
+        "INSERT INTO t VALUES (?, ?)", [("one", "two"), ("three", "four"), (None, "")]
+    )
     database.commit()
     database.close()
     wanted = ["one two", "three four"]
@@ -70,12 +81,16 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, given: dict[str, str], mes
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "other.jsonl").write_text('{"body": "one"}\n')
     (tmp_path / "text.txt").write_text("text " * 400)
-    paths: dict[str, Any] = {key: value if key == "query" else tmp_path / value for key, value in given.items()}
+    paths: dict[str, Any] = {
+        key: value if key == "query" else tmp_path / value for key, value in given.items()
+    }
     with pytest.raises(ValueError, match=message):
         read_lines(options(**paths))
 
 
-@given(st.lists(st.text(st.characters(codec="ascii"), min_size=1), min_size=2), st.floats(0.01, 0.99))
+@given(
+    st.lists(st.text(st.characters(codec="ascii"), min_size=1), min_size=2), st.floats(0.01, 0.99)
+)
 def test_held_out_is_the_end_and_nothing_is_in_both(lines: list[str], share: float) -> None:
     train, held = split_held_out(lines, share)
     assert held
@@ -100,7 +115,10 @@ def test_windows_are_consecutive_and_only_as_many_as_wanted() -> None:
 
 def test_every_window_comes_once_per_pass_in_an_order_of_the_seed() -> None:
     corpus = Corpus(torch.arange(10).reshape(10, 1), torch.zeros(1, 1))
-    drawn = [torch.cat(list(itertools.islice(corpus.batches(2, seed), 10))).flatten().tolist() for seed in (1, 1, 2)]
+    drawn = [
+        torch.cat(list(itertools.islice(corpus.batches(2, seed), 10))).flatten().tolist()
+        for seed in (1, 1, 2)
+    ]
     assert sorted(drawn[0][:10]) == sorted(drawn[0][10:]) == list(range(10))
     assert drawn[0] == drawn[1] != drawn[2]
 
@@ -111,8 +129,12 @@ def test_a_text_too_short_says_what_to_change(tmp_path: Path) -> None:
         build_corpus(options(text=tmp_path / "a.txt", seq=64), bytes_of)
 
 
-@given(st.integers(1, 30), st.integers(1, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
-def test_the_rows_of_all_ranks_are_the_batches_of_one(train: int, held: int, batch: int, ranks: int, seed: int) -> None:
+@given(
+    st.integers(1, 30), st.integers(1, 30), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9)
+)
+def test_the_rows_of_all_ranks_are_the_batches_of_one(
+    train: int, held: int, batch: int, ranks: int, seed: int
+) -> None:
     corpus = Corpus(torch.arange(train)[:, None], torch.arange(held)[:, None])
     of_one = corpus.batches(ranks * batch, seed)
     of_each = [corpus.batches(batch, seed, rank=rank, ranks=ranks) for rank in range(ranks)]

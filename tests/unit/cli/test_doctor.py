@@ -29,7 +29,9 @@ def finding(subject: str, directories: list[str]) -> doctor.Finding:
 def test_the_executor_of_training_is_tried(tmp_path: Path) -> None:
     found = finding("executor", [str(tmp_path)])
     assert found.value.startswith(f"{BACKENDS[0]}, pools of 48 MiB")
-    assert not [entry for entry in doctor.findings([str(tmp_path / "gone")]) if entry.subject == "executor"]
+    assert not [
+        entry for entry in doctor.findings([str(tmp_path / "gone")]) if entry.subject == "executor"
+    ]
 
 
 @pytest.mark.privileged
@@ -42,17 +44,23 @@ def test_a_container_s_layer_without_o_direct_is_warned_of_with_the_reason(tmp_p
     assert "not a container's own layer" in found.warning
 
 
-def test_a_drive_with_a_short_queue_says_which_requests_fit_and_what_to_raise(tmp_path: Path) -> None:
+def test_a_drive_with_a_short_queue_says_which_requests_fit_and_what_to_raise(
+    tmp_path: Path,
+) -> None:
     limits = DriveLimits("sda", 64, 128)
     block_bytes, depth = limits.fit(1 << 20, 32)
-    probe = dataclasses.replace(probe_directory(tmp_path), limits=limits, block_bytes=block_bytes, depth=depth)
+    probe = dataclasses.replace(
+        probe_directory(tmp_path), limits=limits, block_bytes=block_bytes, depth=depth
+    )
     found = doctor._directory(probe)
     assert "requests of 1 MiB, 8 in flight (sda takes 64 of 128 KiB)" in found.value
     assert "8 requests of 1 MiB fit instead of 32" in found.warning
     assert "/sys/block/sda/queue/nr_requests" in found.warning
     found = doctor._directory(dataclasses.replace(probe, limits=DriveLimits("dm-0"), depth=32))
     assert "dm-0 is virtual" in found.value
-    found = doctor._directory(dataclasses.replace(probe, preallocates=False, limits=DriveLimits(), depth=32))
+    found = doctor._directory(
+        dataclasses.replace(probe, preallocates=False, limits=DriveLimits(), depth=32)
+    )
     assert "limits unknown" in found.value
     assert "cannot preallocate" in found.warning
 
@@ -89,7 +97,9 @@ def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_p
         sys.exit(main(["doctor", "--dir", {str(tmp_path)!r}]))
     """)
     assert done.returncode == 0, done.stderr
-    (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: I/O backend")]
+    (warning,) = [
+        line for line in done.stdout.splitlines() if line.startswith("warning: I/O backend")
+    ]
     assert "liburing" in warning
     assert "pip install" in warning
     assert "threads take over" in warning
@@ -97,16 +107,23 @@ def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_p
 
 def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -> None:
     engine = dataclasses.replace(probe_engine(), huge_pages_work=True, io_uring=True)
-    slow = ExecutorProbe(backend="io_uring", pool_bytes=100, huge_bytes=10, registered_reason="small pages")
+    slow = ExecutorProbe(
+        backend="io_uring", pool_bytes=100, huge_bytes=10, registered_reason="small pages"
+    )
     found = doctor._pools(engine, slow)
     assert "10 % in huge pages, not registered (small pages)" in found.value
     assert "compact_memory" in found.warning
     assert "no room" in doctor._pools(engine, ExecutorProbe(error="no room")).warning
-    found = doctor._pools(engine, ExecutorProbe(backend="threads", pool_bytes=8, huge_bytes=8, backend_reason="ENOMEM"))
+    found = doctor._pools(
+        engine,
+        ExecutorProbe(backend="threads", pool_bytes=8, huge_bytes=8, backend_reason="ENOMEM"),
+    )
     assert found.warning == "ENOMEM"
 
 
-def test_every_operation_is_shown_with_what_runs_it_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_operation_is_shown_with_what_runs_it_and_why(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = finding("operations", [str(tmp_path)])
@@ -121,7 +138,9 @@ def test_every_operation_is_shown_with_what_runs_it_and_why(monkeypatch: pytest.
     assert "tile_matmul: triton (forced), which rounds in its own way" in lines
 
 
-def test_operations_that_cannot_run_as_forced_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_that_cannot_run_as_forced_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv(choice.VARIABLE, "update=triton")

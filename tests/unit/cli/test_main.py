@@ -27,7 +27,17 @@ def shown_by_doctor(directories: list[str]) -> str:
 
 def test_doctor_names_everything_that_matters(tmp_path: Path) -> None:
     shown = shown_by_doctor([str(tmp_path)])
-    for subject in ("I/O backend", "kernels", "huge pages", "memlock", "memory", "swap directory", "GPU", "versions", "machine"):
+    for subject in (
+        "I/O backend",
+        "kernels",
+        "huge pages",
+        "memlock",
+        "memory",
+        "swap directory",
+        "GPU",
+        "versions",
+        "machine",
+    ):
         assert subject in shown
     assert str(tmp_path) in shown
 
@@ -48,7 +58,10 @@ def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning: kernels" in done.stdout
-    assert "warning: I/O backend: nothing can be offloaded: infinity's C extension is missing" in done.stdout
+    assert (
+        "warning: I/O backend: nothing can be offloaded: infinity's C extension is missing"
+        in done.stdout
+    )
     assert "pip install --force-reinstall infinity-offload" in done.stdout
 
 
@@ -57,8 +70,20 @@ def test_the_cgroup_limit_is_a_size_or_none() -> None:
     assert limit is None or limit > 0
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["doctor", "--nonsense"], ["train"], ["plan"], ["plan", "/models/llama", "--gpu", "24G"]])
-def test_mistakes_on_the_command_line_exit_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["doctor", "--nonsense"],
+        ["train"],
+        ["plan"],
+        ["plan", "/models/llama", "--gpu", "24G"],
+    ],
+)
+def test_mistakes_on_the_command_line_exit_with_two(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
     assert stopped.value.code == 2

@@ -21,9 +21,14 @@ from infinity._src.perf.plan.predict import EFFICIENCY  # noqa: E402
 from infinity._src.sizes import MIB  # noqa: E402
 
 LLAMA_405B = {
-    "vocab_size": 128256, "hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126,
-    "num_attention_heads": 128, "num_key_value_heads": 8, "max_position_embeddings": 131072,
-}  # fmt: skip
+    "vocab_size": 128256,
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_hidden_layers": 126,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+}
 
 
 def write_config(directory: Path, config: Any) -> Path:
@@ -38,10 +43,15 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(
         tmp_path_factory.mktemp("small"),
         transformers.LlamaConfig(
-            vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=12, num_attention_heads=8,
-            max_position_embeddings=2048, tie_word_embeddings=False,
+            vocab_size=4096,
+            hidden_size=512,
+            intermediate_size=1408,
+            num_hidden_layers=12,
+            num_attention_heads=8,
+            max_position_embeddings=2048,
+            tie_word_embeddings=False,
         ),
-    )  # fmt: skip
+    )
 
 
 def plan(*arguments: str | Path) -> tuple[int, str]:
@@ -52,42 +62,114 @@ def plan(*arguments: str | Path) -> tuple[int, str]:
     return status, " ".join(console.file.getvalue().split())  # however it was wrapped
 
 
-MACHINE = ["--ram", "8GiB", "--nvme-read", "6.8", "--nvme-write", "5.0", "--tokens-per-step", "4096"]
+MACHINE = [
+    "--ram",
+    "8GiB",
+    "--nvme-read",
+    "6.8",
+    "--nvme-write",
+    "5.0",
+    "--tokens-per-step",
+    "4096",
+]
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
-def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_would_help(small: Path) -> None:
+def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_would_help(
+    small: Path,
+) -> None:
     status, shown = plan(small, *MACHINE, "--ram", "256MiB", "--gpus", "2", "--gpu-mem", "24GiB")
     assert status == 0, shown
     for wanted in (
-        "It fits", "one GPU", "NVMe", "gradients", "optimizer states", "read from NVMe", "s/step expected", "η",
-        "tokens per second", "written per day", "the drives last", "twice the RAM", "one more drive", "state compact",
-        "twice the tokens", "one more GPU", "Not given", "assumed", "tbw", "--drives: 1, assumed", "sequences of 2,048, checkpointed",
-    ):  # fmt: skip
+        "It fits",
+        "one GPU",
+        "NVMe",
+        "gradients",
+        "optimizer states",
+        "read from NVMe",
+        "s/step expected",
+        "η",
+        "tokens per second",
+        "written per day",
+        "the drives last",
+        "twice the RAM",
+        "one more drive",
+        "state compact",
+        "twice the tokens",
+        "one more GPU",
+        "Not given",
+        "assumed",
+        "tbw",
+        "--drives: 1, assumed",
+        "sequences of 2,048, checkpointed",
+    ):
         assert wanted in shown, wanted
     assert "--nvme-read" not in shown
 
 
-def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(small: Path, tmp_path: Path) -> None:
-    arguments = [*MACHINE, "--ram", "1GiB", "--gpus", "8", "--gpu", "rtx4090", "--micro-batches", "1", "--tokens-per-step", "16384"]
+def test_what_gpus_need_is_shown_part_by_part_and_where_updates_could_run(
+    small: Path, tmp_path: Path
+) -> None:
+    arguments = [
+        *MACHINE,
+        "--ram",
+        "1GiB",
+        "--gpus",
+        "8",
+        "--gpu",
+        "rtx4090",
+        "--micro-batches",
+        "1",
+        "--tokens-per-step",
+        "16384",
+    ]
     status, shown = plan(small, *arguments, "--json", tmp_path / "plan.json")
     assert status == 0, shown
     for wanted in (
-        "gathered units", "fresh gradients", "inputs of blocks", "logits and loss (estimated)", "CUDA and libraries (assumed)",
-        "copied to GPUs", "copied from GPUs", "PCIe, alone", "MFU", "Where updates run", "'cpu'", "'device'",
-        "Updates run on the CPU, beside the next forward, unless you set update_on='device'", "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
-        "--pcie-host: 100 GB/s each way, assumed: two GPUs share a link to the CPU", "--peers: through the CPU's memory",
-    ):  # fmt: skip
+        "gathered units",
+        "fresh gradients",
+        "inputs of blocks",
+        "logits and loss (estimated)",
+        "CUDA and libraries (assumed)",
+        "copied to GPUs",
+        "copied from GPUs",
+        "PCIe, alone",
+        "MFU",
+        "Where updates run",
+        "'cpu'",
+        "'device'",
+        "Updates run on the CPU, beside the next forward, unless you set update_on='device'",
+        "--gpu-mem: 23.6 GiB, of rtx4090 (GeForce RTX 4090, 24 GB)",
+        "--pcie-host: 100 GB/s each way, assumed: two GPUs share a link to the CPU",
+        "--peers: through the CPU's memory",
+    ):
         assert wanted in shown, wanted
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["update_on"]["cpu"] == record["plan"]
     assert record["update_on"]["device"]["job"]["update_on"] == "device"
     assert record["plan"]["gpu"]["bytes"] == sum(record["plan"]["gpu"]["parts"].values())
-    assert record["plan"]["mfu"] == pytest.approx(record["plan"]["model_flops_per_s_per_gpu"] / 165e12)
-    _, other = plan(small, *arguments, "--update-on", "device", "--tile-linears", "4", "--tile-loss", "8", "--pcie-host", "50")
-    for wanted in ("linears in 4 tiles, the loss in 8;", "update deferred, on the GPU", "states in update"):
+    assert record["plan"]["mfu"] == pytest.approx(
+        record["plan"]["model_flops_per_s_per_gpu"] / 165e12
+    )
+    _, other = plan(
+        small,
+        *arguments,
+        "--update-on",
+        "device",
+        "--tile-linears",
+        "4",
+        "--tile-loss",
+        "8",
+        "--pcie-host",
+        "50",
+    )
+    for wanted in (
+        "linears in 4 tiles, the loss in 8;",
+        "update deferred, on the GPU",
+        "states in update",
+    ):
         assert wanted in other, wanted
     assert "--pcie-host" not in other
     assert "Where updates run" not in plan(small, *MACHINE, "--gpus", "0")[1]
@@ -97,10 +179,16 @@ def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
     arguments = ["--gpu-mem", "1250MiB", "--tokens-per-step", "32768", "--micro-batches", "2"]
     status, shown = plan(small, *MACHINE, *arguments)
     assert status == 1
-    # Of 16,384 tokens: 192 MiB of inputs and 640 MiB of logits; 30.7 MiB of units and gradients, 640 MiB of CUDA. With
-    # half of the logits a block's 368 MiB are the larger.
-    assert "GPU memory: 1.5 GiB is needed on each, 1.2 GiB is there; it fits with the loss in 2 tiles" in shown
-    assert "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB" in shown
+    # Of 16,384 tokens: 192 MiB of inputs and 640 MiB of logits; 30.7 MiB of units and gradients,
+    # 640 MiB of CUDA. With half of the logits a block's 368 MiB are the larger.
+    assert (
+        "GPU memory: 1.5 GiB is needed on each, 1.2 GiB is there; it fits with the loss in 2 tiles"
+        in shown
+    )
+    assert (
+        "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB"
+        in shown
+    )
     assert "One change with which it fits" in shown
     assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
 
@@ -114,7 +202,9 @@ def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
 
 def test_two_generations_and_durable_runs_show_their_room(small: Path, tmp_path: Path) -> None:
     for option, said in ((["--generations", "2"], "two generations"), (["--durable"], "durable")):
-        status, shown = plan(small, *MACHINE, "--ram", "256MiB", *option, "--json", tmp_path / "plan.json")
+        status, shown = plan(
+            small, *MACHINE, "--ram", "256MiB", *option, "--json", tmp_path / "plan.json"
+        )
         assert status == 0, shown
         assert f"update deferred, {said}" in shown
         assert "the other generation" in shown
@@ -123,22 +213,35 @@ def test_two_generations_and_durable_runs_show_their_room(small: Path, tmp_path:
         assert (record["job"]["generations"], record["job"]["durable"]) == (2, said == "durable")
 
 
-def test_the_json_holds_the_same_figures(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _ = plan(small / "config.json", *MACHINE, "--ram", "256MiB", "--json", tmp_path / "plan.json")
+def test_the_json_holds_the_same_figures(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _ = plan(
+        small / "config.json", *MACHINE, "--ram", "256MiB", "--json", tmp_path / "plan.json"
+    )
     assert status == 0
     record = json.loads((tmp_path / "plan.json").read_text())
     assert record["schema"] == "infinity.plan/1"
-    assert record["model"]["params"] == 2 * 4096 * 512 + 12 * (4 * 512 * 512 + 3 * 512 * 1408 + 2 * 512) + 512
+    assert (
+        record["model"]["params"]
+        == 2 * 4096 * 512 + 12 * (4 * 512 * 512 + 3 * 512 * 1408 + 2 * 512) + 512
+    )
     found = record["plan"]
     assert found["fits"]
     assert found["ram"]["bytes"] <= 256 * MIB
     assert found["step_s"] == pytest.approx(found["limit_schedule_s"] / EFFICIENCY)
-    assert found["written_bytes_per_day"] == pytest.approx(found["written_bytes"] / found["step_s"] * 86400)
+    assert found["written_bytes_per_day"] == pytest.approx(
+        found["written_bytes"] / found["step_s"] * 86400
+    )
     assert record["machine"]["sources"]["read"] == "given"
     assert found["efficiency"] == EFFICIENCY
     assert {change["change"] for change in record["changes"]} >= {"twice the RAM", "one more drive"}
     for change in record["changes"]:
-        assert change["gain"] == (pytest.approx(change["tokens_per_s"] / found["tokens_per_s"]) if change["fits"] else None)
+        assert change["gain"] == (
+            pytest.approx(change["tokens_per_s"] / found["tokens_per_s"])
+            if change["fits"]
+            else None
+        )
     assert plan(small, *MACHINE, "--json", "-", "--no-changes") == (0, "")
     assert json.loads(capsys.readouterr().out)["changes"] == []
     options = build_parser().parse_args(["plan", str(small), *MACHINE, "--seq", "0", "--json", "-"])
@@ -153,7 +256,10 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
     assert "It does not fit" in shown
     assert "GPU memory:" in shown
     assert "RAM:" in shown
-    assert "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update backward" in shown
+    assert (
+        "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update backward"
+        in shown
+    )
     _, spilled = plan(small, *MACHINE, "--ram", "16MiB", "--grads", "nvme")
     assert "--grads nvme" not in spilled
     least = spilled.split("RAM: ")[1].split(" is the least")[0].replace(" ", "")
@@ -161,15 +267,29 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
 
 
 def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
-    settings_ = {"block_bytes": None, "depth": 32, "bandwidths": {"/a": [3e9, 2e9], "/b": [1e9, 1e9]}, "backend": None}
-    (tmp_path / "bench.json").write_text(json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_}))
+    settings_ = {
+        "block_bytes": None,
+        "depth": 32,
+        "bandwidths": {"/a": [3e9, 2e9], "/b": [1e9, 1e9]},
+        "backend": None,
+    }
+    (tmp_path / "bench.json").write_text(
+        json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_})
+    )
     target = tmp_path / "plan.json"
     rest = ["--ram", "256MiB", "--tokens-per-step", "4096", "--json", target]
     assert plan(small, "--bench", tmp_path / "bench.json", *rest)[0] == 0
     machine = json.loads(target.read_text())["machine"]
-    assert (machine["drives"], machine["read_bytes_per_s"], machine["write_bytes_per_s"]) == (2, 4e9, 3e9)
+    assert (machine["drives"], machine["read_bytes_per_s"], machine["write_bytes_per_s"]) == (
+        2,
+        4e9,
+        3e9,
+    )
     assert machine["sources"]["read"].startswith("measured")
-    assert plan(small, "--bench", tmp_path / "bench.json", *rest, "--drives", "4", "--ram", "1GiB")[0] == 0
+    assert (
+        plan(small, "--bench", tmp_path / "bench.json", *rest, "--drives", "4", "--ram", "1GiB")[0]
+        == 0
+    )
     machine = json.loads(target.read_text())["machine"]
     assert machine["read_bytes_per_s"] == 8e9
     assert "scaled from 2 drives to 4" in machine["sources"]["read"]
@@ -185,7 +305,10 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--ram", "lots"], "--ram lots"),
         (["--gpus", "-1"], "--gpus -1"),
         (["--drives", "0"], "--drives 0 beside --nvme-read"),
-        (["--seq", "2048", "--tokens-per-step", "100"], "--seq 2048 is more than --tokens-per-step 100"),
+        (
+            ["--seq", "2048", "--tokens-per-step", "100"],
+            "--seq 2048 is more than --tokens-per-step 100",
+        ),
         (["--resident", "params=2.0"], "between 0.0 and 1.0"),
         (["--resident", "params"], "--resident params: give each kind once"),
         (["--resident", "optim=0.5", "--optim", "cpu"], "rests in memory anyway"),
@@ -209,7 +332,9 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--bench", "/nowhere.json"], "/nowhere.json"),
     ],
 )
-def test_a_mistake_is_one_line_that_names_value_and_fix(small: Path, change: list[str], message: str) -> None:
+def test_a_mistake_is_one_line_that_names_value_and_fix(
+    small: Path, change: list[str], message: str
+) -> None:
     status, shown = plan(small, *MACHINE, *change)
     assert status == 2, shown
     assert shown.startswith("error:")
@@ -227,9 +352,14 @@ def test_a_path_that_is_no_model_says_so(tmp_path: Path) -> None:
 
 def test_code_that_comes_with_a_model_is_not_run(small: Path, tmp_path: Path) -> None:
     config = json.loads((small / "config.json").read_text())
-    config |= {"model_type": "hostile", "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}}
+    config |= {
+        "model_type": "hostile",
+        "auto_map": {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    (tmp_path / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n"
+    )
     assert plan(tmp_path, *MACHINE)[0] == 2
     assert not (tmp_path / "ran").exists()
 
@@ -238,9 +368,20 @@ def test_a_model_of_405_billion_parameters_takes_seconds(tmp_path: Path) -> None
     write_config(tmp_path, transformers.LlamaConfig(**LLAMA_405B, tie_word_embeddings=False))
     start_s = time.process_time()
     status, shown = plan(
-        tmp_path, "--gpus", "8", "--ram", "1TiB", "--nvme-read", "27", "--nvme-write", "20", "--drives", "4",
-        "--tokens-per-step", "1000000",
-    )  # fmt: skip
+        tmp_path,
+        "--gpus",
+        "8",
+        "--ram",
+        "1TiB",
+        "--nvme-read",
+        "27",
+        "--nvme-write",
+        "20",
+        "--drives",
+        "4",
+        "--tokens-per-step",
+        "1000000",
+    )
     assert status == 0, shown
     assert "405.85 B parameters" in shown
     assert time.process_time() - start_s < 60  # about 8 s on one core of a quiet machine
@@ -254,10 +395,15 @@ def test_a_model_of_405_billion_parameters_takes_seconds(tmp_path: Path) -> None
         ("[1, 2]", "model_type"),
         ('{"model_type": "zork"}', "zork"),
         ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
-        ('{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}', "hidden size (100)"),
+        (
+            '{"model_type": "llama", "hidden_size": 100, "num_attention_heads": 7}',
+            "hidden size (100)",
+        ),
     ],
 )
-def test_a_broken_configuration_is_one_line_that_names_the_file(tmp_path: Path, content: str, message: str) -> None:
+def test_a_broken_configuration_is_one_line_that_names_the_file(
+    tmp_path: Path, content: str, message: str
+) -> None:
     (tmp_path / "config.json").write_text(content)
     status, shown = plan(tmp_path, *MACHINE)
     assert status == 2, shown
@@ -267,9 +413,14 @@ def test_a_broken_configuration_is_one_line_that_names_the_file(tmp_path: Path, 
 
 def test_small_figures_are_shown_with_digits_that_say_something(tmp_path: Path) -> None:
     config = transformers.LlamaConfig(
-        vocab_size=257, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=257,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
     status, shown = plan(write_config(tmp_path, config), *MACHINE)
     assert status == 0, shown
     assert "0.144 M parameters" in shown
@@ -277,13 +428,27 @@ def test_small_figures_are_shown_with_digits_that_say_something(tmp_path: Path) 
     assert "0.00 s" not in shown
 
 
-def test_the_drive_that_has_most_of_the_data_decides_how_long_drives_last(small: Path, tmp_path: Path) -> None:
+def test_the_drive_that_has_most_of_the_data_decides_how_long_drives_last(
+    small: Path, tmp_path: Path
+) -> None:
     def rated(*pairs: tuple[float, float]) -> float:
         """Bytes until the first drive has had what it is rated for."""
         bandwidths = {f"/{index}": list(pair) for index, pair in enumerate(pairs)}
         settings_ = {"block_bytes": None, "depth": 32, "bandwidths": bandwidths, "backend": None}
-        (tmp_path / "bench.json").write_text(json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_}))
-        plan(small, "--bench", tmp_path / "bench.json", "--ram", "256MiB", "--tokens-per-step", "4096", "--json", tmp_path / "out")
+        (tmp_path / "bench.json").write_text(
+            json.dumps({"schema": "infinity.bench.swap/1", "settings": settings_})
+        )
+        plan(
+            small,
+            "--bench",
+            tmp_path / "bench.json",
+            "--ram",
+            "256MiB",
+            "--tokens-per-step",
+            "4096",
+            "--json",
+            tmp_path / "out",
+        )
         found = json.loads((tmp_path / "out").read_text())["plan"]
         return float(found["drive_days"] * found["written_bytes_per_day"])
 
@@ -303,20 +468,47 @@ def test_a_directory_of_weights_is_not_opened(small: Path, tmp_path: Path) -> No
     assert read_shape(tmp_path, torch.bfloat16).params > 0
 
 
-# -- several ranks -----------------------------------------------------------------------------------------------------
+# -- several ranks ---------------------------------------------------------------------------------
 
-RANKS = ["--gpus", "4", "--nodes", "2", "--link-gbps", "10", "--micro-batches", "2", "--tokens-per-step", "65536"]
+RANKS = [
+    "--gpus",
+    "4",
+    "--nodes",
+    "2",
+    "--link-gbps",
+    "10",
+    "--micro-batches",
+    "2",
+    "--tokens-per-step",
+    "65536",
+]
 
 
-def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(small: Path, tmp_path: Path) -> None:
+def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(
+    small: Path, tmp_path: Path
+) -> None:
     status, shown = plan(small, *MACHINE, *RANKS, "--json", tmp_path / "plan.json")
     assert status == 0, shown
     for wanted in (
-        "on each of 4 GPUs of each of 2 nodes", "What each rank holds", "stage 1", "stage 2", "stage 3 (planned)",
-        "whole sums of gradients", "parameters on the device", "parameters gathered, at most", "optimizer states", "What each rank receives in a step",
-        "gather in forward", "gather in backward", "reduction of gradients", "from other nodes", "6 M", "link between nodes, alone",
-        "ZeRO++ with all of it (rounds)", "one more node",
-    ):  # fmt: skip
+        "on each of 4 GPUs of each of 2 nodes",
+        "What each rank holds",
+        "stage 1",
+        "stage 2",
+        "stage 3 (planned)",
+        "whole sums of gradients",
+        "parameters on the device",
+        "parameters gathered, at most",
+        "optimizer states",
+        "What each rank receives in a step",
+        "gather in forward",
+        "gather in backward",
+        "reduction of gradients",
+        "from other nodes",
+        "6 M",
+        "link between nodes, alone",
+        "ZeRO++ with all of it (rounds)",
+        "one more node",
+    ):
         assert wanted in shown, wanted
     assert "--link-gbps" not in shown  # given
     record = json.loads((tmp_path / "plan.json").read_text())
@@ -327,8 +519,13 @@ def test_several_ranks_are_told_by_stage_and_tier_and_what_they_exchange(small: 
     assert three["together"]["cpu"] * 4 == record["plan"]["ram"]["bytes"]
     exchanged = record["plan"]["exchanged"]
     assert exchanged["volume"] == pytest.approx(6, rel=1e-4)
-    assert exchanged["across_bytes"] == sum(each["count"] * each["across"] for each in exchanged["each"])
-    assert "--link-gbps: 100 Gbit/s each way, assumed" in plan(small, *MACHINE, *RANKS[:4], "--tokens-per-step", "65536")[1]
+    assert exchanged["across_bytes"] == sum(
+        each["count"] * each["across"] for each in exchanged["each"]
+    )
+    assert (
+        "--link-gbps: 100 Gbit/s each way, assumed"
+        in plan(small, *MACHINE, *RANKS[:4], "--tokens-per-step", "65536")[1]
+    )
     assert "What each rank holds" not in plan(small, *MACHINE)[1]
 
 
@@ -339,12 +536,29 @@ def test_stages_and_switches_are_planned_as_told(small: Path, tmp_path: Path) ->
     assert "stage 1 (planned)" in shown
     job = json.loads((tmp_path / "plan.json").read_text())["plan"]["job"]
     assert (job["zero"], job["params"], job["accumulate"]) == (1, "device", None)
-    status, shown = plan(small, *arguments, "--qwz", "--hpz", "cpu", "--qgz", "--error-feedback", "--accumulate-in", "local")
+    status, shown = plan(
+        small,
+        *arguments,
+        "--qwz",
+        "--hpz",
+        "cpu",
+        "--qgz",
+        "--error-feedback",
+        "--accumulate-in",
+        "local",
+    )
     assert status == 0, shown
-    for wanted in ("gather from the node's copy", "the node's copy (hpZ)", "errors fed back (qgZ)", "whole sums of gradients"):
+    for wanted in (
+        "gather from the node's copy",
+        "the node's copy (hpZ)",
+        "errors fed back (qgZ)",
+        "whole sums of gradients",
+    ):
         assert wanted in shown, wanted
     plan_of = json.loads((tmp_path / "plan.json").read_text())["plan"]
-    assert plan_of["exchanged"]["volume"] == pytest.approx((1 + 2 / 64) / 2 + (0.5 + 2 / 64) / 2, rel=1e-3)
+    assert plan_of["exchanged"]["volume"] == pytest.approx(
+        (1 + 2 / 64) / 2 + (0.5 + 2 / 64) / 2, rel=1e-3
+    )
     shown = plan(small, *MACHINE, "--gpus", "0", "--ranks", "3")[1]
     assert "on each of 3 ranks on CPUs" in shown
 
@@ -363,6 +577,8 @@ def test_stages_and_switches_are_planned_as_told(small: Path, tmp_path: Path) ->
     ],
 )
 def test_mistakes_about_ranks_name_the_fix(small: Path, change: list[str], message: str) -> None:
-    status, shown = plan(small, *MACHINE, "--gpus", "4", "--nodes", "2", "--tokens-per-step", "65536", *change)
+    status, shown = plan(
+        small, *MACHINE, "--gpus", "4", "--nodes", "2", "--tokens-per-step", "65536", *change
+    )
     assert status == 2
     assert message in shown

@@ -37,7 +37,8 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def _drives_are_measured_once() -> Iterator[None]:
-    """Each run would take seconds for it; what it tells is the same, and the first run of the module does it as ever."""
+    """Each run would take seconds for it; what it tells is the same, and the first run of the
+    module does it as ever."""
     found: list[Any] = []
 
     def measured(task: Any) -> Any:
@@ -80,7 +81,9 @@ def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads
 ) -> None:
     out = tmp_path / "out"
     extra = ["--prompt", "In the", "--prompt-tokens", "4", "--eval-every", "3", "--warmup", "1"]
-    status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *on_nvme(tmp_path / "swap"), *extra)
+    status, shown = train(
+        model_directory, "--text", text, "--out", out, *SMALL, *on_nvme(tmp_path / "swap"), *extra
+    )
     assert status == 0, shown
     before, _, after = [row["loss"] for row in records(out, "held_out")]
     assert after < before - 0.3
@@ -100,21 +103,28 @@ def test_training_on_nvme_lowers_the_held_out_loss_and_leaves_a_model_that_loads
     assert json.loads((out / "trace.json").read_text())["traceEvents"]
     assert (out / "loss.png").exists()
     assert list((tmp_path / "swap").iterdir()) == []
-    # What was written is an ordinary checkpoint: it loads without infinity and gives the same held-out loss.
+    # What was written is an ordinary checkpoint: it loads without infinity and gives the same held-
+    # out loss.
     trained = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(tokenizer("In the")["input_ids"]) == "In the"
-    original = transformers.AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.bfloat16)
+    original = transformers.AutoModelForCausalLM.from_pretrained(
+        model_directory, dtype=torch.bfloat16
+    )
     ids = torch.tensor([tokenizer(TEXT[:128])["input_ids"]])
     with torch.no_grad():
         assert trained(input_ids=ids, labels=ids).loss < original(input_ids=ids, labels=ids).loss
 
 
-def test_the_tier_does_not_change_a_bit_of_the_result(model_directory: Path, text: Path, tmp_path: Path) -> None:
+def test_the_tier_does_not_change_a_bit_of_the_result(
+    model_directory: Path, text: Path, tmp_path: Path
+) -> None:
     places = {"cpu": ["--params", "cpu", "--optim", "cpu"], "nvme": on_nvme(tmp_path / "swap")}
     for name, place in places.items():
         extra = ["--accumulate", "2", "--no-trace"]
-        status, shown = train(model_directory, "--text", text, "--out", tmp_path / name, *SMALL, *place, *extra)
+        status, shown = train(
+            model_directory, "--text", text, "--out", tmp_path / name, *SMALL, *place, *extra
+        )
         assert status == 0, shown
     losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in places]
     assert losses[0] == losses[1]
@@ -128,14 +138,27 @@ def test_the_tier_does_not_change_a_bit_of_the_result(model_directory: Path, tex
     [
         ["--state", "bf16", "--update", "delayed", "--delayed-warmup", "2"],
         ["--state", "compact", "--update", "backward", "--clip", "0", "--accumulate", "2"],
-        ["--state", "bf16", "--resident", "params=0.5", "--resident", "optim=64KiB", "--accumulate", "2"],
+        [
+            "--state",
+            "bf16",
+            "--resident",
+            "params=0.5",
+            "--resident",
+            "optim=64KiB",
+            "--accumulate",
+            "2",
+        ],
         ["--activations", "nvme", "--checkpointing", "--seq", "128", "--batch", "4"],
     ],
 )
 def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     model_directory: Path, text: Path, tmp_path: Path, chosen: list[str]
 ) -> None:
-    kept = [word for word in chosen if not word.startswith(("params=", "optim=")) and word != "--resident"]
+    kept = [
+        word
+        for word in chosen
+        if not word.startswith(("params=", "optim=")) and word != "--resident"
+    ]
     if "--activations" in kept:
         kept = kept[2:]
     losses = []
@@ -154,7 +177,11 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert (summary["engine"]["activations"]["calls"] > 0) == ("--activations" in chosen)
     assert (summary["mean"]["activations"]["read"] > 0) == ("--activations" in chosen)
     assert summary["mean"]["activations"]["read"] == summary["mean"]["activations"]["written"]
-    size = 12.0 if "--state" not in chosen else {"bf16": 8.0, "compact": 5.0625}[chosen[chosen.index("--state") + 1]]
+    size = (
+        12.0
+        if "--state" not in chosen
+        else {"bf16": 8.0, "compact": 5.0625}[chosen[chosen.index("--state") + 1]]
+    )
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
@@ -165,7 +192,15 @@ def test_updates_on_a_device_change_no_loss(
     with simulated(monkeypatch):
         for where in ("device", "cpu"):
             out = tmp_path / where
-            extra = ["--device", "cpu", "--update-on", where, "--no-trace", "--no-save", *on_nvme(tmp_path / "swap")]
+            extra = [
+                "--device",
+                "cpu",
+                "--update-on",
+                where,
+                "--no-trace",
+                "--no-save",
+                *on_nvme(tmp_path / "swap"),
+            ]
             status, shown = train(model_directory, "--text", text, "--out", out, *SMALL, *extra)
             assert status == 0, shown
             losses.append([row["loss"] for row in records(out, "step")])
@@ -174,9 +209,11 @@ def test_updates_on_a_device_change_no_loss(
     assert losses[0] == losses[1]
 
 
-def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, text: Path, tmp_path: Path) -> None:
-    # Deep enough for gradients to be more than what spilling them takes; and no state rests in RAM for having room there, or all
-    # of a model as small as this would, and its gradients with them.
+def test_gradients_spill_past_the_memory_that_is_given(
+    model_directory: Path, text: Path, tmp_path: Path
+) -> None:
+    # Deep enough for gradients to be more than what spilling them takes; and no state rests in RAM
+    # for having room there, or all of a model as small as this would, and its gradients with them.
     place = ["--resident", "params=0.0", "--resident", "optim=0.0", *on_nvme(tmp_path / "swap")]
     deep = shutil.copytree(model_directory, tmp_path / "deep")
     config = transformers.AutoConfig.from_pretrained(deep)
@@ -189,10 +226,14 @@ def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, te
     assert status == 0, shown
     (whole,) = records(tmp_path / "all", "summary")
     ram = whole["engine"]["ram_min_bytes"] - 1
-    status, shown = train(*arguments, "--out", tmp_path / "spilt", *place[:-1], str(ram), "--grads", "nvme")
+    status, shown = train(
+        *arguments, "--out", tmp_path / "spilt", *place[:-1], str(ram), "--grads", "nvme"
+    )
     assert status == 0, shown
     (spilt,) = records(tmp_path / "spilt", "summary")
-    losses = [[row["loss"] for row in records(tmp_path / name, "step")] for name in ("all", "spilt")]
+    losses = [
+        [row["loss"] for row in records(tmp_path / name, "step")] for name in ("all", "spilt")
+    ]
     assert losses[0] == losses[1]
     assert spilt["engine"]["ram_bytes"] <= ram
     assert all(row["grads_written"] == 0 for row in records(tmp_path / "all", "step"))
@@ -222,10 +263,17 @@ def test_gradients_spill_past_the_memory_that_is_given(model_directory: Path, te
     ],
 )
 def test_a_mistake_is_one_line_that_names_the_fix(
-    model_directory: Path, text: Path, tmp_path: Path, change: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    model_directory: Path,
+    text: Path,
+    tmp_path: Path,
+    change: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("INFINITY_NVME_DIR", raising=False)
-    status, shown = train(model_directory, "--text", text, "--out", tmp_path / "out", *SMALL, *change)
+    status, shown = train(
+        model_directory, "--text", text, "--out", tmp_path / "out", *SMALL, *change
+    )
     assert status == 2
     assert shown.startswith("error:") or "\nerror:" in shown
     assert message in shown
@@ -248,7 +296,9 @@ def test_code_that_comes_with_a_model_is_not_run(
     config["model_type"] = "hostile"
     config["auto_map"] = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     (directory / "config.json").write_text(json.dumps(config))
-    (directory / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n")
+    (directory / "code.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\nclass C: pass\nclass M: pass\n"
+    )
     status, shown = train(directory, "--text", text, "--out", tmp_path / "out", *SMALL)
     assert status == 2, shown
     assert not (tmp_path / "ran").exists()
@@ -273,8 +323,23 @@ def test_a_gguf_file_trains_and_its_result_is_dense(tmp_path: Path) -> None:
     text.write_text(TEXT)
     out = tmp_path / "out"
     place = on_nvme(tmp_path / "swap")
-    status, shown = train(gguf, "--text", text, "--out", out, *place, "--steps", "2", "--batch", "1", "--seq", "16",
-                          "--eval-batches", "1", "--no-trace")  # fmt: skip
+    status, shown = train(
+        gguf,
+        "--text",
+        text,
+        "--out",
+        out,
+        *place,
+        "--steps",
+        "2",
+        "--batch",
+        "1",
+        "--seq",
+        "16",
+        "--eval-batches",
+        "1",
+        "--no-trace",
+    )
     assert status == 0, shown
     assert "quantization_config" not in json.loads((out / "config.json").read_text())
     tensors = load_file(out / "model.safetensors")

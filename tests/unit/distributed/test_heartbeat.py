@@ -48,7 +48,9 @@ def test_a_process_has_ended_once_it_is_a_zombie(child: subprocess.Popen[bytes],
     process.close()
 
 
-def test_a_pid_that_is_used_again_is_another_process(child: subprocess.Popen[bytes], way: str) -> None:
+def test_a_pid_that_is_used_again_is_another_process(
+    child: subprocess.Popen[bytes], way: str
+) -> None:
     process = PeerProcess(child.pid, start_time_of(child.pid) - 1)
     assert process.fd == -1
     assert process.ended()

@@ -1,4 +1,5 @@
-"""Lanes in a world of one rank: order, errors, ends. tests/distributed/test_watch.py has them among many."""
+"""Lanes in a world of one rank: order, errors, ends. tests/distributed/test_watch.py has them among
+many."""
 
 from __future__ import annotations
 
@@ -37,7 +38,10 @@ def lane(watchdog: Watchdog) -> Iterator[Lane]:
 
 def test_work_runs_in_order_and_is_numbered(lane: Lane) -> None:
     seen: list[int] = []
-    ops = [lane.submit("note", lambda group, i=i: seen.append(i), numbered=i % 2 == 0) for i in range(6)]
+    ops = [
+        lane.submit("note", lambda group, i=i: seen.append(i), numbered=i % 2 == 0)
+        for i in range(6)
+    ]
     for op in ops:
         op.wait()
     assert seen == list(range(6))
@@ -58,7 +62,9 @@ def test_close_waits_for_what_was_submitted(watchdog: Watchdog) -> None:
         lane.submit("more", lambda group: None)
 
 
-def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(lane: Lane, watchdog: Watchdog) -> None:
+def test_an_error_of_the_work_is_its_own_and_the_end_of_everything(
+    lane: Lane, watchdog: Watchdog
+) -> None:
     def fails(group: Any) -> None:
         raise MemoryError("no room")
 
@@ -131,7 +137,9 @@ def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(
     assert all(f"RuntimeError: {group} does not abort" in caplog.text for group in broken)
 
 
-def test_a_lane_that_is_stuck_keeps_both_of_its_groups(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lane_that_is_stuck_keeps_both_of_its_groups(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[Any] = []
     monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.05)
     monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", kept)

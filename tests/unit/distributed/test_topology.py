@@ -23,7 +23,9 @@ def test_a_mesh_without_a_process_group_says_what_to_call() -> None:
 
 
 @pytest.mark.parametrize(("world", "local_world"), [(6, 3), (6, 2), (6, 1), (6, 6), (1, 1)])
-def test_every_rank_is_in_one_node_and_has_one_counterpart_in_each(world: int, local_world: int) -> None:
+def test_every_rank_is_in_one_node_and_has_one_counterpart_in_each(
+    world: int, local_world: int
+) -> None:
     everyone = [Topology.of(rank, world, local_world) for rank in range(world)]
     for place in everyone:
         assert place.rank == place.node * place.local_world + place.local_rank

@@ -14,7 +14,19 @@ HERE = RankRecord(number=7, last="gather of a", host=("host", "boot", 1, 2))
 
 
 def test_a_record_survives_the_store() -> None:
-    record = RankRecord(("a", "b", 1, 2), 3, 4, 5, 6, "sum", ((5, "a"), (6, "sum")), ((1, "x"), (2, "y")), (None, "why"), "closed", True)
+    record = RankRecord(
+        ("a", "b", 1, 2),
+        3,
+        4,
+        5,
+        6,
+        "sum",
+        ((5, "a"), (6, "sum")),
+        ((1, "x"), (2, "y")),
+        (None, "why"),
+        "closed",
+        True,
+    )
     assert RankRecord.parse(record.json().encode()) == record
     assert RankRecord.parse(RankRecord().json().encode()) == RankRecord()
 
@@ -49,20 +61,27 @@ def program(*names: str, first: int = 1) -> tuple[tuple[int, str], ...]:
 @pytest.mark.parametrize(
     ("mine", "theirs", "text"),
     [
-        ("abcd", "abx", "as collective 3 this rank has come to c, and rank 1 to x"),  # it waits in another lane, and was there first
+        # it waits in another lane, and was there first
+        ("abcd", "abx", "as collective 3 this rank has come to c, and rank 1 to x"),
         ("abcd", "abcx", "rank 1 has come to x instead"),
         ("abcd", "abxcd", "as collective 3 this rank has come to c, and rank 1 to x"),
         ("abcd", "xabcd", "as collective 1 this rank has come to a, and rank 1 to x"),
     ],
 )
-def test_two_names_under_one_number_are_told_whoever_is_ahead(mine: str, theirs: str, text: str) -> None:
+def test_two_names_under_one_number_are_told_whoever_is_ahead(
+    mine: str, theirs: str, text: str
+) -> None:
     names = dict(program(*mine))
     for known in range(1, len(theirs) + 1):  # of the last few
         recent = program(*theirs)[-known:]
-        found = find_failure({1: RankRecord(number=len(theirs), last=theirs[-1], recent=recent)}, (), "d", 4, names)
+        found = find_failure(
+            {1: RankRecord(number=len(theirs), last=theirs[-1], recent=recent)}, (), "d", 4, names
+        )
         differ = [number for number, name in recent if names.get(number, name) != name]
         assert (found is not None) == bool(differ)
-        if found is not None and differ[0] == next(n for n in names if theirs[n - 1] != mine[n - 1]):
+        if found is not None and differ[0] == next(
+            n for n in names if theirs[n - 1] != mine[n - 1]
+        ):
             assert isinstance(found, RanksDiverged)
             assert str(found).startswith(f"d, collective 4 cannot complete: {text}; all ranks must")
             assert found.rank == 1
@@ -74,12 +93,22 @@ def test_a_rank_that_is_late_or_early_is_never_accused() -> None:
         for other in range(41):
             recent = whole[max(0, other - 6) : other]
             last = recent[-1][1] if recent else ""
-            for record in (RankRecord(number=other, last=last), RankRecord(number=other, last=last, recent=recent)):
-                assert find_failure({1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])) is None
+            for record in (
+                RankRecord(number=other, last=last),
+                RankRecord(number=other, last=last, recent=recent),
+            ):
+                assert (
+                    find_failure(
+                        {1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])
+                    )
+                    is None
+                )
 
 
 def test_who_is_late_is_named() -> None:
-    def verdict(others: dict[int, RankRecord], number: int | None = 8, fresh: bool = True) -> RankFailed:
+    def verdict(
+        others: dict[int, RankRecord], number: int | None = 8, fresh: bool = True
+    ) -> RankFailed:
         return timeout_error([1, 2, 3], others, "sum", number, timeout_s=5, fresh=fresh)
 
     behind, with_us = HERE, RankRecord(number=8)
@@ -103,7 +132,10 @@ def test_who_is_late_is_named() -> None:
 def test_a_culprit_that_another_rank_names_is_kept() -> None:
     assert relayed_error(0, 1, 2, "rank 2 has ended").rank == 2
     assert str(relayed_error(0, 1, 2, "rank 2 has ended")) == "rank 2 has ended (found by rank 1)"
-    assert str(relayed_error(0, 3, 2, "rank 2 has ended (found by rank 1)")) == "rank 2 has ended (found by rank 1)"
+    assert (
+        str(relayed_error(0, 3, 2, "rank 2 has ended (found by rank 1)"))
+        == "rank 2 has ended (found by rank 1)"
+    )
     assert relayed_error(0, 1, 0, "no sign of life").rank == 1
     assert relayed_error(0, 1, 1, "rank 1 failed: e").rank == 1
     assert relayed_error(0, 1, None, "a connection broke").rank is None

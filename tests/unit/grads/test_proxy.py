@@ -1,4 +1,5 @@
-"""Gradient stand-ins against plain fp32 gradients: norms, scaling, accumulation, and what must raise."""
+"""Gradient stand-ins against plain fp32 gradients: norms, scaling, accumulation, and what must
+raise."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def make_params(
     return params, slots
 
 
-def drain(params: list[torch.nn.Parameter], slots: list[GradSlot], scale: float = 1.0) -> list[torch.Tensor]:
+def drain(
+    params: list[torch.nn.Parameter], slots: list[GradSlot], scale: float = 1.0
+) -> list[torch.Tensor]:
     """Put fresh random gradients into the slots, as the end of a backward does; returns them."""
     grads = [(torch.randn(param.shape) * scale).to(param.dtype) for param in params]
     for param, slot, grad in zip(params, slots, grads, strict=True):
@@ -103,7 +106,9 @@ def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
     assert_same(slots, reference)
     assert torch.equal(params[2].grad.norm(), reference[2].grad.norm())
     assert torch.equal(params[2].grad.data.norm(2), reference[2].grad.norm())
-    assert torch.equal(torch.linalg.vector_norm(params[1].grad), torch.linalg.vector_norm(reference[1].grad))
+    assert torch.equal(
+        torch.linalg.vector_norm(params[1].grad), torch.linalg.vector_norm(reference[1].grad)
+    )
 
 
 def test_accumulates_in_the_dtype_of_the_slot() -> None:
@@ -151,7 +156,9 @@ def test_grad_scaler_unscales_and_reports_what_is_not_finite() -> None:
             states.append(
                 sum(
                     v.item()
-                    for v in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+                    for v in scaler._per_optimizer_states[id(optimizer)][
+                        "found_inf_per_device"
+                    ].values()
                 )
             )
         assert states[0] == states[1] == (0.0 if poison is None else 1.0)
@@ -178,13 +185,15 @@ def test_zero_grad_zeros_or_empties(foreach: bool) -> None:
     slots[0].scale("mul", 0.5)
     optimizer.zero_grad(set_to_none=False)
     assert all(
-        slot.state is SlotState.HELD and not slot.tensor.any() and slot.norm() == 0.0 for slot in slots
+        slot.state is SlotState.HELD and not slot.tensor.any() and slot.norm() == 0.0
+        for slot in slots
     )
     grads = drain(params, slots)
     assert_same(slots, plain(grads))
     optimizer.zero_grad()
     assert all(
-        slot.reconcile(param.grad) is SlotState.EMPTY for slot, param in zip(slots, params, strict=True)
+        slot.reconcile(param.grad) is SlotState.EMPTY
+        for slot, param in zip(slots, params, strict=True)
     )
     module = torch.nn.ParameterList(params)
     grads = drain(params, slots)
@@ -340,15 +349,20 @@ def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
 
 
 def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
-    """Two books stand for two ranks, each with half of every gradient; the reduction adds what both said."""
+    """Two books stand for two ranks, each with half of every gradient; the reduction adds what both
+    said."""
     torch.manual_seed(1)
     grads = [torch.randn(64).bfloat16() for _ in range(5)]
     said: list[list[float]] = []
     books = [GradRegistry(GradProxy.of, lambda parts: said.append(parts) or parts), None]
-    books[1] = GradRegistry(GradProxy.of, lambda parts: [a + b for a, b in zip(parts, said[-1], strict=True)])
+    books[1] = GradRegistry(
+        GradProxy.of, lambda parts: [a + b for a, b in zip(parts, said[-1], strict=True)]
+    )
     for rank, book in enumerate(books):
         for index, grad in enumerate(grads):
-            slot = book.add(str(index), torch.Size((8, 8)), torch.empty(32).bfloat16(), torch.device("cpu"))
+            slot = book.add(
+                str(index), torch.Size((8, 8)), torch.empty(32).bfloat16(), torch.device("cpu")
+            )
             slot.accumulate(grad[rank * 32 : rank * 32 + 32])
     books[0].slots[0].norm()
     for slot, grad in zip(books[1].slots, grads, strict=True):
@@ -382,7 +396,9 @@ def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.Monk
     slot.scale("mul", 0.7)
     assert slot.norm() == pytest.approx((grad.float() * 0.7).norm().item(), rel=1e-6)
     slot.accumulate(grad)
-    assert torch.equal(slot.tensor.view(50, 101), (grad.float() * torch.tensor(0.7)).bfloat16() + grad)
+    assert torch.equal(
+        slot.tensor.view(50, 101), (grad.float() * torch.tensor(0.7)).bfloat16() + grad
+    )
     assert book.scratch(1000).numel() == 1000
     assert book._scratch.numel() == 1000
 
@@ -419,7 +435,8 @@ OPERATIONS = st.lists(
 def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     operations: list[tuple[str, float]], seed: int
 ) -> None:
-    """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a drain follows a scaling."""
+    """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a drain
+    follows a scaling."""
     torch.manual_seed(seed)
     book = GradRegistry(GradProxy.of)
     slot = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
@@ -459,9 +476,13 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
 @pytest.mark.parametrize("factor", [0.5, 3.0, float("inf"), float("nan"), 1e38])
 @pytest.mark.parametrize("value", [1.0, 1e4, float("inf"), float("nan")])
 @pytest.mark.parametrize("kind", ["mul", "div"])
-def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(kind: str, factor: float, value: float) -> None:
+def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(
+    kind: str, factor: float, value: float
+) -> None:
     book = GradRegistry(GradProxy.of)
-    slot = book.add("w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu"))
+    slot = book.add(
+        "w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu")
+    )
     grad = torch.full((64,), value, dtype=torch.bfloat16)
     grad[0] = 0.0
     slot.accumulate(grad)

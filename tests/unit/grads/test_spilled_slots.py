@@ -1,4 +1,5 @@
-"""Spilled gradients against gradients in memory: any sequence of what backwards and loops do gives the same bits."""
+"""Spilled gradients against gradients in memory: any sequence of what backwards and loops do gives
+the same bits."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Job:
 
 @dataclasses.dataclass
 class Drive:
-    """Stands for `StateStore`: the gradient section of every flat, in memory that nobody else sees."""
+    """Stands for `StateStore`: the gradient section of every flat, in memory that nobody else
+    sees."""
 
     sections: dict[Flat, torch.Tensor] = dataclasses.field(default_factory=dict)
     queue: list[Job] = dataclasses.field(default_factory=list)
@@ -75,7 +77,9 @@ class Drive:
         return SimpleNamespace(sections=("hi", "grad"))
 
     def _at(self, flat: Flat) -> torch.Tensor:
-        return self.sections.setdefault(flat, torch.full((flat.layout.shard_numel * 2,), 255, dtype=torch.uint8))
+        return self.sections.setdefault(
+            flat, torch.full((flat.layout.shard_numel * 2,), 255, dtype=torch.uint8)
+        )
 
     def fetch(self, flat: Flat, section: int, address: int, *, priority: Priority) -> Job:
         assert section == 1
@@ -118,9 +122,18 @@ class Model:
                 name = f"{unit.name}.{slot}"
                 size = torch.Size(shape)
                 param = Param(
-                    len(self.params), name, (name,), [], size, torch.bfloat16, size.numel(), layout.offsets[slot], flat, unit,
+                    len(self.params),
+                    name,
+                    (name,),
+                    [],
+                    size,
+                    torch.bfloat16,
+                    size.numel(),
+                    layout.offsets[slot],
+                    flat,
+                    unit,
                     slot,
-                )  # fmt: skip
+                )
                 param.at_rest = SimpleNamespace(grad=None)  # type: ignore[assignment]
                 flat.params.append(param)
                 self.params.append(param)
@@ -130,7 +143,9 @@ class Model:
             self.memory.spill(flats, drive, window_count=windows, window_bytes=size_bytes)  # type: ignore[arg-type]
         self.memory.allocate(flats)
         for param in self.params:
-            param.grad = self.registry.add(param.name, param.shape, self.memory.shard_of(param), torch.device("cpu"))
+            param.grad = self.registry.add(
+                param.name, param.shape, self.memory.shard_of(param), torch.device("cpu")
+            )
             self.memory.place_slot(param)
         self.registry.reserve()
 
@@ -208,12 +223,26 @@ class Model:
         return [
             (slot.norm(), slot.materialize().flatten().tolist())
             for param in self.params
-            if param.at_rest.grad is not None and (slot := param.grad) is not None and slot.state is SlotState.HELD
+            if param.at_rest.grad is not None
+            and (slot := param.grad) is not None
+            and slot.state is SlotState.HELD
         ]
 
 
 TOLD = ("prefetch", "done", "end", "flush", "reset")
-DONE = ("drain", "drain", "backward", "clear", "clear one", "assign", "zero", "scale", "norm", "finite", "read")
+DONE = (
+    "drain",
+    "drain",
+    "backward",
+    "clear",
+    "clear one",
+    "assign",
+    "zero",
+    "scale",
+    "norm",
+    "finite",
+    "read",
+)
 OPERATIONS = st.tuples(st.sampled_from((*TOLD, *DONE)), st.integers(0, 14), st.integers(0, 1000))
 
 
@@ -252,10 +281,14 @@ def test_what_moves_is_counted_and_so_is_what_the_update_reads(micro_batches: in
     for step in (1, 2):
         for _ in range(micro_batches):
             model.do("backward", 0, 1)
-        assert drive.grads_written_bytes == drive.stored * 4096  # a flat is one chunk, of whole blocks
+        # a flat is one chunk, of whole blocks
+        assert drive.grads_written_bytes == drive.stored * 4096
         for _ in range(2):  # who steps asks twice, and the update reads once
             model.grads.flush_spilled()
-        assert (drive.stored, drive.fetched) == (6 * step * micro_batches, 6 * step * (micro_batches - 1))
+        assert (drive.stored, drive.fetched) == (
+            6 * step * micro_batches,
+            6 * step * (micro_batches - 1),
+        )
         assert drive.grads_written_bytes == drive.stored * 4096
         assert drive.grads_read_bytes == (drive.fetched + 6 * step) * 4096
         model.do("clear", 0, 0)

@@ -1,4 +1,5 @@
-"""A stack of blocks beside its plain twin, evicted at once or never: what tests of the life cycle run."""
+"""A stack of blocks beside its plain twin, evicted at once or never: what tests of the life cycle
+run."""
 
 from __future__ import annotations
 

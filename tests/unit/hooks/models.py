@@ -12,7 +12,9 @@ Groups = dict[str, Sequence[nn.Module]]
 
 
 def tokens(seed: int, rows: int = 2, columns: int = 8, vocabulary: int = 64) -> torch.Tensor:
-    return torch.randint(0, vocabulary, (rows, columns), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        0, vocabulary, (rows, columns), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def lm_loss(model: nn.Module, seed: int) -> torch.Tensor:
@@ -29,15 +31,26 @@ def llama(layers: int = 4, dtype: torch.dtype = torch.bfloat16, **options: Any) 
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=0, **options,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        **options,
+    )
     return LlamaForCausalLM(config).to(dtype)
 
 
 def llama_groups(model: Any) -> Groups:
     layers = {f"layer{index}": [layer] for index, layer in enumerate(model.model.layers)}
-    return {"embed": [model.model.embed_tokens], **layers, "head": [model.model.norm, model.lm_head]}
+    return {
+        "embed": [model.model.embed_tokens],
+        **layers,
+        "head": [model.model.norm, model.lm_head],
+    }
 
 
 def gpt2() -> nn.Module:
@@ -58,9 +71,16 @@ def t5() -> nn.Module:
 
     torch.manual_seed(0)
     config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, decoder_start_token_id=0,
-        pad_token_id=0, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=3,
+        num_heads=4,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        tie_word_embeddings=True,
+    )
     return T5ForConditionalGeneration(config).to(torch.bfloat16)
 
 
@@ -78,10 +98,17 @@ def mixtral() -> nn.Module:
 
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=1, output_router_logits=True,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        output_router_logits=True,
         max_position_embeddings=32,
-    )  # fmt: skip
+    )
     return MixtralForCausalLM(config).to(torch.bfloat16)
 
 
@@ -90,10 +117,19 @@ def qwen3_moe() -> nn.Module:
 
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=16, num_experts_per_tok=1,
-        max_position_embeddings=32, output_router_logits=True,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=16,
+        num_experts_per_tok=1,
+        max_position_embeddings=32,
+        output_router_logits=True,
+    )
     return Qwen3MoeForCausalLM(config).to(torch.bfloat16)
 
 
@@ -102,9 +138,14 @@ def albert() -> nn.Module:
 
     torch.manual_seed(0)
     config = AlbertConfig(
-        vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4,
-        intermediate_size=48, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=64,
+        embedding_size=16,
+        hidden_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=48,
+        max_position_embeddings=32,
+    )
     return AlbertForMaskedLM(config).to(torch.bfloat16)
 
 
@@ -114,7 +155,8 @@ def albert_groups(model: Any) -> Groups:
 
 
 class Block(nn.Module):
-    """A residual block whose last operation is an in-place sum on a linear's output, which is a view."""
+    """A residual block whose last operation is an in-place sum on a linear's output, which is a
+    view."""
 
     def __init__(self, width: int = 16, *, inplace: bool = True) -> None:
         super().__init__()
@@ -147,13 +189,18 @@ class Stack(nn.Module):
         return self.head(x)
 
 
-def stack(count: int = 3, width: int = 16, dtype: torch.dtype = torch.float32, **options: Any) -> Stack:
+def stack(
+    count: int = 3, width: int = 16, dtype: torch.dtype = torch.float32, **options: Any
+) -> Stack:
     torch.manual_seed(0)
     return Stack([Block(width, **options) for _ in range(count)], width).to(dtype)
 
 
 def stack_groups(model: Any) -> Groups:
-    return {**{f"block{index}": [block] for index, block in enumerate(model.blocks)}, "head": [model.head]}
+    return {
+        **{f"block{index}": [block] for index, block in enumerate(model.blocks)},
+        "head": [model.head],
+    }
 
 
 def stack_input(model: nn.Module, seed: int, width: int = 16) -> torch.Tensor:
@@ -179,11 +226,16 @@ class Experts(nn.Module):
         return x + weights[..., best : best + 1] * self.experts[best](x)
 
 
-LM_CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Groups], Callable[[nn.Module, int], torch.Tensor]]] = {
+LM_CASES: dict[
+    str,
+    tuple[
+        Callable[[], nn.Module], Callable[[Any], Groups], Callable[[nn.Module, int], torch.Tensor]
+    ],
+] = {
     "llama": (llama, llama_groups, lm_loss),
     "gpt2_tied": (gpt2, gpt2_groups, lm_loss),
     "t5_shared": (t5, t5_groups, t5_loss),
     "mixtral": (mixtral, llama_groups, lm_loss),
     "qwen3_moe": (qwen3_moe, llama_groups, lm_loss),
     "albert": (albert, albert_groups, lm_loss),
-}  # fmt: skip
+}

@@ -1,4 +1,5 @@
-"""What the tests of the life cycle stand on: a residency in RAM, units by hand, and a plain loop to compare with."""
+"""What the tests of the life cycle stand on: a residency in RAM, units by hand, and a plain loop to
+compare with."""
 
 from __future__ import annotations
 
@@ -46,7 +47,12 @@ class RamUnsharder:
 
     @property
     def gathered_numel(self) -> int:
-        return sum(param.numel for unit in self.units if unit.state is UnitState.UNSHARDED for param in unit.params)
+        return sum(
+            param.numel
+            for unit in self.units
+            if unit.state is UnitState.UNSHARDED
+            for param in unit.params
+        )
 
     def unshard(self, unit: Unit) -> None:
         self.events.append(f"demand {unit.name}")
@@ -121,7 +127,8 @@ class RamUnsharder:
 
 
 def make_units(model: nn.Module, groups: dict[str, Sequence[nn.Module]]) -> list[Unit]:
-    """Units by hand: name -> modules. Parameters in none of them form a last unit without modules."""
+    """Units by hand: name -> modules. Parameters in none of them form a last unit without
+    modules."""
     sites: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     names: dict[nn.Parameter, list[str]] = {}
     for prefix, module in model.named_modules():
@@ -151,7 +158,12 @@ def make_units(model: nn.Module, groups: dict[str, Sequence[nn.Module]]) -> list
             mine = [p for p in parameters if (p.dtype, p.requires_grad) == (dtype, trainable)]
             layout = plan_flat(tuple(p.numel() for p in mine), dtype.itemsize)
             flat = Flat(
-                unit, len(unit.flats), dtype, trainable, layout, gathered.empty_flat(layout, dtype, CPU)
+                unit,
+                len(unit.flats),
+                dtype,
+                trainable,
+                layout,
+                gathered.empty_flat(layout, dtype, CPU),
             )
             unit.flats.append(flat)
             for slot, p in enumerate(mine):

@@ -28,10 +28,15 @@ from tests.unit.hooks.rig import Rig
 
 
 class Place:
-    """An executor over one swap file, an activation store on it, and the activations of a model that always runs."""
+    """An executor over one swap file, an activation store on it, and the activations of a model
+    that always runs."""
 
     def __init__(
-        self, directory: Path, seam: Seam | None = None, model: nn.Module | None = None, frames: Any = None
+        self,
+        directory: Path,
+        seam: Seam | None = None,
+        model: nn.Module | None = None,
+        frames: Any = None,
     ) -> None:
         self.space = SwapSpace([directory])
         self.executor: Executor = open_executor(
@@ -40,7 +45,9 @@ class Place:
         self.store = NvmeActivationStore(self.executor, self.space, sums_on=True)
         self.frames = frames if frames is not None else SimpleNamespace(running_here=True)
         timeline = Timeline(spans_max=1000)
-        self.activations = Activations(self.store, model or nn.Identity(), [], timeline, frames=self.frames)
+        self.activations = Activations(
+            self.store, model or nn.Identity(), [], timeline, frames=self.frames
+        )
         self._open = True
 
     def close(self) -> None:
@@ -68,9 +75,13 @@ def make_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
 
 
 def chain(
-    tensors: list[torch.Tensor], weight: torch.Tensor, reentrant: bool, seen: list[torch.Tensor] | None = None
+    tensors: list[torch.Tensor],
+    weight: torch.Tensor,
+    reentrant: bool,
+    seen: list[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Checkpoint a function of each tensor and the weight; `seen` gets each input as it comes, in recompute too."""
+    """Checkpoint a function of each tensor and the weight; `seen` gets each input as it comes, in
+    recompute too."""
 
     def one(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         if seen is not None:
@@ -92,21 +103,31 @@ def randoms(count: int, numel: int = 1000) -> list[torch.Tensor]:
     return [torch.randn(numel, generator=generator) for _ in range(count)]
 
 
-# -- what comes back -------------------------------------------------------------------------------------------------------
+# -- what comes back -------------------------------------------------------------------------------
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, bool]:
-    """dtype, shape, order of dimensions, elements before the first, and whether the first dimension is broadcast."""
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]))
+    """dtype, shape, order of dimensions, elements before the first, and whether the first dimension
+    is broadcast."""
+    dtype = draw(
+        st.sampled_from(
+            [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool]
+        )
+    )
     shape = tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=4)))
     if draw(st.integers(0, 9)) == 0:
-        shape = (draw(st.sampled_from([CHUNK_BYTES // 4, 2 * CHUNK_BYTES // 4 + 3, 4096, 4097])), *shape[:1])
+        shape = (
+            draw(st.sampled_from([CHUNK_BYTES // 4, 2 * CHUNK_BYTES // 4 + 3, 4096, 4097])),
+            *shape[:1],
+        )
     order = tuple(draw(st.permutations(range(len(shape)))))
     return dtype, shape, order, draw(st.integers(0, 9)), draw(st.booleans())
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(layout=layouts(), reentrant=st.booleans())
 def test_what_comes_back_has_the_same_bits_layout_and_alignment(
     layout: tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int, bool],
@@ -144,7 +165,12 @@ def comes_back_the_same(
     total.backward()
     back = seen[-1]  # the first call is the last that backward comes to
     assert place.store.stored_bytes == place.store.fetched_bytes == size_bytes
-    assert (back.dtype, back.shape, back.stride(), back.data_ptr() % 64) == (dtype, bits.shape, stride, lead)
+    assert (back.dtype, back.shape, back.stride(), back.data_ptr() % 64) == (
+        dtype,
+        bits.shape,
+        stride,
+        lead,
+    )
     assert torch.equal(back, bits)
 
 
@@ -222,7 +248,9 @@ def test_two_backwards_over_one_graph_fetch_twice(make_place: Callable[..., Plac
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
 
 
-def test_a_graph_that_never_runs_backward_gives_its_places_back(make_place: Callable[..., Place]) -> None:
+def test_a_graph_that_never_runs_backward_gives_its_places_back(
+    make_place: Callable[..., Place],
+) -> None:
     place = make_place()
     lengths = set()
     for _ in range(6):
@@ -237,7 +265,9 @@ def test_a_graph_that_never_runs_backward_gives_its_places_back(make_place: Call
     assert len(place.activations._calls) == 0
 
 
-def test_lengths_that_change_from_step_to_step_do_not_grow_the_file(make_place: Callable[..., Place]) -> None:
+def test_lengths_that_change_from_step_to_step_do_not_grow_the_file(
+    make_place: Callable[..., Place],
+) -> None:
     place = make_place()
     most = 0
     for step in range(30):
@@ -281,7 +311,7 @@ def test_forwards_may_interleave_before_their_backwards(make_place: Callable[...
         assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
 
 
-# -- what must not change ----------------------------------------------------------------------------------------------------
+# -- what must not change --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -297,11 +327,15 @@ def test_a_tensor_that_is_modified_after_it_was_saved_raises_as_in_torch(
     place.executor.wait_all()
     with torch.no_grad():
         view.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"):
+    with pytest.raises(
+        RuntimeError, match=r"modified by an inplace operation.*at version 1; expected version 0"
+    ):
         total.backward()
 
 
-def test_hooks_of_the_user_on_saved_tensors_keep_what_they_took(make_place: Callable[..., Place]) -> None:
+def test_hooks_of_the_user_on_saved_tensors_keep_what_they_took(
+    make_place: Callable[..., Place],
+) -> None:
     place = make_place()
     weight = weight_of()
     taken: list[torch.Size] = []
@@ -354,13 +388,20 @@ def test_nothing_is_taken_without_gradients_nor_small_ones_nor_leaves(
     assert figures.kept > 0
 
 
-def test_a_checkpoint_outside_of_a_forward_counts_when_it_calls_a_hooked_module(make_place: Callable[..., Place]) -> None:
+def test_a_checkpoint_outside_of_a_forward_counts_when_it_calls_a_hooked_module(
+    make_place: Callable[..., Place],
+) -> None:
     blocks = [nn.Linear(64, 64) for _ in range(6)]
     model = nn.Sequential(*blocks)
     other = nn.Linear(64, 64)
     frames = FrameStack()
     place = make_place(model=model, frames=frames)
-    rig = Rig(model, lambda m: {str(i): [m[i]] for i in range(6)}, activations=place.activations, frames=frames)
+    rig = Rig(
+        model,
+        lambda m: {str(i): [m[i]] for i in range(6)},
+        activations=place.activations,
+        frames=frames,
+    )
 
     def loss_of(root: nn.Module, seed: int) -> torch.Tensor:
         x = torch.randn(32, 64, generator=torch.Generator().manual_seed(seed))
@@ -409,13 +450,17 @@ def test_an_interrupted_forward_leaves_nothing(make_place: Callable[..., Place])
     del total
 
 
-# -- faults ----------------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", ["write", "read"])
-def test_a_fault_names_the_input_and_the_step_can_be_repeated(op: str, make_place: Callable[..., Place]) -> None:
+def test_a_fault_names_the_input_and_the_step_can_be_repeated(
+    op: str, make_place: Callable[..., Place]
+) -> None:
     kind = "errno" if op == "write" else "bitflip"
-    place = make_place(seam=Seam(fault=Fault(op=op, nth=3, kind=kind, persistent=op == "read"), delay_us_max=2000))
+    place = make_place(
+        seam=Seam(fault=Fault(op=op, nth=3, kind=kind, persistent=op == "read"), delay_us_max=2000)
+    )
     weight, expected = weight_of(), weight_of()
     with pytest.raises(AioError, match="input of a checkpointed call cannot be") as caught:
         for _ in range(9):
@@ -444,20 +489,28 @@ def test_a_drive_that_stays_broken_raises_at_every_step(make_place: Callable[...
         gc.collect()
 
 
-@pytest.mark.parametrize("delay_us", [0, 50_000])  # slow: forward is over while stores still wait for a buffer
-def test_a_graph_that_outlives_the_engine_says_so(delay_us: int, make_place: Callable[..., Place]) -> None:
+# slow: forward is over while stores still wait for a buffer
+@pytest.mark.parametrize("delay_us", [0, 50_000])
+def test_a_graph_that_outlives_the_engine_says_so(
+    delay_us: int, make_place: Callable[..., Place]
+) -> None:
     place = make_place(seam=Seam(delay_us_max=delay_us))
     inputs = randoms(20)
     refs = [weakref.ref(tensor.untyped_storage()) for tensor in inputs]
     total = chain(inputs, weight_of(), False)
     place.close()
     gc.collect()
-    assert [ref() is None for ref in refs] == [True] * (20 - module.HELD_CALLS) + [False] * module.HELD_CALLS  # graphs keep no more
+    # graphs keep no more
+    assert [ref() is None for ref in refs] == [True] * (20 - module.HELD_CALLS) + [
+        False
+    ] * module.HELD_CALLS
     with pytest.raises(EngineClosed, match="activations"):
         total.backward()
 
 
-def test_says_once_what_there_is_to_do(make_place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_says_once_what_there_is_to_do(
+    make_place: Callable[..., Place], monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = make_place()
     with pytest.warns(UserWarning, match=r"gradient_checkpointing_enable\(\)"):
         place.activations.step_ended()

@@ -27,7 +27,8 @@ def test_fullgraph_compile_of_every_blocks_forward(backend: str, eager: bool) ->
         for block in model.blocks:
             block.forward = torch.compile(block.forward, backend=counter, fullgraph=True)
     rig.train(models.stack_loss)
-    # Guards hold: no recompilation in the second step, which would mean that compile sees other tensors.
+    # Guards hold: no recompilation in the second step, which would mean that compile sees other
+    # tensors.
     frames = counter.frame_count
     models.stack_loss(rig.model, 0).backward()
     assert counter.frame_count == frames
@@ -35,7 +36,9 @@ def test_fullgraph_compile_of_every_blocks_forward(backend: str, eager: bool) ->
 
 def test_compile_of_a_whole_model_compiles_around_the_hooks() -> None:
     rig = Rig(models.stack(2, inplace=False), models.stack_groups)
-    compiled = {id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)}
+    compiled = {
+        id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)
+    }
     rig.train(lambda model, seed: models.stack_loss(compiled[id(model)], seed))
 
 
@@ -46,5 +49,7 @@ def test_compile_of_a_whole_model_with_a_parameter_looked_up_by_its_parent() -> 
 
     torch.manual_seed(0)
     rig = Rig(Parent([models.Block(inplace=False) for _ in range(2)]), models.stack_groups)
-    compiled = {id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)}
+    compiled = {
+        id(model): torch.compile(model, backend="aot_eager") for model in (rig.plain, rig.model)
+    }
     rig.train(lambda model, seed: models.stack_loss(compiled[id(model)], seed))

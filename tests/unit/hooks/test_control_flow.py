@@ -1,4 +1,5 @@
-"""Whatever a loop does between forward and backward, numbers are those of the plain loop and nothing stays held."""
+"""Whatever a loop does between forward and backward, numbers are those of the plain loop and
+nothing stays held."""
 
 from __future__ import annotations
 
@@ -15,18 +16,22 @@ from tests.unit.hooks import models
 from tests.unit.hooks.both_models import both, run_both, stack_rig
 from tests.unit.hooks.rig import Rig
 
-# -- checkpointing -----------------------------------------------------------------------------------------------------
+# -- checkpointing ---------------------------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("case", ["llama", "gpt2_tied", "t5_shared", "qwen3_moe"])
-def test_gradient_checkpointing_of_both_kinds_is_bit_equal(case: str, reentrant: bool, eager: bool) -> None:
+def test_gradient_checkpointing_of_both_kinds_is_bit_equal(
+    case: str, reentrant: bool, eager: bool
+) -> None:
     make, groups, loss = models.LM_CASES[case]
     rig = Rig(make(), groups, eager=eager)
     for model in (rig.plain, rig.model):
         model.config.use_cache = False
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        model.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": reentrant}
+        )
         model.train()
     rig.train(loss, steps=2)
 
@@ -45,31 +50,42 @@ def test_a_checkpoint_over_three_units_is_bit_equal(reentrant: bool, eager: bool
             return self.head(checkpoint(segment, x, use_reentrant=reentrant))
 
     torch.manual_seed(0)
-    Rig(Net([models.Block() for _ in range(3)]), models.stack_groups, eager=eager).train(models.stack_loss)
+    Rig(Net([models.Block() for _ in range(3)]), models.stack_groups, eager=eager).train(
+        models.stack_loss
+    )
 
 
 @both
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_weights_passed_into_a_checkpoint_by_their_parent_are_bit_equal(reentrant: bool, eager: bool) -> None:
+def test_weights_passed_into_a_checkpoint_by_their_parent_are_bit_equal(
+    reentrant: bool, eager: bool
+) -> None:
     class Net(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for block in self.blocks:
                 x = block(x)
             x = x.clone() if x.requires_grad else x.clone().requires_grad_()
             return checkpoint(
-                lambda x, w: torch.nn.functional.linear(x, w), x, self.head.weight, use_reentrant=reentrant
+                lambda x, w: torch.nn.functional.linear(x, w),
+                x,
+                self.head.weight,
+                use_reentrant=reentrant,
             )
 
     torch.manual_seed(0)
-    Rig(Net([models.Block() for _ in range(2)]), models.stack_groups, eager=eager).train(models.stack_loss)
+    Rig(Net([models.Block() for _ in range(2)]), models.stack_groups, eager=eager).train(
+        models.stack_loss
+    )
 
 
-# -- orders of forward and backward ------------------------------------------------------------------------------------
+# -- orders of forward and backward ----------------------------------------------------------------
 
 
 @both
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_forwards_then_two_backwards_in_either_order(order: tuple[int, int], eager: bool) -> None:
+def test_two_forwards_then_two_backwards_in_either_order(
+    order: tuple[int, int], eager: bool
+) -> None:
     def body(model: nn.Module) -> None:
         losses = [models.stack_loss(model, seed) for seed in range(2)]
         for index in order:
@@ -80,7 +96,9 @@ def test_two_forwards_then_two_backwards_in_either_order(order: tuple[int, int],
 
 @both
 def test_summed_losses_of_two_forwards(eager: bool) -> None:
-    run_both(stack_rig(eager), lambda m: (models.stack_loss(m, 0) + models.stack_loss(m, 1)).backward())
+    run_both(
+        stack_rig(eager), lambda m: (models.stack_loss(m, 0) + models.stack_loss(m, 1)).backward()
+    )
 
 
 @both
@@ -133,14 +151,17 @@ def test_a_forward_under_inference_mode_may_be_the_first() -> None:
         rig = Rig(model, models.stack_groups)
         models.stack_loss(rig.model, 0)
     rig.plain = plain
-    for param, value in rig.unsharder.copies.items():  # the rig's own copies, made under inference mode
+    # the rig's own copies, made under inference mode
+    for param, value in rig.unsharder.copies.items():
         with torch.no_grad():
             rig.unsharder.copies[param] = value.clone()
     rig.train(models.stack_loss)
 
 
 @both
-def test_a_step_between_two_backwards_raises_what_torch_raises_and_the_next_step_is_right(eager: bool) -> None:
+def test_a_step_between_two_backwards_raises_what_torch_raises_and_the_next_step_is_right(
+    eager: bool,
+) -> None:
     rig = stack_rig(eager)
     loss = models.stack_loss(rig.model, 0)
     loss.backward(retain_graph=True)

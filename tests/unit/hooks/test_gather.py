@@ -1,4 +1,5 @@
-"""Inside `gather()` parameters are readable and writable, and what was written is kept, to the bit and no more."""
+"""Inside `gather()` parameters are readable and writable, and what was written is kept, to the bit
+and no more."""
 
 from __future__ import annotations
 
@@ -96,7 +97,10 @@ def test_writes_are_kept_when_the_body_raises(rig: Rig) -> None:
 
 def test_a_leaf_that_requires_grad_cannot_be_written_without_no_grad_as_in_torch(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
-    with rig.lifecycle.gather(p), pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+    with (
+        rig.lifecycle.gather(p),
+        pytest.raises(RuntimeError, match="leaf Variable that requires grad"),
+    ):
         p.mul_(2)
     rig.check_idle()
 
@@ -184,6 +188,9 @@ def test_mistakes_are_named(rig: Rig) -> None:
     other = Rig(models.stack(), models.stack_groups)
     with pytest.raises(ValueError, match="another model"), rig.lifecycle.gather(other.model):
         pass
-    with pytest.raises(ValueError, match="named_parameters"), rig.lifecycle.gather(rig.model.named_parameters()):
+    with (
+        pytest.raises(ValueError, match="named_parameters"),
+        rig.lifecycle.gather(rig.model.named_parameters()),
+    ):
         pass
     rig.check_idle()

@@ -1,5 +1,5 @@
-"""LoRA: frozen weights are needed in backward although no hook of theirs fires. In a process of its own: the failure is a
-segmentation fault."""
+"""LoRA: frozen weights are needed in backward although no hook of theirs fires. In a process of its
+own: the failure is a segmentation fault."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def check(when: str, eager: bool, reentrant: str) -> None:
         if reentrant != "none":
             each.config.use_cache = False
             each.enable_input_require_grads()
-            each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant == "True"})
+            each.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": reentrant == "True"}
+            )
         each.train()
 
     for step in range(3):
@@ -57,7 +59,9 @@ def check(when: str, eager: bool, reentrant: str) -> None:
             rig.step(0.5)
         else:
             trained = 0
-            for (name, p), (_, q) in zip(rig.plain.named_parameters(), rig.model.named_parameters(), strict=True):
+            for (name, p), (_, q) in zip(
+                rig.plain.named_parameters(), rig.model.named_parameters(), strict=True
+            ):
                 assert (p.grad is None) == (q.grad is None), name
                 if p.grad is not None:
                     assert torch.equal(p.grad, q.grad), name
@@ -71,7 +75,10 @@ def check(when: str, eager: bool, reentrant: str) -> None:
         for unit in rig.units:
             assert unit.refs == 0
     if eager:
-        assert rig.unsharder.peak_numel <= rig.largest_unit, (rig.unsharder.peak_numel, rig.largest_unit)
+        assert rig.unsharder.peak_numel <= rig.largest_unit, (
+            rig.unsharder.peak_numel,
+            rig.largest_unit,
+        )
     state = rig.model.state_dict()
     for name, value in rig.plain.state_dict().items():
         assert torch.equal(state[name], value), name

@@ -1,4 +1,5 @@
-"""Real model shapes train bit-equal to a plain loop with the harshest eviction, and never hold more than they must."""
+"""Real model shapes train bit-equal to a plain loop with the harshest eviction, and never hold more
+than they must."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def test_an_lstm_that_keeps_its_own_list_of_weights_trains_bit_equal(return_sequ
 
 def test_a_transformer_encoder_layer_and_its_fast_path_in_eval_are_bit_equal() -> None:
     torch.manual_seed(0)
-    layers = [nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    layers = [
+        nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True) for _ in range(2)
+    ]
     rig = Rig(models.Stack(layers), models.stack_groups)
     rig.train(models.stack_loss, steps=2)
     rig.plain.eval()

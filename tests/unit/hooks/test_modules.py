@@ -1,4 +1,5 @@
-"""Whatever modules do with parameters, inputs and outputs, numbers are those of the plain model and nothing stays held."""
+"""Whatever modules do with parameters, inputs and outputs, numbers are those of the plain model and
+nothing stays held."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class Data:
 
 
 @both
-@pytest.mark.parametrize("wrap", [Result, Slotted, lambda x: Data(x, {}), lambda x: {"a": [(x,)]}, lambda x: [Result(x)]])
+@pytest.mark.parametrize(
+    "wrap", [Result, Slotted, lambda x: Data(x, {}), lambda x: {"a": [(x,)]}, lambda x: [Result(x)]]
+)
 def test_outputs_of_any_shape(wrap: Callable[[torch.Tensor], Any], eager: bool) -> None:
     class Wrapped(models.Block):
         def forward(self, x: torch.Tensor) -> Any:
@@ -79,7 +82,9 @@ def test_outputs_of_any_shape(wrap: Callable[[torch.Tensor], Any], eager: bool) 
             return x if isinstance(x, torch.Tensor) else x.x
 
     torch.manual_seed(0)
-    Rig(Net([Wrapped() for _ in range(3)]), models.stack_groups, eager=eager).train(models.stack_loss)
+    Rig(Net([Wrapped() for _ in range(3)]), models.stack_groups, eager=eager).train(
+        models.stack_loss
+    )
 
 
 @both
@@ -124,7 +129,9 @@ def test_a_loss_on_nothing_but_an_attribute_that_a_module_keeps(eager: bool) -> 
         sum(block.aux for block in model.blocks).backward()
 
     torch.manual_seed(0)
-    run_both(Rig(models.Stack([Keeping() for _ in range(3)]), models.stack_groups, eager=eager), body)
+    run_both(
+        Rig(models.Stack([Keeping() for _ in range(3)]), models.stack_groups, eager=eager), body
+    )
 
 
 @both
@@ -173,7 +180,8 @@ def test_a_custom_autograd_function_may_take_a_weight(eager: bool) -> None:
 
     class Net(models.Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return Product.apply(super().forward(x), self.head.weight[:, :4])  # of a unit that no frame holds
+            # of a unit that no frame holds
+            return Product.apply(super().forward(x), self.head.weight[:, :4])
 
     torch.manual_seed(0)
     Rig(Net([Custom(), models.Block()]), models.stack_groups, eager=eager).train(models.stack_loss)
@@ -262,14 +270,21 @@ def test_a_frozen_parameter_may_become_trainable_after_offload(eager: bool) -> N
 def test_a_weight_used_through_detach_does_not_outlive_its_unit(eager: bool) -> None:
     class Detached(models.Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) * self.down.bias.detach() + torch.mm(x[0], self.up.weight.detach().t()).mean()
+            return (
+                super().forward(x) * self.down.bias.detach()
+                + torch.mm(x[0], self.up.weight.detach().t()).mean()
+            )
 
     torch.manual_seed(0)
-    Rig(models.Stack([Detached() for _ in range(3)]), models.stack_groups, eager=eager).train(models.stack_loss)
+    Rig(models.Stack([Detached() for _ in range(3)]), models.stack_groups, eager=eager).train(
+        models.stack_loss
+    )
 
 
 @both
-def test_a_module_whose_output_is_its_own_weight_keeps_it_gathered_for_its_parent(eager: bool) -> None:
+def test_a_module_whose_output_is_its_own_weight_keeps_it_gathered_for_its_parent(
+    eager: bool,
+) -> None:
     class Weight(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -304,17 +319,29 @@ def test_sub_models_called_on_their_own_and_generate(eager: bool) -> None:
     options = {"max_new_tokens": 5, "do_sample": False}
     for beams in (1, 2):
         expected = rig.plain.generate(models.tokens(0), num_beams=beams, **options)
-        assert torch.equal(rig.model.generate(models.tokens(0), num_beams=beams, **options), expected)
+        assert torch.equal(
+            rig.model.generate(models.tokens(0), num_beams=beams, **options), expected
+        )
         rig.check_idle()
     run_both(rig, lambda m: m.encoder(models.tokens(0)).last_hidden_state.float().sum().backward())
-    run_both(rig, lambda m: m.encoder.block[0](torch.ones(1, 4, 32, dtype=torch.bfloat16))[0].float().sum().backward())
+    run_both(
+        rig,
+        lambda m: (
+            m.encoder.block[0](torch.ones(1, 4, 32, dtype=torch.bfloat16))[0]
+            .float()
+            .sum()
+            .backward()
+        ),
+    )
 
 
 @both
 def test_llama_generates_what_it_generated(eager: bool) -> None:
     rig = Rig(models.llama(), models.llama_groups, eager=eager)
     expected = rig.plain.generate(models.tokens(0), max_new_tokens=6, do_sample=False)
-    assert torch.equal(rig.model.generate(models.tokens(0), max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(
+        rig.model.generate(models.tokens(0), max_new_tokens=6, do_sample=False), expected
+    )
     rig.check_idle()
 
 
@@ -329,7 +356,9 @@ def test_autocast_full_backward_hooks_and_saved_tensor_hooks(eager: bool) -> Non
     rig = Rig(models.stack(inplace=False), models.stack_groups, eager=eager)
     for model in (rig.plain, rig.model):
         mine = seen.setdefault(id(model), [])
-        model.blocks[1].register_full_backward_hook(lambda _m, _i, out, mine=mine: mine.append(out[0].clone()))
+        model.blocks[1].register_full_backward_hook(
+            lambda _m, _i, out, mine=mine: mine.append(out[0].clone())
+        )
     rig.train(loss)
     plain, offloaded = seen.values()
     assert len(plain) == 6

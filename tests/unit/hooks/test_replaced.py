@@ -1,4 +1,5 @@
-"""Parameters that are replaced, deleted or written behind the engine's back are reported, never trained wrongly."""
+"""Parameters that are replaced, deleted or written behind the engine's back are reported, never
+trained wrongly."""
 
 from __future__ import annotations
 
@@ -58,7 +59,9 @@ REPLACING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("how", REPLACING)
 def test_replacing_a_parameter_raises_and_leaves_the_model_whole(rig: Rig, how: str) -> None:
     before = {name: id(p) for name, p in rig.model.named_parameters()}
-    with pytest.raises((ReplacedOutsideEngine, ParameterReleased), match=r"(head|blocks)[.\w]*\.(weight|bias)"):
+    with pytest.raises(
+        (ReplacedOutsideEngine, ParameterReleased), match=r"(head|blocks)[.\w]*\.(weight|bias)"
+    ):
         REPLACING[how](rig.model)
     after = {name: id(p) for name, p in rig.model.named_parameters()}
     assert set(before.items()) <= set(after.items())
@@ -72,14 +75,19 @@ def test_assigning_the_same_parameter_is_no_replacement(rig: Rig) -> None:
 
 def test_what_gets_past_the_dict_is_found_by_the_next_forward(rig: Rig) -> None:
     dict.__setitem__(rig.model.head._parameters, "weight", nn.Parameter(torch.zeros(4, 16)))
-    with pytest.raises(ReplacedOutsideEngine, match=r"head\.weight was replaced outside the engine"):
+    with pytest.raises(
+        ReplacedOutsideEngine, match=r"head\.weight was replaced outside the engine"
+    ):
         models.stack_loss(rig.model, 0)
     for unit in rig.units:
         assert unit.refs == 0
 
 
 def test_a_replaced_dict_of_parameters_is_found_by_the_next_forward(rig: Rig) -> None:
-    rig.model.head.__dict__["_parameters"] = {"weight": nn.Parameter(torch.zeros(4, 16)), "bias": None}
+    rig.model.head.__dict__["_parameters"] = {
+        "weight": nn.Parameter(torch.zeros(4, 16)),
+        "bias": None,
+    }
     with pytest.raises(ReplacedOutsideEngine, match="replaced outside the engine"):
         models.stack_loss(rig.model, 0)
 
@@ -117,7 +125,9 @@ WRITES: list[Callable[[torch.Tensor], Any]] = [
 
 @both
 @pytest.mark.parametrize("how", WRITES)
-def test_a_weight_written_in_forward_raises_and_keeps_its_value(how: Callable[[torch.Tensor], Any], eager: bool) -> None:
+def test_a_weight_written_in_forward_raises_and_keeps_its_value(
+    how: Callable[[torch.Tensor], Any], eager: bool
+) -> None:
     torch.manual_seed(0)
     rig = Rig(models.Stack([Writing() for _ in range(2)]), models.stack_groups, eager=eager)
     rig.model.blocks[1].how = how

@@ -1,4 +1,5 @@
-"""`state_dict`, `load_state_dict`, `save_pretrained` and `torch.save` behave as on a plain model."""
+"""`state_dict`, `load_state_dict`, `save_pretrained` and `torch.save` behave as on a plain
+model."""
 
 from __future__ import annotations
 
@@ -133,7 +134,9 @@ def test_a_check_may_refuse_copies_that_do_not_fit() -> None:
     def check(size_bytes: int) -> None:
         asked.append(size_bytes)
         if size_bytes > 4000:
-            raise BudgetError("too large; use inf.export_safetensors(model, directory)", smallest_bytes=1)
+            raise BudgetError(
+                "too large; use inf.export_safetensors(model, directory)", smallest_bytes=1
+            )
 
     rig = Rig(models.stack(), models.stack_groups, check_state_dict=check)
     with pytest.raises(BudgetError, match="export_safetensors"):

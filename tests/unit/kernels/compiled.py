@@ -1,8 +1,10 @@
-"""Compile Triton kernels for a GPU that is not there, and say what came out: `python -m tests.unit.kernels.compiled groups`.
+"""Compile Triton kernels for a GPU that is not there, and say what came out: `python -m
+tests.unit.kernels.compiled groups`.
 
-The kernels' own Python is called with CPU tensors, so that arguments are specialised as they will be; every launch is turned
-into a compilation (to PTX and, by the ptxas that Triton carries, to machine code). One JSON line per launch. A process of its own,
-since the interpreter and the compiler do not live in one.
+The kernels' own Python is called with CPU tensors, so that arguments are specialised as they will
+be; every launch is turned into a compilation (to PTX and, by the ptxas that Triton carries, to
+machine code). One JSON line per launch. A process of its own, since the interpreter and the
+compiler do not live in one.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ def compile_instead_of_launching(report: Callable[[dict[str, Any]], None]) -> No
                 "inexact": re.findall(r"\S*\.(?:ftz|approx|full)\S*", ptx),
                 "loads": len(re.findall(r"ld\.global", ptx)),
                 "vector_loads": len(re.findall(r"ld\.global[^;]*\.v[248]", ptx)),
-                "matrix": sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.[a-z.]*m\d+n\d+(k\d+)", ptx))),
+                "matrix": sorted(
+                    set(re.findall(r"\b(wgmma\.mma_async|mma\.sync)\.[a-z.]*m\d+n\d+(k\d+)", ptx))
+                ),
                 "atomics": len(re.findall(r"\b(?:atom|red)\.", ptx)),
             }
         )
@@ -65,7 +69,10 @@ def groups() -> None:
     from infinity._src.kernels.quantize import quantize
     from infinity._src.kernels.triton.quantize import dequantize_triton, quantize_triton
 
-    plain, strided = torch.zeros(4096, dtype=torch.bfloat16), torch.zeros(64, 64, dtype=torch.float16).t()
+    plain, strided = (
+        torch.zeros(4096, dtype=torch.bfloat16),
+        torch.zeros(64, 64, dtype=torch.float16).t(),
+    )
     for bits, group_numel, symmetric, key, values in [
         (8, 256, True, None, plain),
         (8, 1024, False, 7, plain.float()),
@@ -93,9 +100,16 @@ def update() -> None:
         (Format(Master.SPLIT, Moments.FP32, 0), Algorithm.SGD, GradDtype.FP32),
     ]
     for state_format, algorithm, grad_dtype in cases:
-        sections = [torch.zeros(kind.size_bytes(4096), dtype=torch.uint8) for kind in state_format.sections]
+        sections = [
+            torch.zeros(kind.size_bytes(4096), dtype=torch.uint8) for kind in state_format.sections
+        ]
         grad, segs, hypers = torch.zeros(4096), np.zeros(1, RESOLVED), np.zeros(1, HYPER)
-        segs["numel"], segs["grad"], segs["grad_dtype"], hypers["algorithm"] = 4096, grad.data_ptr(), grad_dtype, algorithm
+        segs["numel"], segs["grad"], segs["grad_dtype"], hypers["algorithm"] = (
+            4096,
+            grad.data_ptr(),
+            grad_dtype,
+            algorithm,
+        )
         Launches(state_format, [segs], hypers, torch.device("cpu")).run(0, sections, 1 << 40)
 
 
@@ -113,8 +127,19 @@ def wire() -> None:
         (4, 128, torch.bfloat16, 7, torch.bfloat16),
         (4, 1024, torch.float32, None, torch.bfloat16),
     ]:
-        values, encoded = torch.zeros(4096, dtype=dtype), torch.zeros(wire_bytes(4096, bits, group_numel), dtype=torch.uint8)
-        encode_triton(values, encoded, bits, group_numel, key, 0, None if error is None else torch.zeros(4096, dtype=error))
+        values, encoded = (
+            torch.zeros(4096, dtype=dtype),
+            torch.zeros(wire_bytes(4096, bits, group_numel), dtype=torch.uint8),
+        )
+        encode_triton(
+            values,
+            encoded,
+            bits,
+            group_numel,
+            key,
+            0,
+            None if error is None else torch.zeros(4096, dtype=error),
+        )
         decode_sum_triton([encoded] * 3, values, bits, group_numel, 3)
         sum_in_order_triton([values] * 4, values, 4)
 

@@ -1,7 +1,8 @@
-"""`compiled` for the matmuls: `python -m tests.unit.kernels.compiled_matmul 90 tile_matmul first|all`.
+"""`compiled` for the matmuls: `python -m tests.unit.kernels.compiled_matmul 90 tile_matmul
+first|all`.
 
-Every form of a kernel, in the first of its configurations or in all of them. Sizes say nothing but what 16 divides. What is
-multiplied and the form go before what `compiled` says of a launch.
+Every form of a kernel, in the first of its configurations or in all of them. Sizes say nothing but
+what 16 divides. What is multiplied and the form go before what `compiled` says of a launch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def tile_forms(dtype: torch.dtype) -> Forms:
-    x, w, dy = empty(256, 512, dtype=dtype), empty(1024, 512, dtype=dtype), empty(256, 1024, dtype=dtype)
+    x, w, dy = (
+        empty(256, 512, dtype=dtype),
+        empty(1024, 512, dtype=dtype),
+        empty(256, 1024, dtype=dtype),
+    )
     total = empty(256, 1024, dtype=torch.float32)
     yield "forward", lambda: tile_matmul(x, w.t(), dy, accumulator=total, bias=w[:, 0])
     yield "first tile", lambda: tile_matmul(x, w.t(), total)
@@ -37,11 +42,24 @@ def tile_forms(dtype: torch.dtype) -> Forms:
 
 
 def loss_forms(dtype: torch.dtype) -> Forms:
-    x, w, rows = empty(256, 512, dtype=dtype), empty(1024, 512, dtype=dtype), empty(256, dtype=torch.float32)
+    x, w, rows = (
+        empty(256, 512, dtype=dtype),
+        empty(1024, 512, dtype=dtype),
+        empty(256, dtype=torch.float32),
+    )
     target = torch.zeros(256, dtype=torch.int64)
-    rest: dict[str, Any] = {"start": 0, "lse": rows, "scale": rows, "label_smoothing": 0.1, "vocabulary": 1024}
+    rest: dict[str, Any] = {
+        "start": 0,
+        "lse": rows,
+        "scale": rows,
+        "label_smoothing": 0.1,
+        "vocabulary": 1024,
+    }
     yield "partials", lambda: loss.tile_partials(x, w, None, target, start=0)
-    yield "partials with bias", lambda: loss.tile_partials(x[:, :9], w[:, :9], w[:, 0], target, start=0)
+    yield (
+        "partials with bias",
+        lambda: loss.tile_partials(x[:, :9], w[:, :9], w[:, 0], target, start=0),
+    )
     yield "gradient", lambda: loss.tile_dlogits(x, w, w[:, 0], target, **rest)
 
 
@@ -57,7 +75,11 @@ def main() -> None:
     launches: list[dict[str, Any]] = []
     compile_instead_of_launching(launches.append)
     everything = sys.argv[3] == "all"
-    for dtype, allowed in ((torch.bfloat16, "highest"), (torch.float32, "highest"), (torch.float32, "high")):
+    for dtype, allowed in (
+        (torch.bfloat16, "highest"),
+        (torch.float32, "highest"),
+        (torch.float32, "high"),
+    ):
         torch.set_float32_matmul_precision(allowed)
         for name, run in OPS[sys.argv[2]](dtype):
             for index in range(CONFIGS_MAX if everything else 1):

@@ -1,4 +1,5 @@
-"""Every configuration of a tuned kernel in turn, as far as a device has the shared memory for it."""
+"""Every configuration of a tuned kernel in turn, as far as a device has the shared memory for
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ def each_configuration(tuned: Tuned) -> Iterator[int]:
 
 
 def fits(tuned: Tuned, index: int) -> bool:
-    """Whether this device has the shared memory: two operands of 64 elements of 2 bytes (or 32 of 4) per step and stage."""
+    """Whether this device has the shared memory: two operands of 64 elements of 2 bytes (or 32 of
+    4) per step and stage."""
     if choice.interpreted():
         return True
     config = tuned.configurations[index]

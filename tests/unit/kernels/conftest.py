@@ -1,4 +1,5 @@
-"""Triton's kernels on whatever there is: in its interpreter on the CPU, and compiled on a GPU (marker `gpu`).
+"""Triton's kernels on whatever there is: in its interpreter on the CPU, and compiled on a GPU
+(marker `gpu`).
 
 One process has either the interpreter or the compiler: tests/conftest.py decides.
 """
@@ -28,8 +29,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter's `tl.dot` adds up products in the order of k, whatever the shape of a block.
 
-    It calls BLAS, whose order follows the shape on some CPUs (seen on AMD's without AVX-512); what is
-    tested is the kernel's own order. A compiled dot of a fixed BLOCK_K keeps its order by itself.
+    It calls BLAS, whose order follows the shape on some CPUs (seen on AMD's without AVX-512); what
+    is tested is the kernel's own order. A compiled dot of a fixed BLOCK_K keeps its order by
+    itself.
     """
     if not interpreted():
         return
@@ -38,7 +40,9 @@ def ordered_dot(monkeypatch: pytest.MonkeyPatch) -> None:
     def dot(_builder: Any, a: Any, b: Any, d: Any, *_precision: Any) -> Any:
         total = np.zeros_like(d.data)
         for k in range(a.data.shape[-1]):
-            total += a.data[..., :, k, None].astype(total.dtype) * b.data[..., k, None, :].astype(total.dtype)
+            total += a.data[..., :, k, None].astype(total.dtype) * b.data[..., k, None, :].astype(
+                total.dtype
+            )
         return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)

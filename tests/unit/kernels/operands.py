@@ -1,4 +1,5 @@
-"""Operands for tests of matmuls: any strides, whole numbers where sums must be exact, and how near a sum in fp32 must come."""
+"""Operands for tests of matmuls: any strides, whole numbers where sums must be exact, and how near
+a sum in fp32 must come."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ from hypothesis import strategies as st
 LAYOUTS = ("rows", "columns", "gaps", "broadcast")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-interpreted = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-"""Few examples: the interpreter takes milliseconds per block. The fixture is the same device for all of them."""
+interpreted = settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+"""Few examples: the interpreter takes milliseconds per block. The fixture is the same device for
+all of them."""
 
 sizes = st.integers(1, 150)
 layouts = st.sampled_from(LAYOUTS)
@@ -23,12 +27,17 @@ seeds = st.integers(0, 2**31 - 1)
 
 
 def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values [rows, columns] (broadcast: the first row's, for all) with other strides, amid NaN."""
+    """The same values [rows, columns] (broadcast: the first row's, for all) with other strides,
+    amid NaN."""
     rows, columns = values.shape
     if layout == "columns":
         return values.t().contiguous().t()
     if layout == "gaps":
-        wide = values.new_full((rows + 3, 2 * columns + 5), float("nan")) if values.is_floating_point() else values.new_full((rows + 3, 2 * columns + 5), 99)
+        wide = (
+            values.new_full((rows + 3, 2 * columns + 5), float("nan"))
+            if values.is_floating_point()
+            else values.new_full((rows + 3, 2 * columns + 5), 99)
+        )
         view = wide[2 : 2 + rows, 3 : 3 + 2 * columns : 2]
         return view.copy_(values)
     if layout == "broadcast":
@@ -36,12 +45,17 @@ def laid_out(values: torch.Tensor, layout: str) -> torch.Tensor:
     return values.contiguous()
 
 
-def whole(shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
-    """Whole numbers from -4 to 4: their products and sums of thousands of them are exact in fp32, in any order."""
+def whole(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Whole numbers from -4 to 4: their products and sums of thousands of them are exact in fp32,
+    in any order."""
     return torch.randint(-4, 5, tuple(shape), generator=generator).to(dtype).to(device)
 
 
-def normal(shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+def normal(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
     """Normal numbers, rounded to the dtype."""
     return torch.randn(tuple(shape), generator=generator).to(dtype).to(device)
 
@@ -51,20 +65,29 @@ def generators(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def assert_summed_in_fp32(found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int) -> None:
-    """`found` is as near to `exact` (fp64) as a sum of `terms` numbers in fp32, rounded once to its dtype, must be.
+def assert_summed_in_fp32(
+    found: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, terms: int
+) -> None:
+    """`found` is as near to `exact` (fp64) as a sum of `terms` numbers in fp32, rounded once to its
+    dtype, must be.
 
-    magnitude (fp64): the sum of the absolute values of the terms. Each addition may err by an ulp of what it makes (matrix
-    units truncate), hence 2^-23 of the magnitude per term, which is far more than a sum that has gone wrong would need.
+    magnitude (fp64): the sum of the absolute values of the terms. Each addition may err by an ulp
+    of what it makes (matrix units truncate), hence 2^-23 of the magnitude per term, which is far
+    more than a sum that has gone wrong would need.
     """
     info = torch.finfo(found.dtype)
-    bound = exact.abs() * info.eps / 2 + magnitude * (terms + 2) * 2.0**-23 * (1 + info.eps) + info.smallest_normal * info.eps
+    bound = (
+        exact.abs() * info.eps / 2
+        + magnitude * (terms + 2) * 2.0**-23 * (1 + info.eps)
+        + info.smallest_normal * info.eps
+    )
     error = (found.double() - exact).abs()
     assert bool((error <= bound).all()), float((error - bound).max())
 
 
-
-
 def mostly_slow(values: Iterable[Any], quick: Any) -> list[Any]:
-    """Parameters of a test that takes long with each: all but one are run by `make slow` (and on a GPU) only."""
-    return [value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """Parameters of a test that takes long with each: all but one are run by `make slow` (and on a
+    GPU) only."""
+    return [
+        value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values
+    ]

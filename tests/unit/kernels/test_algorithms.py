@@ -1,4 +1,5 @@
-"""SGD and Lion on fp32 states follow torch.optim.SGD and Lion's definition; scalars and keys are as stated."""
+"""SGD and Lion on fp32 states follow torch.optim.SGD and Lion's definition; scalars and keys are as
+stated."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def test_sgd_follows_torch_within_rounding(options: dict[str, Any]) -> None:
     torch.testing.assert_close(torch.from_numpy(param), plain.detach(), rtol=1e-5, atol=1e-6)
     if count:
         torch.testing.assert_close(
-            torch.from_numpy(buffers[0]), optimizer.state[plain]["momentum_buffer"], rtol=1e-5, atol=1e-6
+            torch.from_numpy(buffers[0]),
+            optimizer.state[plain]["momentum_buffer"],
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 
@@ -60,7 +64,9 @@ def test_lion_follows_its_definition() -> None:
 def test_lions_sign_of_zero_is_zero_and_of_nan_is_nan() -> None:
     param, moment = np.ones(3, np.float32), np.zeros(3, np.float32)
     grad = np.array([0.0, np.nan, -np.inf], np.float32)
-    update_sections(Format(Master.FP32, Moments.FP32, 1), [param, moment], grad, hyper_row_lion(lr=0.5))
+    update_sections(
+        Format(Master.FP32, Moments.FP32, 1), [param, moment], grad, hyper_row_lion(lr=0.5)
+    )
     assert param[0] == 1
     assert np.isnan(param[1])
     assert param[2] == 1.5
@@ -97,6 +103,15 @@ def test_formats_are_codes_that_come_back_and_chunks_fit() -> None:
         589_824,
         917_504,
     ]
-    for bad in ((0, 0, 1), (1, 2, 0), (1, 2, 3), (1, 0, 4), (5, 0, 0), (1, 3, 1), (1, 0, 2, 4), (1, 0, -1)):
+    for bad in (
+        (0, 0, 1),
+        (1, 2, 0),
+        (1, 2, 3),
+        (1, 0, 4),
+        (5, 0, 0),
+        (1, 3, 1),
+        (1, 0, 2, 4),
+        (1, 0, -1),
+    ):
         with pytest.raises(ValueError, match=r"."):
             Format(*bad)

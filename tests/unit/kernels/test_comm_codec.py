@@ -1,4 +1,5 @@
-"""Wire buffers and ordered sums: errors, exactness, NaN, error feedback, and the same bits from C, torch and Triton."""
+"""Wire buffers and ordered sums: errors, exactness, NaN, error feedback, and the same bits from C,
+torch and Triton."""
 
 from __future__ import annotations
 
@@ -29,13 +30,17 @@ pytestmark = pytest.mark.filterwarnings(
 )  # overflow to infinity is meant; the interpreter is numpy
 ROOT = Path(__file__).resolve().parents[3]
 KEY = rounding_key(7, 3, "layers.0.weight")
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 FORCED = {"wire_encode": "triton", "wire_decode": "triton", "ordered_sum": "triton"}
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Integers with the bits, on the CPU: NaN equals NaN, and -0 is not 0."""
-    return tensor.cpu().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.cpu().view(
+        {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    )
 
 
 def spoilt(numel: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -53,7 +58,8 @@ def finite(dtype: torch.dtype, x: Any) -> torch.Tensor:
 def vectors(
     draw: Any, *, numel: int | None = None, odd: bool = True, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """[numel], magnitudes from denormal to huge, equal numbers, zeros; with `odd`, NaN and infinities."""
+    """[numel], magnitudes from denormal to huge, equal numbers, zeros; with `odd`, NaN and
+    infinities."""
     numel = draw(st.integers(0, 2600)) if numel is None else numel
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     spread = draw(st.sampled_from([0, 4, 30, 126]))
@@ -71,7 +77,10 @@ def vectors(
 
 
 def groups_drawn(draw: st.DrawFn) -> dict[str, Any]:
-    return {"bits": draw(st.sampled_from([8, 4])), "group_numel": draw(st.sampled_from([64, 128, 256, 1024]))}
+    return {
+        "bits": draw(st.sampled_from([8, 4])),
+        "group_numel": draw(st.sampled_from([64, 128, 256, 1024])),
+    }
 
 
 def keys_drawn(draw: st.DrawFn) -> dict[str, Any]:
@@ -99,12 +108,17 @@ def step_of(buffer: torch.Tensor, numel: int, *, bits: int, group_numel: int) ->
     return scales.repeat_interleave(group_numel)[:numel]
 
 
-# -- one definition, three implementations -------------------------------------------------------------------------------
+# -- one definition, three implementations ---------------------------------------------------------
 
 
-def implementations(device: torch.device) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """What computes on `device` besides the reference: the extension (the default on the CPU), and Triton."""
-    ways: list[Callable[[], contextlib.AbstractContextManager[None]]] = [lambda: choice.forced(**FORCED)]
+def implementations(
+    device: torch.device,
+) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """What computes on `device` besides the reference: the extension (the default on the CPU), and
+    Triton."""
+    ways: list[Callable[[], contextlib.AbstractContextManager[None]]] = [
+        lambda: choice.forced(**FORCED)
+    ]
     if device.type == "cpu":
         ways.append(contextlib.nullcontext)
     return ways
@@ -116,11 +130,19 @@ def test_encoding_has_the_bits_of_the_reference(device: torch.device, data: st.D
     values = data.draw(vectors())
     groups, keys = data.draw(st.composite(groups_drawn)()), data.draw(st.composite(keys_drawn)())
     error_dtype = data.draw(st.sampled_from([None, torch.bfloat16, torch.float32]))
-    before = None if error_dtype is None else data.draw(vectors(numel=values.numel(), dtype=error_dtype))
+    before = (
+        None if error_dtype is None else data.draw(vectors(numel=values.numel(), dtype=error_dtype))
+    )
     expected_error = None if before is None else before.clone()
     expected = spoilt(wire_bytes(values.numel(), **groups), torch.uint8)
     wire.encode_torch(
-        values, expected, groups["bits"], groups["group_numel"], keys["key"], keys["element"], expected_error
+        values,
+        expected,
+        groups["bits"],
+        groups["group_numel"],
+        keys["key"],
+        keys["element"],
+        expected_error,
     )
     for way in implementations(device):
         error = None if before is None else before.clone().to(device)
@@ -136,7 +158,8 @@ def test_encoding_has_the_bits_of_the_reference(device: torch.device, data: st.D
 def test_decoding_and_sums_of_any_bytes_have_the_bits_of_the_reference(
     device: torch.device, data: st.DataObject
 ) -> None:
-    """Also of wires that `encode` never writes: infinite, negative and denormal scales, the code -128."""
+    """Also of wires that `encode` never writes: infinite, negative and denormal scales, the code
+    -128."""
     numel, groups = data.draw(st.integers(0, 2600)), data.draw(st.composite(groups_drawn)())
     count, divisor = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1, 2, 3, 8, 2**24]))
     wires = [encoded(data.draw(vectors(numel=numel)), **groups) for _ in range(count)]
@@ -155,9 +178,14 @@ def test_decoding_and_sums_of_any_bytes_have_the_bits_of_the_reference(
 
 @quick
 @given(st.data())
-def test_sums_of_pieces_have_the_bits_of_the_reference(device: torch.device, data: st.DataObject) -> None:
+def test_sums_of_pieces_have_the_bits_of_the_reference(
+    device: torch.device, data: st.DataObject
+) -> None:
     numel, dtype = data.draw(st.integers(0, 2600)), data.draw(st.sampled_from(DTYPES))
-    count, divisor = data.draw(st.integers(1, 5)), data.draw(st.sampled_from([1, 2, 3, 7, 8, 2**24]))
+    count, divisor = (
+        data.draw(st.integers(1, 5)),
+        data.draw(st.sampled_from([1, 2, 3, 7, 8, 2**24])),
+    )
     pieces = [data.draw(vectors(numel=numel, dtype=dtype)) for _ in range(count)]
     for out_dtype in DTYPES:
         expected = spoilt(numel, out_dtype)
@@ -201,7 +229,8 @@ def test_a_short_last_group_and_an_odd_last_element_leave_the_same_bits(
         for way in implementations(device):
             with way():
                 assert torch.equal(
-                    encoded(values.to(device), bits=bits, group_numel=64, key=KEY, element=3).cpu(), expected
+                    encoded(values.to(device), bits=bits, group_numel=64, key=KEY, element=3).cpu(),
+                    expected,
                 )
 
 
@@ -224,7 +253,7 @@ def test_without_the_extension_the_cpu_has_no_slow_way_but_an_import_error() -> 
     assert done.stderr.splitlines()[-1].startswith("ImportError: infinity's C extension is missing")
 
 
-# -- what a wire is -------------------------------------------------------------------------------------------------------
+# -- what a wire is --------------------------------------------------------------------------------
 
 
 @quick
@@ -243,7 +272,9 @@ def test_a_wire_holds_the_codes_and_scales_of_the_groups_and_zeros(data: st.Data
     assert not buffer[codes.numel() : at].any()
     assert not buffer[at + scales.numel() :].any()
     back = decoded(buffer, numel, **groups)
-    torch.testing.assert_close(back, dequantize(q, dtype=torch.float32), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        back, dequantize(q, dtype=torch.float32), rtol=0, atol=0, equal_nan=True
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -252,9 +283,14 @@ def test_a_value_is_half_a_step_off_at_most_and_zero_is_zero(data: st.DataObject
     values, groups = data.draw(vectors(odd=False)), data.draw(st.composite(groups_drawn)())
     keys = data.draw(st.composite(keys_drawn)())
     buffer = encoded(values, **groups, **keys)
-    back, step = decoded(buffer, values.numel(), **groups), step_of(buffer, values.numel(), **groups)
+    back, step = (
+        decoded(buffer, values.numel(), **groups),
+        step_of(buffer, values.numel(), **groups),
+    )
     share = 0.5 if keys["key"] is None else 1.0
-    assert bool(((back.double() - values.double()).abs() <= step.double() * share * (1 + 2.0**-14)).all())
+    assert bool(
+        ((back.double() - values.double()).abs() <= step.double() * share * (1 + 2.0**-14)).all()
+    )
     assert bool((back[values == 0] == 0).all())
 
 
@@ -282,7 +318,9 @@ def test_bytes_are_codes_then_scales_each_a_multiple_of_64(bits: int) -> None:
             assert native.lib.inf_wire_bytes(numel, bits, group_numel, 0) == wire_bytes(
                 numel, bits, group_numel
             )
-            assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == wire.codes_bytes(numel, bits)
+            assert native.lib.inf_wire_bytes(numel, bits, group_numel, 1) == wire.codes_bytes(
+                numel, bits
+            )
 
 
 def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_are_cut() -> None:
@@ -290,7 +328,9 @@ def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_ar
     how: dict[str, Any] = {"bits": 8, "group_numel": 64, "key": KEY}
     whole = encoded(values, **how, element=2**32 - 512)
     cuts = [(0, 256), (256, 1408), (1408, 4096)]
-    parts = [encoded(values[at:end], **how, element=2**32 - 512 + at)[: end - at] for at, end in cuts]
+    parts = [
+        encoded(values[at:end], **how, element=2**32 - 512 + at)[: end - at] for at, end in cuts
+    ]
     assert torch.equal(whole[:4096], torch.cat(parts))
 
 
@@ -298,13 +338,15 @@ def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_ar
 def test_random_rounding_keeps_the_mean(bits: int) -> None:
     values, keys, numel = torch.linspace(-1, 0.7, 64), range(4000), 64
     groups = {"bits": bits, "group_numel": 64}
-    mean = torch.stack([decoded(encoded(values, **groups, key=key), numel, **groups) for key in keys]).mean(0)
+    mean = torch.stack(
+        [decoded(encoded(values, **groups, key=key), numel, **groups) for key in keys]
+    ).mean(0)
     step = step_of(encoded(values, **groups, key=0), numel, **groups)
     # The standard deviation of one draw is half a step at most; five of the mean's.
     assert bool(((mean - values).abs() < 5 * 0.5 * step / math.sqrt(len(keys))).all())
 
 
-# -- what is not finite -----------------------------------------------------------------------------------------------------
+# -- what is not finite ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -326,7 +368,9 @@ def test_a_group_that_is_not_finite_comes_back_as_nan_wholly_and_leaves_no_error
     clean = encoded(torch.ones(300), **groups)
     decode_sum([clean, buffer, clean], out, **groups, divisor=3)
     assert torch.equal(torch.isnan(out), there)
-    assert set(bits_of(out)[there].tolist()) == set(bits_of(torch.tensor([math.nan], dtype=dtype)).tolist())
+    assert set(bits_of(out)[there].tolist()) == set(
+        bits_of(torch.tensor([math.nan], dtype=dtype)).tolist()
+    )
 
 
 def test_a_sum_of_value_and_error_that_overflows_is_not_finite() -> None:
@@ -344,16 +388,19 @@ def test_the_largest_numbers_stay_in_the_range_of_bf16() -> None:
     assert decoded(buffer, 128, bits=8, group_numel=64).tolist() == [largest] * 64 + [-largest] * 64
 
 
-# -- error feedback ---------------------------------------------------------------------------------------------------------
+# -- error feedback --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("key", [None, KEY])
 @pytest.mark.parametrize("error_dtype", [torch.float32, torch.bfloat16])
 def test_error_feedback_telescopes(bits: int, key: int | None, error_dtype: torch.dtype) -> None:
-    """The sum of what was decoded is the sum of the values less the last error, whose size does not grow with the rounds."""
+    """The sum of what was decoded is the sum of the values less the last error, whose size does not
+    grow with the rounds."""
     rounds, numel, groups = 200, 777, {"bits": bits, "group_numel": 64}
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(4)) * torch.linspace(0.01, 3, numel)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(4)) * torch.linspace(
+        0.01, 3, numel
+    )
     error, sent, largest = (
         torch.zeros(numel, dtype=error_dtype),
         torch.zeros(numel, dtype=torch.float64),
@@ -387,7 +434,7 @@ def test_an_error_is_the_value_less_what_was_decoded(data: st.DataObject) -> Non
     assert torch.equal(buffer, encoded(values, **groups))  # an error of zero changes nothing
 
 
-# -- sums ---------------------------------------------------------------------------------------------------------------------
+# -- sums ------------------------------------------------------------------------------------------
 
 
 @quick
@@ -426,7 +473,9 @@ def test_the_order_is_the_order_given() -> None:
 def test_wires_are_summed_as_what_they_decode_to() -> None:
     generator = torch.Generator().manual_seed(1)
     groups = {"bits": 4, "group_numel": 128}
-    wires = [encoded(torch.randn(1001, generator=generator) * 10.0**k, **groups) for k in (3, -3, 0)]
+    wires = [
+        encoded(torch.randn(1001, generator=generator) * 10.0**k, **groups) for k in (3, -3, 0)
+    ]
     for dtype in DTYPES:
         expected, out = spoilt(1001, dtype), spoilt(1001, dtype)
         sum_in_order([decoded(buffer, 1001, **groups) for buffer in wires], expected, divisor=3)
@@ -453,7 +502,10 @@ def test_one_piece_comes_back_as_it_is_and_out_may_be_a_piece(
 
 
 def test_nothing_is_encoded_decoded_and_summed_to_nothing(device: torch.device) -> None:
-    nothing, buffer = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.uint8, device=device)
+    nothing, buffer = (
+        torch.zeros(0, device=device),
+        torch.zeros(0, dtype=torch.uint8, device=device),
+    )
     for way in implementations(device):
         with way():
             encode(nothing, buffer, bits=4, group_numel=64, error=nothing.clone())
@@ -462,7 +514,7 @@ def test_nothing_is_encoded_decoded_and_summed_to_nothing(device: torch.device) 
     assert wire_bytes(0, 4, 64) == 0
 
 
-# -- what is refused ------------------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 ROOM = torch.zeros(wire_bytes(64, 8, 64) + 2, dtype=torch.uint8)
@@ -488,7 +540,12 @@ ROOM = torch.zeros(wire_bytes(64, 8, 64) + 2, dtype=torch.uint8)
     ],
 )
 def test_what_cannot_be_encoded_is_refused(change: dict[str, Any], message: str) -> None:
-    good: dict[str, Any] = {"values": torch.zeros(64), "wire": ROOM[:128], "bits": 8, "group_numel": 64}
+    good: dict[str, Any] = {
+        "values": torch.zeros(64),
+        "wire": ROOM[:128],
+        "bits": 8,
+        "group_numel": 64,
+    }
     encode(**good)
     with pytest.raises(ValueError, match=message):
         encode(**{**good, **change})

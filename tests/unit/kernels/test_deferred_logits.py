@@ -1,4 +1,5 @@
-"""Logits that are not computed give no answer that an ordinary head's would not give: they raise where they cannot."""
+"""Logits that are not computed give no answer that an ordinary head's would not give: they raise
+where they cannot."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def same(does: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-    """`does(model, logits)` gives the same for both models, in value and dtype, and in whether it has a gradient."""
+    """`does(model, logits)` gives the same for both models, in value and dtype, and in whether it
+    has a gradient."""
     found = [does(model, model(inputs())) for model in pair()]
     torch.testing.assert_close(found[1] + 0, found[0] + 0)
     assert found[1].requires_grad == found[0].requires_grad
@@ -65,7 +67,9 @@ WRITES: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("write", WRITES)
-def test_what_is_written_to_the_logits_is_in_their_loss(write: Callable[[torch.Tensor], Any]) -> None:
+def test_what_is_written_to_the_logits_is_in_their_loss(
+    write: Callable[[torch.Tensor], Any],
+) -> None:
     def does(model: nn.Module, logits: torch.Tensor) -> torch.Tensor:
         write(logits)
         return loss_of(logits)
@@ -140,7 +144,12 @@ def test_logits_of_weights_that_have_changed_are_refused(offloaded: bool) -> Non
     loss_of(logits).backward()
     opt.step()
     logits._computed = None  # type: ignore[attr-defined]
-    for use in (lambda: logits.argmax(-1), lambda: logits[:, -1], lambda: loss_of(logits), logits.bfloat16):
+    for use in (
+        lambda: logits.argmax(-1),
+        lambda: logits[:, -1],
+        lambda: loss_of(logits),
+        logits.bfloat16,
+    ):
         with pytest.raises(RuntimeError, match="modified in place since"):
             use()
     torch.testing.assert_close(early.argmax(-1), kept.argmax(-1))  # computed before

@@ -1,4 +1,5 @@
-"""The LM head with its loss: torch's cross_entropy, value and gradients, and never the whole logits."""
+"""The LM head with its loss: torch's cross_entropy, value and gradients, and never the whole
+logits."""
 
 from __future__ import annotations
 
@@ -65,20 +66,36 @@ def test_value_and_gradients_are_torchs(
 ) -> None:
     torch.manual_seed(seed)
     wide: dict[str, Any] = {"dtype": torch.float64}
-    hidden, weight = torch.randn(*shape, features, **wide), torch.randn(vocabulary, features, **wide)
+    hidden, weight = (
+        torch.randn(*shape, features, **wide),
+        torch.randn(vocabulary, features, **wide),
+    )
     if strided:
-        hidden, weight = torch.randn(features, *shape, **wide).movedim(0, -1), torch.randn(features, vocabulary, **wide).t()
+        hidden, weight = (
+            torch.randn(features, *shape, **wide).movedim(0, -1),
+            torch.randn(features, vocabulary, **wide).t(),
+        )
     offset = torch.randn(vocabulary, **wide) if bias else None
     target = torch.randint(0, vocabulary, shape)
     target[torch.rand(shape) < ignored] = 1_000_000
     target[0, 0] = 0
-    leaves = [hidden.requires_grad_(), weight.requires_grad_()] + ([offset.requires_grad_()] if offset is not None else [])
-    options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction, "ignore_index": 1_000_000}
-    theirs = functional.cross_entropy(functional.linear(hidden, weight, offset).flatten(0, 1), target.flatten(), **options)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()] + (
+        [offset.requires_grad_()] if offset is not None else []
+    )
+    options: dict[str, Any] = {
+        "label_smoothing": smoothing,
+        "reduction": reduction,
+        "ignore_index": 1_000_000,
+    }
+    theirs = functional.cross_entropy(
+        functional.linear(hidden, weight, offset).flatten(0, 1), target.flatten(), **options
+    )
     scale = torch.randn_like(theirs)
     ours = linear_cross_entropy(hidden, weight, target, offset, vocabulary_tile=tile, **options)
     linear = nn.Linear(features, vocabulary, bias=bias, **wide)
-    linear.load_state_dict({"weight": weight, "bias": offset} if offset is not None else {"weight": weight})
+    linear.load_state_dict(
+        {"weight": weight, "bias": offset} if offset is not None else {"weight": weight}
+    )
     tiled = TiledLinear.from_linear(linear, min(vocabulary, 1 + tile % 5))
     by_module = LinearCrossEntropy(tiled, **options)(hidden, target)
     assert ours.shape == (target.shape if reduction == "none" else ())
@@ -88,7 +105,9 @@ def test_value_and_gradients_are_torchs(
     for mine, other in zip(grads(ours, leaves, scale), expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
     tiles = tiled.tile_parameters()
-    found = grads(by_module, [hidden, *tiles, *([tiled.bias] if tiled.bias is not None else [])], scale)
+    found = grads(
+        by_module, [hidden, *tiles, *([tiled.bias] if tiled.bias is not None else [])], scale
+    )
     found[1 : 1 + len(tiles)] = [torch.cat(found[1 : 1 + len(tiles)])]
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-9)
@@ -107,10 +126,15 @@ def test_half_precision_is_rounded_only_in_the_gradients(dtype: torch.dtype, who
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.double(), theirs, rtol=1e-6, atol=1e-6)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
-    for mine, other in zip(torch.autograd.grad(ours, narrow), torch.autograd.grad(theirs, wide), strict=True):
+    for mine, other in zip(
+        torch.autograd.grad(ours, narrow), torch.autograd.grad(theirs, wide), strict=True
+    ):
         assert mine.dtype == dtype
-        # Softmax minus one is rounded before the products: against the largest of a row, as any bf16 backward.
-        torch.testing.assert_close(mine.double(), other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+        # Softmax minus one is rounded before the products: against the largest of a row, as any
+        # bf16 backward.
+        torch.testing.assert_close(
+            mine.double(), other, rtol=tolerance, atol=tolerance * float(other.abs().max())
+        )
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
@@ -121,7 +145,9 @@ def test_rows_that_are_all_ignored_give_what_torch_gives(reduction: str) -> None
     ours = linear_cross_entropy(hidden, weight, target, vocabulary_tile=3, reduction=reduction)
     torch.testing.assert_close(ours, theirs, equal_nan=True)
     scale = torch.ones_like(theirs)
-    for mine, other in zip(grads(ours, [hidden, weight], scale), grads(theirs, [hidden, weight], scale), strict=True):
+    for mine, other in zip(
+        grads(ours, [hidden, weight], scale), grads(theirs, [hidden, weight], scale), strict=True
+    ):
         torch.testing.assert_close(mine, other, equal_nan=True)
 
 
@@ -130,7 +156,9 @@ def test_classes_that_are_ruled_out_take_no_part() -> None:
     bias[:6] = float("-inf")  # two whole tiles
     target = torch.randint(6, 9, (5,))
     theirs = functional.cross_entropy(functional.linear(hidden, weight, bias), target)
-    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, bias, vocabulary_tile=3), theirs)
+    torch.testing.assert_close(
+        linear_cross_entropy(hidden, weight, target, bias, vocabulary_tile=3), theirs
+    )
 
 
 @given(cut=st.integers(1, 11), seed=st.integers(0, 1000), scale=st.sampled_from([1.0, 50.0]))
@@ -140,7 +168,10 @@ def test_partials_of_parts_make_those_of_the_whole(cut: int, seed: int, scale: f
     hidden, weight = torch.randn(4, 6).double() * scale, torch.randn(12, 6).double()
     target = torch.randint(0, 12, (4,))
     whole = reference_partials(hidden, weight, None, target, start=0)
-    parts = (reference_partials(hidden, weight[s], None, target, start=s.start or 0) for s in (slice(0, cut), slice(cut, 12)))
+    parts = (
+        reference_partials(hidden, weight[s], None, target, start=s.start or 0)
+        for s in (slice(0, cut), slice(cut, 12))
+    )
     for mine, other in zip(merge(*parts), whole, strict=True):
         torch.testing.assert_close(mine, other)
 
@@ -148,7 +179,10 @@ def test_partials_of_parts_make_those_of_the_whole(cut: int, seed: int, scale: f
 @pytest.mark.parametrize("head", ["tensor", "module"])
 def test_the_whole_logits_never_exist(head: str) -> None:
     rows, features, vocabulary, tile = 64, 8, 4096, 256
-    hidden, target = torch.randn(rows, features, requires_grad=True), torch.randint(0, vocabulary, (rows,))
+    hidden, target = (
+        torch.randn(rows, features, requires_grad=True),
+        torch.randint(0, vocabulary, (rows,)),
+    )
     linear = nn.Linear(features, vocabulary, bias=False)
     module: nn.Module = linear
     if head == "module":
@@ -170,12 +204,21 @@ def test_the_whole_logits_never_exist(head: str) -> None:
         ({"vocabulary_tile": 0}, ValueError, "vocabulary_tile=0"),
         ({"target": torch.tensor([7, 0, 1])}, IndexError, r"Target 7 is out of bounds"),
         ({"target": torch.tensor([-1, 0, 1])}, IndexError, r"Target -1 is out of bounds"),
-        ({"target": torch.tensor([1, 0])}, ValueError, r"hidden \(3, 4\) and target \(2,\) do not fit a weight of 4 features"),
+        (
+            {"target": torch.tensor([1, 0])},
+            ValueError,
+            r"hidden \(3, 4\) and target \(2,\) do not fit a weight of 4 features",
+        ),
         ({"target": torch.rand(3)}, ValueError, "class probabilities are not supported"),
     ],
 )
 def test_mistakes_are_named(values: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {"hidden": torch.randn(3, 4), "weight": torch.randn(7, 4), "target": torch.tensor([0, 1, 2]), **values}
+    arguments = {
+        "hidden": torch.randn(3, 4),
+        "weight": torch.randn(7, 4),
+        "target": torch.tensor([0, 1, 2]),
+        **values,
+    }
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
 
@@ -194,12 +237,17 @@ def test_heads_that_cannot_be_used_are_named() -> None:
         inf.tile_loss(llama, tiles=4)
 
 
-# -- models that compute logits and their loss themselves --------------------------------------------------------------
+# -- models that compute logits and their loss themselves ------------------------------------------
 
 
 @pytest.mark.parametrize("factory", [models.llama, models.gpt2, models.mixtral])
-def test_a_causal_lm_gets_its_loss_without_the_logits(factory: Any, caplog: pytest.LogCaptureFixture) -> None:
-    plain, tiled = models.make(factory, dtype=torch.float32), models.make(factory, dtype=torch.float32)
+def test_a_causal_lm_gets_its_loss_without_the_logits(
+    factory: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, tiled = (
+        models.make(factory, dtype=torch.float32),
+        models.make(factory, dtype=torch.float32),
+    )
     assert inf.tile_loss(tiled, tiles=6) is tiled
     batch = models.token_batches(1)[0]
     batch["labels"] = batch["labels"].masked_fill(batch["labels"] % 5 == 0, -100)
@@ -225,7 +273,10 @@ def test_a_causal_lm_gets_its_loss_without_the_logits(factory: Any, caplog: pyte
     tiled.eval(), plain.eval()
     ids = batch["input_ids"][:1]
     for options in ({}, {"num_beams": 2}):
-        written = [model.generate(ids, max_new_tokens=4, do_sample=False, **options) for model in (plain, tiled)]  # type: ignore[operator]
+        written = [
+            model.generate(ids, max_new_tokens=4, do_sample=False, **options)
+            for model in (plain, tiled)
+        ]  # type: ignore[operator]
         assert torch.equal(*written)
 
 
@@ -278,20 +329,31 @@ def test_autocast_may_end_before_the_loss() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 13))
     plain = nn.Linear(8, 13)
-    plain.load_state_dict({name.removeprefix("0."): value for name, value in model.state_dict().items()})
+    plain.load_state_dict(
+        {name.removeprefix("0."): value for name, value in model.state_dict().items()}
+    )
     inf.tile_loss(model, tiles=3, head="0")
     x, target = torch.randn(5, 8), torch.randint(0, 13, (5,))
     with torch.autocast("cpu", torch.bfloat16):
         deferred, real = model(x), plain(x)
     assert deferred.dtype == torch.bfloat16
     loss = functional.cross_entropy(deferred.float(), target)
-    torch.testing.assert_close(loss, functional.cross_entropy(real.float(), target), rtol=1e-2, atol=0)
+    torch.testing.assert_close(
+        loss, functional.cross_entropy(real.float(), target), rtol=1e-2, atol=0
+    )
     loss.backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())  # type: ignore[union-attr]
     torch.testing.assert_close(deferred + 0, real)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum", "label_smoothing": 0.2, "ignore_index": 3}, {"weight": torch.rand(13)}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum", "label_smoothing": 0.2, "ignore_index": 3},
+        {"weight": torch.rand(13)},
+    ],
+)
 def test_cross_entropy_of_deferred_logits_is_torchs(options: dict[str, Any]) -> None:
     deferred, real = logits()
     target = torch.randint(0, 13, (10,))
@@ -303,11 +365,13 @@ def test_cross_entropy_of_deferred_logits_is_torchs(options: dict[str, Any]) -> 
     torch.testing.assert_close(deep, ours)
 
 
-# -- on Triton ---------------------------------------------------------------------------------------------------------
+# -- on Triton -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_triton_a_model_in_tiles_trains_as_on_torch(dtype: torch.dtype, device: torch.device) -> None:
+def test_on_triton_a_model_in_tiles_trains_as_on_torch(
+    dtype: torch.dtype, device: torch.device
+) -> None:
     torch.manual_seed(0)
     body = TiledLinear(40, 48, dtype=dtype, device=device, tiles=(2, 2))
     head = TiledLinear(48, 70, bias=False, dtype=dtype, device=device, tiles=3)
@@ -322,4 +386,6 @@ def test_on_triton_a_model_in_tiles_trains_as_on_torch(dtype: torch.dtype, devic
             found[kind] = [loss.detach(), *torch.autograd.grad(loss, leaves)]
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     for mine, other in zip(found["triton"], found["torch"], strict=True):
-        torch.testing.assert_close(mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max()))
+        torch.testing.assert_close(
+            mine, other, rtol=tolerance, atol=tolerance * float(other.abs().max())
+        )

@@ -1,4 +1,5 @@
-"""Group quantization: errors, exactness, NaN, means, and the same bits from torch and from Triton."""
+"""Group quantization: errors, exactness, NaN, means, and the same bits from torch and from
+Triton."""
 
 from __future__ import annotations
 
@@ -23,22 +24,34 @@ from infinity._src.kernels.quantize import (
 from infinity._src.kernels.rounding import random_bits, rounding_key
 from tests import oracle
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # overflow to infinity is meant; the interpreter is numpy
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+# overflow to infinity is meant; the interpreter is numpy
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+quick = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 KEY = rounding_key(7, 3, "layers.0.weight")
 
 
 @st.composite
 def values_of_many_kinds(draw: Any, *, finite: bool = False) -> torch.Tensor:
-    """Any shape and strides, magnitudes from denormal to huge, equal numbers, zeros; unless `finite` NaN and infinities."""
-    shape = draw(st.one_of(st.tuples(st.integers(0, 1500)), st.tuples(st.integers(1, 40), st.integers(1, 70))))
+    """Any shape and strides, magnitudes from denormal to huge, equal numbers, zeros; unless
+    `finite` NaN and infinities."""
+    shape = draw(
+        st.one_of(
+            st.tuples(st.integers(0, 1500)), st.tuples(st.integers(1, 40), st.integers(1, 70))
+        )
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**31)))
     spread = draw(st.sampled_from([0, 4, 30, 126]))
-    x = rng.standard_normal(shape) * np.exp2(rng.uniform(-spread, spread / 2, shape)) + draw(st.sampled_from([0, 0, 3]))
+    x = rng.standard_normal(shape) * np.exp2(rng.uniform(-spread, spread / 2, shape)) + draw(
+        st.sampled_from([0, 0, 3])
+    )
     x *= rng.random(shape) > draw(st.sampled_from([0.0, 0.5]))
     values = torch.from_numpy(x.astype(np.float32))
     if not finite and draw(st.booleans()):
-        values[torch.from_numpy(rng.random(shape) < 0.002)] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
+        values[torch.from_numpy(rng.random(shape) < 0.002)] = draw(
+            st.sampled_from([math.nan, math.inf, -math.inf])
+        )
     values = values.to(draw(st.sampled_from(DTYPES)))
     if finite:
         values = torch.nan_to_num(values)  # fp16 is easily exceeded
@@ -109,7 +122,9 @@ def test_a_short_last_group_and_an_odd_last_element_leave_the_same_bits(
         with choice.forced(group_quantize="torch"):
             expected = quantize(values, bits=bits, group_numel=64, symmetric=symmetric, key=key)
         with choice.forced(group_quantize="triton", group_dequantize="triton"):
-            ours = quantize(values.to(device), bits=bits, group_numel=64, symmetric=symmetric, key=key)
+            ours = quantize(
+                values.to(device), bits=bits, group_numel=64, symmetric=symmetric, key=key
+            )
             assert_same(ours, expected)
             back = dequantize(ours)
         with choice.forced(group_dequantize="torch"):
@@ -152,19 +167,26 @@ def test_the_values_of_a_round_trip_are_quantized_as_they_are(data: st.DataObjec
 
 
 def test_every_scale_comes_back_with_the_largest_code() -> None:
-    """All 128 mantissas of a bf16 scale, and what lies between them: the largest magnitude has the largest code."""
+    """All 128 mantissas of a bf16 scale, and what lies between them: the largest magnitude has the
+    largest code."""
     largest = torch.linspace(1, 2, 4096, dtype=torch.float64).float()
     for bits in (8, 4):
         values = torch.zeros(4096, 64)
         values[:, 5] = largest
         q = quantize(values, bits=bits, group_numel=64)
-        assert bool((dequantize(q, dtype=torch.float32)[:, 5] == q.scales.float() * levels_of(bits, True)).all())
+        assert bool(
+            (
+                dequantize(q, dtype=torch.float32)[:, 5] == q.scales.float() * levels_of(bits, True)
+            ).all()
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
-def test_a_group_that_is_not_finite_comes_back_as_nan_wholly(bits: int, symmetric: bool, special: float) -> None:
+def test_a_group_that_is_not_finite_comes_back_as_nan_wholly(
+    bits: int, symmetric: bool, special: float
+) -> None:
     values = torch.linspace(-1, 1, 300)
     values[130] = special
     back = dequantize(quantize(values, bits=bits, group_numel=64, symmetric=symmetric))
@@ -176,7 +198,10 @@ def test_random_rounding_keeps_the_mean(symmetric: bool) -> None:
     values = torch.linspace(-1, 0.7, 64)
     keys = range(4000)
     mean = torch.stack(
-        [dequantize(quantize(values, bits=4, group_numel=64, symmetric=symmetric, key=key)) for key in keys]
+        [
+            dequantize(quantize(values, bits=4, group_numel=64, symmetric=symmetric, key=key))
+            for key in keys
+        ]
     ).mean(0)
     step = step_of(quantize(values, bits=4, group_numel=64, symmetric=symmetric, key=0))
     # The standard deviation of one draw is half a step at most; five of the mean's.
@@ -186,12 +211,19 @@ def test_random_rounding_keeps_the_mean(symmetric: bool) -> None:
 def test_random_rounding_depends_on_the_element_alone_not_on_where_the_values_are_cut() -> None:
     values = torch.randn(1024, generator=torch.Generator().manual_seed(0))
     whole = quantize(values, bits=8, group_numel=64, key=KEY, element=2**32 - 512)
-    parts = [quantize(values[at : at + 256], bits=8, group_numel=64, key=KEY, element=2**32 - 512 + at) for at in range(0, 1024, 256)]
+    parts = [
+        quantize(values[at : at + 256], bits=8, group_numel=64, key=KEY, element=2**32 - 512 + at)
+        for at in range(0, 1024, 256)
+    ]
     assert torch.equal(whole.codes, torch.cat([part.codes for part in parts]))
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**64 - 1), st.sampled_from([0, 77, 2**32 - 9, 2**33 - 1, 2**50]), st.integers(0, 300))
+@given(
+    st.integers(0, 2**64 - 1),
+    st.sampled_from([0, 77, 2**32 - 9, 2**33 - 1, 2**50]),
+    st.integers(0, 300),
+)
 def test_torch_draws_the_bits_of_numpy(key: int, element: int, numel: int) -> None:
     ours = random_bits(key, element, numel, torch.device("cpu"))
     assert np.array_equal(ours.numpy().view(np.uint32), oracle.random_bits(key, element, numel))
@@ -201,7 +233,10 @@ def test_bytes_are_what_zero_plus_plus_counts_on() -> None:
     values = torch.randn(1 << 14)
     assert quantize(values, bits=8, group_numel=256).size_bytes == (1 << 14) + 2 * 64
     assert quantize(values, bits=4, group_numel=128).size_bytes == (1 << 13) + 2 * 128
-    assert quantize(values[:-1], bits=4, group_numel=128, symmetric=False).size_bytes == (1 << 13) + 3 * 128
+    assert (
+        quantize(values[:-1], bits=4, group_numel=128, symmetric=False).size_bytes
+        == (1 << 13) + 3 * 128
+    )
 
 
 @pytest.mark.parametrize(

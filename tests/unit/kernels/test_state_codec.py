@@ -1,4 +1,5 @@
-"""State encodings: what survives them, that random rounding is unbiased, and that nothing non-finite becomes a number."""
+"""State encodings: what survives them, that random rounding is unbiased, and that nothing
+non-finite becomes a number."""
 
 from __future__ import annotations
 
@@ -30,15 +31,24 @@ FORMATS = [
 
 
 def encode_sections(
-    state_format: Format, master: Array, moments: list[Array], *, key: int | None = None, element: int = 0
+    state_format: Format,
+    master: Array,
+    moments: list[Array],
+    *,
+    key: int | None = None,
+    element: int = 0,
 ) -> list[npt.NDArray[np.generic]]:
     """The codec on numpy memory."""
     values = [torch.from_numpy(values) for values in (master, *moments)]
-    found = state_codec.encode_sections(state_format, values[0], values[1:], key=key, element=element)
+    found = state_codec.encode_sections(
+        state_format, values[0], values[1:], key=key, element=element
+    )
     return [section.numpy() for section in found]
 
 
-def decode_sections(state_format: Format, sections: list[npt.NDArray[np.generic]]) -> tuple[Array, list[Array]]:
+def decode_sections(
+    state_format: Format, sections: list[npt.NDArray[np.generic]]
+) -> tuple[Array, list[Array]]:
     """The codec on numpy memory."""
     given_ = [torch.from_numpy(section.view(np.uint8)) for section in sections]
     master, moments = state_codec.decode_sections(state_format, given_)
@@ -62,11 +72,16 @@ def spacing(state_format: Format, row: int, values: Array) -> Array:
 def moments_of(
     state_format: Format, first: Array, second: Array, key: int | None = None, element: int = 0
 ) -> list[Array]:
-    sections = encode_sections(state_format, np.zeros_like(first), [first, second], key=key, element=element)
+    sections = encode_sections(
+        state_format, np.zeros_like(first), [first, second], key=key, element=element
+    )
     return decode_sections(state_format, sections)[1]
 
 
-@given(st.sampled_from(FORMATS), st.lists(st.tuples(FLOATS, FLOATS, POSITIVE), min_size=1, max_size=200))
+@given(
+    st.sampled_from(FORMATS),
+    st.lists(st.tuples(FLOATS, FLOATS, POSITIVE), min_size=1, max_size=200),
+)
 @settings(max_examples=150, deadline=None)
 def test_what_was_decoded_encodes_to_the_same(
     state_format: Format, rows: list[tuple[float, float, float]]
@@ -75,18 +90,23 @@ def test_what_was_decoded_encodes_to_the_same(
     once = decode_sections(state_format, encode_sections(state_format, master, [first, second]))
     again = decode_sections(state_format, encode_sections(state_format, once[0], once[1]))
     np.testing.assert_array_equal(once[0], again[0])
-    # A group whose largest number is not a bf16 gets the same scale again: its code is the largest, which is the scale.
+    # A group whose largest number is not a bf16 gets the same scale again: its code is the largest,
+    # which is the scale.
     for left, right in zip(once[1], again[1], strict=True):
         np.testing.assert_allclose(left, right, rtol=0.02, atol=float(np.abs(left).max()) * 1e-4)
 
 
 @given(st.sampled_from(FORMATS), st.lists(FLOATS, min_size=1, max_size=100))
 @settings(max_examples=150, deadline=None)
-def test_masters_come_back_as_near_as_their_bits_allow(state_format: Format, values: list[float]) -> None:
+def test_masters_come_back_as_near_as_their_bits_allow(
+    state_format: Format, values: list[float]
+) -> None:
     master = array(values)
     zeros = [np.zeros_like(master)] * 2
     for key in (None, 7):
-        back = decode_sections(state_format, encode_sections(state_format, master, zeros, key=key))[0]
+        back = decode_sections(state_format, encode_sections(state_format, master, zeros, key=key))[
+            0
+        ]
         if state_format.master is Master.SPLIT8:
             spacing = np.maximum(
                 np.abs(master) * 2.0**-15, 2.0**-141
@@ -102,7 +122,9 @@ def test_masters_come_back_as_near_as_their_bits_allow(state_format: Format, val
 def test_hi_is_the_bf16_next_to_the_master_and_half_is_torchs(values: list[float]) -> None:
     master = array(values)
     zeros = [np.zeros_like(master)] * 2
-    hi = encode_sections(COMPACT, master, zeros)[0].view(np.uint16).astype(np.uint32) << np.uint32(16)
+    hi = encode_sections(COMPACT, master, zeros)[0].view(np.uint16).astype(np.uint32) << np.uint32(
+        16
+    )
     kept = decode_sections(COMPACT, encode_sections(COMPACT, master, zeros))[0]
     with np.errstate(invalid="ignore"):
         near = (
@@ -119,24 +141,35 @@ def test_hi_is_the_bf16_next_to_the_master_and_half_is_torchs(values: list[float
 def test_every_half_and_every_24_bit_master_round_trips() -> None:
     bits = np.arange(1 << 16, dtype=np.uint32)
     low = np.array([0x00, 0x7F, 0x80, 0xFF], np.uint32)
-    master = ((bits[:, None] << np.uint32(16)) | (low << np.uint32(8))[None, :]).reshape(-1).view(np.float32)
+    master = (
+        ((bits[:, None] << np.uint32(16)) | (low << np.uint32(8))[None, :])
+        .reshape(-1)
+        .view(np.float32)
+    )
     master = master[~np.isnan(master)]
-    back = decode_sections(COMPACT, encode_sections(COMPACT, master, [np.zeros_like(master)] * 2, key=5))[0]
+    back = decode_sections(
+        COMPACT, encode_sections(COMPACT, master, [np.zeros_like(master)] * 2, key=5)
+    )[0]
     np.testing.assert_array_equal(back.view(np.uint32), master.view(np.uint32))
 
 
 @pytest.mark.parametrize("state_format", [COMPACT, BF16, Format(Master.FP32, Moments.Q8, 2)])
 def test_random_rounding_is_unbiased(state_format: Format) -> None:
-    """The mean of many roundings is the number, within five standard errors of what the spacing of codes allows."""
+    """The mean of many roundings is the number, within five standard errors of what the spacing of
+    codes allows."""
     rng = np.random.default_rng(4)
     numel, times = 16 * QUANT_GROUP, 4000
     master = (rng.standard_normal(numel) * np.exp2(rng.uniform(-12, 3, numel))).astype(np.float32)
     first = (rng.standard_normal(numel) * np.exp2(rng.uniform(-10, 0, numel))).astype(np.float32)
-    second = np.square(rng.standard_normal(numel) * np.exp2(rng.uniform(-8, 0, numel))).astype(np.float32)
+    second = np.square(rng.standard_normal(numel) * np.exp2(rng.uniform(-8, 0, numel))).astype(
+        np.float32
+    )
     sums = np.zeros((3, numel))
     squares = np.zeros((3, numel))
     for step in range(times):
-        sections = encode_sections(state_format, master, [first, second], key=rounding_key(0, step, "w"))
+        sections = encode_sections(
+            state_format, master, [first, second], key=rounding_key(0, step, "w")
+        )
         got, moments = decode_sections(state_format, sections)
         for row, values in enumerate((got, *moments)):
             sums[row] += values
@@ -147,9 +180,14 @@ def test_random_rounding_is_unbiased(state_format: Format) -> None:
         second.reshape(-1, QUANT_GROUP).max(axis=1).repeat(QUANT_GROUP) * 2.5e-10
     )  # below it, code 1 is too much
     for row, wanted in enumerate((master, first, second)):
-        above = wanted > least if row == 2 and state_format.moments is Moments.Q8 else np.ones(numel, bool)
+        above = (
+            wanted > least
+            if row == 2 and state_format.moments is Moments.Q8
+            else np.ones(numel, bool)
+        )
         assert above.mean() > 0.9
-        # What the sample says of its spread is wrong where hardly one of the roundings went the other way.
+        # What the sample says of its spread is wrong where hardly one of the roundings went the
+        # other way.
         few = spacing(state_format, row, wanted) * np.sqrt(20) / times
         z = (mean[row] - wanted)[above] / np.maximum(error[row], few)[above]
         assert np.abs(z).max() < 5.5, (row, np.abs(z).max())
@@ -159,7 +197,11 @@ def test_random_rounding_is_unbiased(state_format: Format) -> None:
 @pytest.mark.parametrize("state_format", [COMPACT, BF16])
 def test_small_steps_add_up_where_rounding_to_nearest_loses_them(state_format: Format) -> None:
     """An average that moves by less than half a code each time still arrives."""
-    value, target, rate = np.full(256, 1e-4, np.float32), np.full(256, 4e-4, np.float32), np.float32(1e-3)
+    value, target, rate = (
+        np.full(256, 1e-4, np.float32),
+        np.full(256, 4e-4, np.float32),
+        np.float32(1e-3),
+    )
     value[::QUANT_GROUP] = target[::QUANT_GROUP] = (
         2.0**-6
     )  # the largest of each group stays, and so does the scale
@@ -167,9 +209,9 @@ def test_small_steps_add_up_where_rounding_to_nearest_loses_them(state_format: F
     nearest = value.copy()
     first = np.zeros_like(value)
     for step in range(3000):
-        value = moments_of(state_format, first, value + (target - value) * rate, rounding_key(0, step, "w"))[
-            1
-        ]
+        value = moments_of(
+            state_format, first, value + (target - value) * rate, rounding_key(0, step, "w")
+        )[1]
         nearest = moments_of(state_format, first, nearest + (target - nearest) * rate)[1]
     wanted = 4e-4 + (1e-4 - 4e-4) * (1 - 1e-3) ** 3000
     assert abs(value[rest].mean() / wanted - 1) < 0.01
@@ -177,7 +219,8 @@ def test_small_steps_add_up_where_rounding_to_nearest_loses_them(state_format: F
 
 
 def test_small_second_moments_survive_beside_large_ones() -> None:
-    """Twenty-eight binades below the largest of its group, and never zero: what a square root divides by."""
+    """Twenty-eight binades below the largest of its group, and never zero: what a square root
+    divides by."""
     second = np.exp2(-np.arange(QUANT_GROUP, dtype=np.float32) / 2)
     for key in (None, 1, 2, 3):
         back = moments_of(COMPACT, np.zeros_like(second), second, key)[1]
@@ -257,18 +300,30 @@ def test_three_moments_are_rounded_with_bits_of_their_own() -> None:
 @pytest.mark.parametrize("master", [Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16])
 @pytest.mark.parametrize("moments", list(Moments))
 @pytest.mark.parametrize("key", [None, 0, 0xDEADBEEF12345678])
-def test_sections_and_values_have_the_bits_of_the_oracle(master: Master, moments: Moments, key: int | None) -> None:
-    """Any bits, of any length, at elements on both sides of 2^32: encoded and decoded as numpy does."""
-    for seed, (numel, element) in enumerate([(1, 0), (63, 64), (4096 + 17, 2**32 - 2048), (1000, 2**40)]):
+def test_sections_and_values_have_the_bits_of_the_oracle(
+    master: Master, moments: Moments, key: int | None
+) -> None:
+    """Any bits, of any length, at elements on both sides of 2^32: encoded and decoded as numpy
+    does."""
+    for seed, (numel, element) in enumerate(
+        [(1, 0), (63, 64), (4096 + 17, 2**32 - 2048), (1000, 2**40)]
+    ):
         for count in (1, 2, 3) if moments is not Moments.Q8 else (1, 2):
             state_format = Format(master, moments, count)
             rng = np.random.default_rng(seed)
-            values = [odd_bits(rng, numel, spread).view(np.float32) for spread in (60, 60, 90, 60)][: 1 + count]
+            values = [odd_bits(rng, numel, spread).view(np.float32) for spread in (60, 60, 90, 60)][
+                : 1 + count
+            ]
             if seed % 2 and count > 1:
                 values[2] = np.abs(values[2])
             ours = encode_sections(state_format, values[0], values[1:], key=key, element=element)
-            theirs = oracle.encode_sections(state_format, values[0], values[1:], key=key, element=element)
+            theirs = oracle.encode_sections(
+                state_format, values[0], values[1:], key=key, element=element
+            )
             assert_same_sections(state_format, ours, theirs)
-            found, expected = decode_sections(state_format, ours), oracle.decode_sections(state_format, theirs)
+            found, expected = (
+                decode_sections(state_format, ours),
+                oracle.decode_sections(state_format, theirs),
+            )
             for left, right in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
                 np.testing.assert_array_equal(left, right)  # any NaN equals any NaN

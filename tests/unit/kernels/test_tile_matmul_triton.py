@@ -1,4 +1,5 @@
-"""Products of tiles on Triton: exact where sums are exact, near where they are not, the same bits from every configuration."""
+"""Products of tiles on Triton: exact where sums are exact, near where they are not, the same bits
+from every configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from tests.unit.kernels.configurations import each_configuration  # noqa: E402
 
 @interpreted
 @given(st.data())
-def test_whole_numbers_give_the_exact_product_of_any_shapes_and_strides(device: torch.device, data: st.DataObject) -> None:
+def test_whole_numbers_give_the_exact_product_of_any_shapes_and_strides(
+    device: torch.device, data: st.DataObject
+) -> None:
     m, k, n, dtype = data.draw(sizes), data.draw(sizes), data.draw(sizes), data.draw(dtypes)
     numbers = generators(data.draw(seeds))
     a = laid_out(whole((m, k), dtype, device, numbers), data.draw(layouts))
@@ -63,7 +66,10 @@ def test_sums_are_in_fp32_and_rounded_once(
 ) -> None:
     numbers = generators(seed)
     a, b = normal((m, k), dtype, device, numbers), normal((k, n), dtype, device, numbers)
-    added, bias = normal((m, n), torch.float32, device, numbers), normal((n,), dtype, device, numbers)
+    added, bias = (
+        normal((m, n), torch.float32, device, numbers),
+        normal((n,), dtype, device, numbers),
+    )
     exact = added.double() + a.double() @ b.double() + bias.double()
     magnitude = added.double().abs() + a.double().abs() @ b.double().abs() + bias.double().abs()
     out = torch.empty((m, n), dtype=dtype, device=device)
@@ -76,7 +82,8 @@ def test_sums_are_in_fp32_and_rounded_once(
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 @pytest.mark.usefixtures("ordered_dot")
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """A measurement chooses among them, and must not choose the rounding (design: placement never changes the numbers)."""
+    """A measurement chooses among them, and must not choose the rounding (design: placement never
+    changes the numbers)."""
     numbers = generators(0)
     a, b = normal((300, 333), dtype, device, numbers), normal((333, 270), dtype, device, numbers)
     added = normal((300, 270), torch.float32, device, numbers)
@@ -90,10 +97,15 @@ def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: to
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_tiles_of_whole_steps_give_the_bits_of_one_product(device: torch.device, dtype: torch.dtype) -> None:
+def test_tiles_of_whole_steps_give_the_bits_of_one_product(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     numbers = generators(1)
     step = block_k(dtype)
-    a, b = normal((70, 5 * step + 7), dtype, device, numbers), normal((5 * step + 7, 90), dtype, device, numbers)
+    a, b = (
+        normal((70, 5 * step + 7), dtype, device, numbers),
+        normal((5 * step + 7, 90), dtype, device, numbers),
+    )
     bias = normal((90,), dtype, device, numbers)
     at_once = torch.empty((70, 90), dtype=dtype, device=device)
     tile_matmul(a, b, at_once, bias=bias)
@@ -128,7 +140,10 @@ def test_nothing_to_sum_is_what_was_summed_and_the_bias(device: torch.device) ->
 
 def test_the_dispatch_reaches_it(device: torch.device) -> None:
     numbers = generators(2)
-    a, b = whole((33, 65), torch.bfloat16, device, numbers), whole((65, 20), torch.bfloat16, device, numbers)
+    a, b = (
+        whole((33, 65), torch.bfloat16, device, numbers),
+        whole((65, 20), torch.bfloat16, device, numbers),
+    )
     found = {}
     for which in choice.IMPLEMENTATIONS:
         found[which] = torch.empty((33, 20), dtype=torch.bfloat16, device=device)
@@ -138,11 +153,16 @@ def test_the_dispatch_reaches_it(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("tiles", [(2, 1), (3, 2)])
-def test_a_tiled_linear_runs_on_it_forward_and_backward(device: torch.device, tiles: tuple[int, int]) -> None:
+def test_a_tiled_linear_runs_on_it_forward_and_backward(
+    device: torch.device, tiles: tuple[int, int]
+) -> None:
     """Whole numbers: what it computes, and all three gradients, are exact."""
     numbers = generators(3)
     x = whole((21, 130), torch.bfloat16, device, numbers).requires_grad_()
-    weight, bias = whole((70, 130), torch.bfloat16, device, numbers), whole((70,), torch.bfloat16, device, numbers)
+    weight, bias = (
+        whole((70, 130), torch.bfloat16, device, numbers),
+        whole((70,), torch.bfloat16, device, numbers),
+    )
     plain = torch.nn.Linear(130, 70, device=device, dtype=torch.bfloat16)
     plain.load_state_dict({"weight": weight, "bias": bias})
     tiled = TiledLinear.from_linear(plain, tiles)
@@ -159,7 +179,9 @@ def test_a_tiled_linear_runs_on_it_forward_and_backward(device: torch.device, ti
         assert torch.equal(parameter.grad, expected.bfloat16())
 
 
-def tile_places(tiled: TiledLinear) -> list[tuple[torch.nn.Parameter, tuple[tuple[int, int], tuple[int, int]]]]:
+def tile_places(
+    tiled: TiledLinear,
+) -> list[tuple[torch.nn.Parameter, tuple[tuple[int, int], tuple[int, int]]]]:
     """Each tile's parameter with its rows and columns."""
     found = []
     for name, row, column in tiled.grid.names():

@@ -1,4 +1,5 @@
-"""TiledLinear, TiledEmbedding and `tile_linears` without an engine: torch's numbers, one weight in state dicts, clear refusals."""
+"""TiledLinear, TiledEmbedding and `tile_linears` without an engine: torch's numbers, one weight in
+state dicts, clear refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +42,11 @@ def run(module: nn.Module, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tens
     y = module(x)
     y.backward(dy)
     weight: Any = module.weight
-    found = [y.detach(), x.grad, grad_of(module) if isinstance(module, TiledModule) else weight.grad]
+    found = [
+        y.detach(),
+        x.grad,
+        grad_of(module) if isinstance(module, TiledModule) else weight.grad,
+    ]
     bias: Any = getattr(module, "bias", None)
     return found + ([bias.grad.clone()] if bias is not None else [])
 
@@ -90,7 +95,8 @@ def test_where_sums_are_exact_the_bits_are_torchs(dtype: torch.dtype, tiles: Any
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_over_tiles_are_rounded_once(dtype: torch.dtype) -> None:
-    # Every tile's sum and every total is a whole number that fp32 holds and the output's dtype does not.
+    # Every tile's sum and every total is a whole number that fp32 holds and the output's dtype does
+    # not.
     torch.manual_seed(0)
     linear = nn.Linear(4096, 4096, dtype=dtype, bias=False)
     with torch.no_grad():
@@ -101,7 +107,9 @@ def test_sums_over_tiles_are_rounded_once(dtype: torch.dtype) -> None:
     weight = linear.weight.detach().double()
     assert torch.equal(y, (x.double() @ weight.t()).to(dtype))
     assert torch.equal(dx, (dy.double() @ weight).to(dtype))
-    halves = (x[:, :2048].double() @ weight[:, :2048].t()).to(dtype) + (x[:, 2048:].double() @ weight[:, 2048:].t()).to(dtype)
+    halves = (x[:, :2048].double() @ weight[:, :2048].t()).to(dtype) + (
+        x[:, 2048:].double() @ weight[:, 2048:].t()
+    ).to(dtype)
     assert not torch.equal(y, halves)
 
 
@@ -166,17 +174,21 @@ def test_autocast_computes_in_its_dtype_as_torchs_linear(tiles: Any) -> None:
         torch.testing.assert_close(mine, other, rtol=0.02, atol=0.02)
 
 
-# -- state dicts -------------------------------------------------------------------------------------------------------
+# -- state dicts -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tiles", GRIDS)
 def test_a_state_dict_is_that_of_the_untiled_module(tiles: Any) -> None:
     plain = nn.Sequential(nn.Linear(24, 20), nn.Linear(20, 8, bias=False))
-    tiled = nn.Sequential(*(TiledLinear.from_linear(linear, tiles) for linear in copy.deepcopy(plain)))  # type: ignore[arg-type]
+    tiled = nn.Sequential(
+        *(TiledLinear.from_linear(linear, tiles) for linear in copy.deepcopy(plain))
+    )  # type: ignore[arg-type]
     mine, theirs = tiled.state_dict(), plain.state_dict()
     assert list(mine) == list(theirs)
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
-    fresh = nn.Sequential(TiledLinear(24, 20, tiles=tiles), TiledLinear(20, 8, bias=False, tiles=tiles))
+    fresh = nn.Sequential(
+        TiledLinear(24, 20, tiles=tiles), TiledLinear(20, 8, bias=False, tiles=tiles)
+    )
     assert not torch.equal(fresh.state_dict()["0.weight"], theirs["0.weight"])
     assert str(fresh.load_state_dict(theirs)) == "<All keys matched successfully>"
     assert all(torch.equal(value, theirs[name]) for name, value in fresh.state_dict().items())
@@ -188,7 +200,12 @@ def test_a_state_dict_is_that_of_the_untiled_module(tiles: Any) -> None:
     buffer = io.BytesIO()
     torch.save(fresh, buffer)
     buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False)(torch.ones(1, 24)), plain(torch.ones(1, 24))) or tiles != 1
+    assert (
+        torch.equal(
+            torch.load(buffer, weights_only=False)(torch.ones(1, 24)), plain(torch.ones(1, 24))
+        )
+        or tiles != 1
+    )
 
 
 def test_what_does_not_fit_is_named_as_torch_names_it() -> None:
@@ -199,10 +216,13 @@ def test_what_does_not_fit_is_named_as_torch_names_it() -> None:
     assert "size mismatch for 0.weight" in str(caught.value)
     assert "Missing" not in str(caught.value)
     assert '"other"' in str(caught.value)
-    result = tiled.load_state_dict({"0.bias": right["0.bias"], "1.weight": right["1.weight"]}, strict=False)
+    result = tiled.load_state_dict(
+        {"0.bias": right["0.bias"], "1.weight": right["1.weight"]}, strict=False
+    )
     assert result.missing_keys == ["0.weight", "1.bias"]
     by_tile = {name: parameter.detach() + 1 for name, parameter in tiled.named_parameters()}
-    tiled.load_state_dict(by_tile)  # under the tiles' own names, as optimizers and keep_vars=True have them
+    # under the tiles' own names, as optimizers and keep_vars=True have them
+    tiled.load_state_dict(by_tile)
     assert torch.equal(tiled.state_dict()["1.weight"], right["1.weight"] + 1)
     assert set(tiled.state_dict(keep_vars=True)) == set(by_tile)
 
@@ -233,12 +253,19 @@ def test_tiles_cover_a_weight_evenly(size: int, count: int) -> None:
     assert max(sizes) - min(sizes) <= (64 if size % 64 == 0 else 1)
 
 
-# -- tile_linears ------------------------------------------------------------------------------------------------------
+# -- tile_linears ----------------------------------------------------------------------------------
 
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.ModuleDict({"up": nn.Linear(8, 16), "down": nn.Linear(16, 8), "small": nn.Linear(8, 2), "norm": nn.LayerNorm(8)})
+    return nn.ModuleDict(
+        {
+            "up": nn.Linear(8, 16),
+            "down": nn.Linear(16, 8),
+            "small": nn.Linear(8, 2),
+            "norm": nn.LayerNorm(8),
+        }
+    )
 
 
 def tiled_names(model: nn.Module) -> list[str]:
@@ -250,7 +277,11 @@ def test_names_choose_and_the_default_is_every_linear_that_can() -> None:
     assert tiled_names(inf.tile_linears(net(), tiles=(2, 2))) == ["up", "down", "small"]
     assert tiled_names(inf.tile_linears(net(), tiles=2, names="small")) == ["small"]
     llama = inf.tile_linears(models.llama(layers=2), tiles=2, names=["mlp.down_proj", "lm_head"])
-    assert tiled_names(llama) == ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj", "lm_head"]
+    assert tiled_names(llama) == [
+        "model.layers.0.mlp.down_proj",
+        "model.layers.1.mlp.down_proj",
+        "lm_head",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +317,9 @@ def test_what_tiling_would_lose_is_refused() -> None:
     linear.weight = shared.embed.weight
     shared.head = linear
     shared.odd = nn.ParameterList([shared.embed.weight])
-    with pytest.raises(ValueError, match=r"head.weight is shared with odd.0, which is in a ParameterList"):
+    with pytest.raises(
+        ValueError, match=r"head.weight is shared with odd.0, which is in a ParameterList"
+    ):
         inf.tile_linears(shared, tiles=2, names="head")
 
 
@@ -300,7 +333,9 @@ def test_a_model_on_the_meta_device_is_tiled_there() -> None:
 @pytest.mark.parametrize("tiles", [3, (1, 2), (3, 2)])
 def test_tied_weights_stay_tied(tiles: Any) -> None:
     plain = models.make(models.gpt2, dtype=torch.float64)
-    tiled = inf.tile_linears(models.make(models.gpt2, dtype=torch.float64), tiles=tiles, names="lm_head")
+    tiled = inf.tile_linears(
+        models.make(models.gpt2, dtype=torch.float64), tiles=tiles, names="lm_head"
+    )
     assert tiled_names(tiled) == ["transformer.wte", "lm_head"]
     mine, theirs = tiled.state_dict(), plain.state_dict()
     assert list(mine) == list(theirs)
@@ -310,7 +345,9 @@ def test_tied_weights_stay_tied(tiles: Any) -> None:
         models.loss_of(model, batch).backward()
     grad = plain.get_parameter("transformer.wte.weight").grad
     torch.testing.assert_close(grad_of(tiled.get_submodule("transformer.wte")), grad)  # type: ignore[arg-type]
-    for (name, mine_), (_, other) in zip(tiled.named_parameters(), tiled.named_parameters(), strict=True):
+    for (name, mine_), (_, other) in zip(
+        tiled.named_parameters(), tiled.named_parameters(), strict=True
+    ):
         assert mine_ is other, name
     assert sum(p.numel() for p in tiled.parameters()) == sum(p.numel() for p in plain.parameters())
 
@@ -323,7 +360,9 @@ def test_tied_weights_stay_tied(tiles: Any) -> None:
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=40, deadline=None)
-def test_an_embedding_in_tiles_is_torchs_bit_for_bit(count: int, width: int, tiles: Any, padding: bool, seed: int) -> None:
+def test_an_embedding_in_tiles_is_torchs_bit_for_bit(
+    count: int, width: int, tiles: Any, padding: bool, seed: int
+) -> None:
     torch.manual_seed(seed)
     rows = 5
     plain = nn.Embedding(rows, width, padding_idx=2 if padding else None)
@@ -347,7 +386,8 @@ def test_names_of_tiles_are_told_from_others() -> None:
 
 
 def test_a_tiled_weight_freezes_its_tiles_and_refuses_what_needs_values_or_storage() -> None:
-    """`share_memory_` and `untyped_storage` crashed the interpreter; a frozen weight went on being trained."""
+    """`share_memory_` and `untyped_storage` crashed the interpreter; a frozen weight went on being
+    trained."""
     made = TiledLinear(8, 6, tiles=(3, 2))
     assert made.weight.grad is None
     made(torch.ones(2, 8)).sum().backward()

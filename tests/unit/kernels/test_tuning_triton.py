@@ -1,4 +1,5 @@
-"""What the Triton matmuls share: exact widening, rounding as torch's, sums in one order, configurations kept between runs."""
+"""What the Triton matmuls share: exact widening, rounding as torch's, sums in one order,
+configurations kept between runs."""
 
 from __future__ import annotations
 
@@ -24,15 +25,23 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @triton.jit
 def _cast(
-    source_ptr: tl.tensor, out_ptr: tl.tensor, count: tl.tensor, INTERPRETED: tl.constexpr, BLOCK: tl.constexpr
+    source_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    count: tl.tensor,
+    INTERPRETED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     values = widened(tl.load(source_ptr + place, mask=place < count, other=0.0), INTERPRETED)
-    tl.store(out_ptr + place, rounded(values, out_ptr.dtype.element_ty, INTERPRETED), mask=place < count)
+    tl.store(
+        out_ptr + place, rounded(values, out_ptr.dtype.element_ty, INTERPRETED), mask=place < count
+    )
 
 
 @triton.jit
-def _sum(source_ptr: tl.tensor, out_ptr: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) -> None:
+def _sum(
+    source_ptr: tl.tensor, out_ptr: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr
+) -> None:
     rows = tl.arange(0, ROWS)
     columns = tl.arange(0, 1 << LOG2_COLUMNS)
     values = tl.load(source_ptr + rows[:, None] * (1 << LOG2_COLUMNS) + columns[None, :])
@@ -49,27 +58,39 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_number_widens_exactly(device: torch.device, dtype: torch.dtype) -> None:
-    values = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    values = (
+        torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
+    )
     expected = values.float()
     found = cast(values, torch.float32)
-    assert torch.equal(found[~expected.isnan()].view(torch.int32), expected[~expected.isnan()].view(torch.int32))
+    assert torch.equal(
+        found[~expected.isnan()].view(torch.int32), expected[~expected.isnan()].view(torch.int32)
+    )
     assert bool(found[expected.isnan()].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp32_is_rounded_as_torch_rounds(device: torch.device, dtype: torch.dtype) -> None:
-    """Random bits, and ties: numbers half-way between two of the dtype, above and below even ones."""
-    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 14,), generator=generators(0), dtype=torch.int64).to(torch.int32)
-    halves = (torch.arange(1 << 12) * 1664525 % (1 << 17)).to(torch.int32) << 15  # the last bit of 17 is a bf16's half
+    """Random bits, and ties: numbers half-way between two of the dtype, above and below even
+    ones."""
+    bits = torch.randint(
+        -(1 << 31), 1 << 31, (1 << 14,), generator=generators(0), dtype=torch.int64
+    ).to(torch.int32)
+    # the last bit of 17 is a bf16's half
+    halves = (torch.arange(1 << 12) * 1664525 % (1 << 17)).to(torch.int32) << 15
     values = torch.cat([bits, halves, bits & ~0xFFF]).view(torch.float32).to(device)
     found, expected = cast(values, dtype), values.to(dtype)
-    assert torch.equal(found[~expected.isnan()].view(torch.int16), expected[~expected.isnan()].view(torch.int16))
+    assert torch.equal(
+        found[~expected.isnan()].view(torch.int16), expected[~expected.isnan()].view(torch.int16)
+    )
     assert bool(found[expected.isnan()].isnan().all())
     assert bool(expected.isnan().any())
 
 
 @pytest.mark.parametrize("warps", [1, 4, 8])
-def test_columns_are_summed_pair_by_pair_however_they_lie_over_threads(device: torch.device, warps: int) -> None:
+def test_columns_are_summed_pair_by_pair_however_they_lie_over_threads(
+    device: torch.device, warps: int
+) -> None:
     values = torch.randn((64, 128), generator=generators(1)).to(device)
     expected = values
     while expected.shape[1] > 1:
@@ -82,7 +103,12 @@ def test_columns_are_summed_pair_by_pair_however_they_lie_over_threads(device: t
 
 def test_shapes_share_a_configuration_up_to_the_next_power_of_two() -> None:
     assert shape_key(1000, 4096, 64) == shape_key(1024, 2049, 33)
-    keys = [shape_key(1025, 64, 64), shape_key(1024, 64, 64), shape_key(64, 1024, 64), shape_key(64, 1024, 64, form=(True,))]
+    keys = [
+        shape_key(1025, 64, 64),
+        shape_key(1024, 64, 64),
+        shape_key(64, 1024, 64),
+        shape_key(64, 1024, 64, form=(True,)),
+    ]
     assert len(set(keys)) == 4
     assert shape_key(1 << 31, 1 << 31, 1 << 31, form=(True, True, True)) < 1 << 31
 
@@ -131,17 +157,30 @@ print(json.dumps({"counts": counts, "shared_bytes": launches[-1]["shared_bytes"]
 
 
 def test_a_configuration_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
-    """On a GPU that is not there: a launch compiles, adds 1 instead of a product, and takes a made-up time. Only the call itself adds
-    to the sum for good, not the measurements before it."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    """On a GPU that is not there: a launch compiles, adds 1 instead of a product, and takes a
+    made-up time. Only the call itself adds to the sum for good, not the measurements before it."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     environment.pop("TRITON_INTERPRET", None)
     found = []
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", CHILD], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-4000:]
         found.append(json.loads(done.stdout))
     first, second = found
-    # Eight configurations and the call itself; 200 rows share what was found for 256, and 100 do not.
+    # Eight configurations and the call itself; 200 rows share what was found for 256, and 100 do
+    # not.
     assert first["counts"] == [9, 10, 19]
     assert second["counts"] == [1, 2, 3]
     assert first["shared_bytes"] == second["shared_bytes"] > 64 << 10

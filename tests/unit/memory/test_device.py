@@ -32,7 +32,9 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Dev
         assert simulation.live() == (0, 0, 0)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(numels=st.lists(st.integers(1, 5000), min_size=1, max_size=12), room=st.integers(0, 20_000))
 def test_no_more_is_on_its_way_than_there_is_room_for(
     there: tuple[Device, Simulated], numels: list[int], room: int

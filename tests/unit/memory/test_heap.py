@@ -1,4 +1,5 @@
-"""What freed blocks leave on the heap is reused, and given back when it is too much, however many were freed before."""
+"""What freed blocks leave on the heap is reused, and given back when it is too much, however many
+were freed before."""
 
 from __future__ import annotations
 
@@ -40,8 +41,8 @@ def faults() -> int:
 
 
 def holes(mode: str) -> None:
-    """Large blocks among small ones that outlive them. Prints the MiB by which the process has grown when the large ones are
-    freed, and after a restart of what watches."""
+    """Large blocks among small ones that outlive them. Prints the MiB by which the process has
+    grown when the large ones are freed, and after a restart of what watches."""
     blocks = Blocks()
     blocks.free(blocks.take(8 * MIB))  # from here on glibc takes 8 MiB from the heap
     heap = Heap(int(mode) * MIB)
@@ -75,7 +76,8 @@ def reuse(mode: str) -> None:
 
 
 def fragments(mode: str) -> None:
-    """A heap full of small free blocks. Prints how many looks are cut short by the time that the first of them took."""
+    """A heap full of small free blocks. Prints how many looks are cut short by the time that the
+    first of them took."""
     blocks = Blocks()
     heap = Heap(int(mode) * MIB)
     small = [blocks.take(1200) for _ in range(400_000)]
@@ -127,7 +129,10 @@ def test_a_heap_that_is_slow_to_look_at_is_looked_at_seldom() -> None:
     assert said("fragments", "100000")[0] < 10
 
 
-@pytest.mark.parametrize(("name", "value"), [("MALLOC_MMAP_THRESHOLD_", "4194304"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MALLOC_MMAP_THRESHOLD_", "4194304"), ("GLIBC_TUNABLES", "glibc.malloc.trim_threshold=1")],
+)
 def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
     heap = Heap(MIB)

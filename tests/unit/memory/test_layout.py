@@ -12,7 +12,9 @@ NUMELS = st.lists(st.integers(0, 3 * CHUNK_NUMEL), min_size=1, max_size=12).map(
 
 
 @given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5))
-def test_parameters_are_aligned_and_never_overlap(numels: tuple[int, ...], itemsize: int, world: int) -> None:
+def test_parameters_are_aligned_and_never_overlap(
+    numels: tuple[int, ...], itemsize: int, world: int
+) -> None:
     layout = plan_flat(numels, itemsize, world)
     end = 0
     for offset, numel in zip(layout.offsets, layout.numels, strict=True):
@@ -53,11 +55,18 @@ def test_chunks_tile_the_shard_and_start_on_pages(numels: tuple[int, ...], world
 
 
 @given(NUMELS, st.integers(2, 5))
-def test_where_an_element_lies_does_not_depend_on_the_world_size(numels: tuple[int, ...], world: int) -> None:
+def test_where_an_element_lies_does_not_depend_on_the_world_size(
+    numels: tuple[int, ...], world: int
+) -> None:
     assert plan_flat(numels, 2, world).offsets == plan_flat(numels, 2, 1).offsets
 
 
-@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 3), st.sampled_from([393_216, 589_824, 917_504, 2048]))
+@given(
+    NUMELS,
+    st.sampled_from([2, 4]),
+    st.integers(1, 3),
+    st.sampled_from([393_216, 589_824, 917_504, 2048]),
+)
 def test_chunks_have_the_size_that_was_asked_for_and_groups_hold_one_parameter(
     numels: tuple[int, ...], itemsize: int, world: int, chunk_numel: int
 ) -> None:

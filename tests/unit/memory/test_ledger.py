@@ -23,13 +23,21 @@ def test_a_cgroup_of_ones_own_binds_alone():
     assert fair_share(b, [a, b]) == 32 * GIB  # its own limit is wider than its half of the machine
 
 
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 2**40)), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2), st.integers(0, 2**40), st.integers(0, 2**40)),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_ranks_together_never_have_more_than_any_limit_leaves(rows):
     everyone = [{"machine": machine, f"cgroup {number}": left} for number, machine, left in rows]
     parts = [fair_share(mine, everyone) for mine in everyone]
     for limit in {name for row in everyone for name in row}:
         under = [index for index, row in enumerate(everyone) if limit in row]
-        assert sum(parts[index] for index in under) <= min(everyone[index][limit] for index in under)
+        assert sum(parts[index] for index in under) <= min(
+            everyone[index][limit] for index in under
+        )
 
 
 def test_ranks_that_torchrun_started_count_where_they_do_not_meet(monkeypatch):

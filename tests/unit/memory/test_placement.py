@@ -44,7 +44,13 @@ LOADS = st.builds(
 
 
 def need(
-    numel: int, params: str, optim: str, state_format: Format = Format.SPLIT, *, spills: bool = False, shadow: bool = False
+    numel: int,
+    params: str,
+    optim: str,
+    state_format: Format = Format.SPLIT,
+    *,
+    spills: bool = False,
+    shadow: bool = False,
 ) -> FlatNeed:
     layout = plan_flat((numel,), 4 if state_format is Format.FP32 else 2)
     held = state_format is not Format.RAW
@@ -79,12 +85,16 @@ def needs_of(spills: bool | None = None) -> st.SearchStrategy[list[FlatNeed]]:
 
 NEEDS = needs_of()
 RESIDENT = st.dictionaries(
-    st.sampled_from(["params", "optim"]), st.one_of(st.floats(0.0, 1.0), st.integers(0, 60_000_000)), max_size=2
+    st.sampled_from(["params", "optim"]),
+    st.one_of(st.floats(0.0, 1.0), st.integers(0, 60_000_000)),
+    max_size=2,
 )
 
 
 def least_of(
-    needs: list[FlatNeed], load: StepLoad | None = None, resident: dict[str, float | int] | None = None
+    needs: list[FlatNeed],
+    load: StepLoad | None = None,
+    resident: dict[str, float | int] | None = None,
 ) -> int:
     """The smallest budget that works, as the error of one that does not says."""
     try:
@@ -127,13 +137,19 @@ def test_every_byte_rests_somewhere_and_only_once(needs: list[FlatNeed], ram_byt
     total = sum(chunk_bytes(n, c, ~0) for n in needs for c in range(len(n.layout.chunks)))
     assert plan.resident_bytes + plan.nvme_bytes == total
     grads = sum(n.grad_bytes for n in needs)
-    assert plan.grad_bytes + sum(n.grad_bytes for n, gone in zip(needs, plan.spilled, strict=True) if gone) == grads
+    assert (
+        plan.grad_bytes
+        + sum(n.grad_bytes for n, gone in zip(needs, plan.spilled, strict=True) if gone)
+        == grads
+    )
     assert (plan.spilled_bytes > 0) == any(plan.spilled)
 
 
 @settings(max_examples=300)
 @given(NEEDS, RAM, st.one_of(st.integers(0, 100_000_000), st.integers(0, 2_000_000)), LOADS)
-def test_more_ram_never_predicts_slower(needs: list[FlatNeed], ram_bytes: int, more: int, load: StepLoad) -> None:
+def test_more_ram_never_predicts_slower(
+    needs: list[FlatNeed], ram_bytes: int, more: int, load: StepLoad
+) -> None:
     least = least_of(needs, load)
     small = plan_placement(needs, least + ram_bytes, load=load)
     large = plan_placement(needs, least + ram_bytes + more, load=load)
@@ -142,7 +158,9 @@ def test_more_ram_never_predicts_slower(needs: list[FlatNeed], ram_bytes: int, m
 
 
 @given(NEEDS, RAM, st.integers(0, 50_000_000))
-def test_what_more_ram_holds_includes_what_less_held(needs: list[FlatNeed], ram_bytes: int, more: int) -> None:
+def test_what_more_ram_holds_includes_what_less_held(
+    needs: list[FlatNeed], ram_bytes: int, more: int
+) -> None:
     least = plan_placement(needs, None).min_bytes
     small = plan_placement(needs, least + ram_bytes)
     large = plan_placement(needs, least + ram_bytes + more)
@@ -155,12 +173,16 @@ def test_resident_is_honoured_to_within_a_chunk(
     needs: list[FlatNeed], resident: dict[str, float | int], more: int | None
 ) -> None:
     least = plan_placement(needs, None, resident=resident)
-    plan = least if more is None else plan_placement(needs, least.min_bytes + more, resident=resident)
+    plan = (
+        least if more is None else plan_placement(needs, least.min_bytes + more, resident=resident)
+    )
     for kind, wanted in resident.items():
         total = held = granule = 0
         for each, row in zip(needs, plan.nvme_masks, strict=True):
             nvme = each.nvme_mask()
-            bits = sum(1 << s for s in range(len(each.sections)) if nvme >> s & 1 and each.kind(s) == kind)
+            bits = sum(
+                1 << s for s in range(len(each.sections)) if nvme >> s & 1 and each.kind(s) == kind
+            )
             for chunk, mask in enumerate(row):
                 size = chunk_bytes(each, chunk, bits)
                 total, granule = total + size, max(granule, size)
@@ -173,11 +195,16 @@ def test_resident_is_honoured_to_within_a_chunk(
 def test_resident_is_added_to_the_least_and_refused_where_it_does_not_fit() -> None:
     needs = [need(3_000_000, "nvme", "nvme") for _ in range(4)]
     plain, half = plan_placement(needs, None), plan_placement(needs, None, resident={"optim": 0.5})
-    assert half.min_bytes - plain.min_bytes == half.resident_bytes == pytest.approx(4 * 3_000_000 * 5, rel=0.1)
+    assert (
+        half.min_bytes - plain.min_bytes
+        == half.resident_bytes
+        == pytest.approx(4 * 3_000_000 * 5, rel=0.1)
+    )
     with pytest.raises(BudgetError, match="resident states"):
         plan_placement(needs, plain.min_bytes, resident={"optim": 0.5})
     roomy = plan_placement(needs, 1 << 30, resident={"optim": 0.0})
-    assert roomy.resident_bytes == 4 * needs[0].layout.shard_numel * 2  # hi went in, the rest was told to stay out
+    # hi went in, the rest was told to stay out
+    assert roomy.resident_bytes == 4 * needs[0].layout.shard_numel * 2
     none = plan_placement(needs, 1 << 30, resident={"optim": 0.0, "params": 0.0})
     assert none.resident_bytes == 0
 
@@ -187,7 +214,8 @@ def test_parameters_go_first_and_the_rest_of_a_chunk_stays_one_run() -> None:
     least = plan_placement(needs, None)
     plan = plan_placement(needs, least.min_bytes + 4 * 4_000_000 * 2 + 5_000_000 * 4)
     assert all(not mask & 1 for row in plan.nvme_masks for mask in row)  # hi of every chunk
-    assert {mask for row in plan.nvme_masks for mask in row} == {0b1110, 0}  # of others all or nothing
+    # of others all or nothing
+    assert {mask for row in plan.nvme_masks for mask in row} == {0b1110, 0}
 
 
 @given(st.integers(1, 300))
@@ -205,7 +233,9 @@ def test_time_falls_linearly_and_no_stretch_is_left_out() -> None:
     needs = [need(393_216 * 4, "nvme", "nvme") for _ in range(32)]
     least = plan_placement(needs, None).min_bytes
     params = 32 * 4 * 393_216 * 2
-    times = [seconds(needs, plan_placement(needs, least + params * k // 8), StepLoad()) for k in range(9)]
+    times = [
+        seconds(needs, plan_placement(needs, least + params * k // 8), StepLoad()) for k in range(9)
+    ]
     steps = [a - b for a, b in itertools.pairwise(times)]
     assert max(steps) <= min(steps) * 1.1
     half = plan_placement(needs, least + params // 2)
@@ -216,7 +246,8 @@ def test_time_falls_linearly_and_no_stretch_is_left_out() -> None:
 def test_a_budget_that_holds_everything_uses_no_nvme_and_no_pools() -> None:
     needs = [need(3_000_000, "nvme", "nvme")]
     total = 3_000_000 * 14
-    for ram_bytes in (1 << 30, total + 100_000):  # also where the pools would not have fitted besides
+    # also where the pools would not have fitted besides
+    for ram_bytes in (1 << 30, total + 100_000):
         plan = plan_placement(needs, ram_bytes)
         assert plan.nvme_bytes == 0
         assert plan.pool_bytes == 0
@@ -225,7 +256,9 @@ def test_a_budget_that_holds_everything_uses_no_nvme_and_no_pools() -> None:
 def test_the_error_states_the_smallest_budget_that_works_and_it_does() -> None:
     for spills in (False, True):
         needs = [need(3_000_000, "nvme", "nvme", spills=spills) for _ in range(8)]
-        with pytest.raises(BudgetError, match=r"smallest budget that works is (\d+) bytes") as caught:
+        with pytest.raises(
+            BudgetError, match=r"smallest budget that works is (\d+) bytes"
+        ) as caught:
             plan_placement(needs, 1000)
         least = least_of(needs)
         assert plan_placement(needs, least).ram_bytes <= least
@@ -239,7 +272,8 @@ def test_gradients_spill_only_below_the_least_and_only_where_they_may() -> None:
     needs = [need(3_000_000, "nvme", "nvme", spills=True) for _ in range(8)]
     least = plan_placement(needs, None).min_bytes
     assert not any(plan_placement(needs, least).spilled)
-    assert sum(plan_placement(needs, least - 1).spilled) >= 4  # three windows cost what three flats did
+    # three windows cost what three flats did
+    assert sum(plan_placement(needs, least - 1).spilled) >= 4
     bottom = plan_placement(needs, least_of(needs))
     assert all(bottom.spilled)
     assert bottom.grad_bytes == 0
@@ -250,7 +284,9 @@ def test_gradients_spill_only_below_the_least_and_only_where_they_may() -> None:
 
 
 def test_a_large_embedding_stays_in_ram_rather_than_making_every_window_large() -> None:
-    needs = [need(40_000_000, "nvme", "nvme", spills=True)] + [need(1_000_000, "nvme", "nvme", spills=True) for _ in range(20)]
+    needs = [need(40_000_000, "nvme", "nvme", spills=True)] + [
+        need(1_000_000, "nvme", "nvme", spills=True) for _ in range(20)
+    ]
     plan = plan_placement(needs, least_of(needs))
     assert not plan.spilled[0]
     assert all(plan.spilled[1:])
@@ -263,7 +299,9 @@ def test_the_spilled_set_may_be_given() -> None:
 
 
 @given(needs_of(spills=False), st.integers(1, 4))
-def test_every_drive_has_slots_of_its_own_within_the_budget(needs: list[FlatNeed], drives: int) -> None:
+def test_every_drive_has_slots_of_its_own_within_the_budget(
+    needs: list[FlatNeed], drives: int
+) -> None:
     one, several = plan_placement(needs, None), plan_placement(needs, None, drive_count=drives)
     assert several.pool_bytes == drives * one.pool_bytes
     assert several.min_bytes - one.min_bytes == several.pool_bytes - one.pool_bytes
@@ -278,7 +316,10 @@ def test_the_bytes_of_a_step_are_those_of_the_design() -> None:
     spilling = [need(numel, "nvme", "nvme", spills=True)]
     spilled = plan_placement(spilling, None, spill=(True,))
     assert step_bytes(spilling, spilled) == (16 * numel, 14 * numel)
-    assert step_bytes(spilling, spilled, StepLoad(micro_batches=3)) == ((16 + 2 * 6) * numel, (14 + 4) * numel)
+    assert step_bytes(spilling, spilled, StepLoad(micro_batches=3)) == (
+        (16 + 2 * 6) * numel,
+        (14 + 4) * numel,
+    )
 
 
 def test_a_plan_for_a_hundred_billion_parameters_takes_seconds() -> None:

@@ -42,7 +42,8 @@ def throttled(
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_drive_three_times_as_fast_is_measured_so(space, backend):
     speeds = measure_shares(space.files, backend=backend, seam=throttled(SLOW, FAST))
-    # What is measured is the seam's throttle, not this machine; the bounds are wide for the sake of a busy one.
+    # What is measured is the seam's throttle, not this machine; the bounds are wide for the sake of
+    # a busy one.
     assert 1.6 < speeds[1] / speeds[0] < 5
     assert 40e6 < speeds[1] < 250e6
     assert space.size_bytes == 0
@@ -77,13 +78,19 @@ def test_with_measured_shares_a_slow_drive_gets_less(space, backend):
 
 def test_given_bandwidths_are_taken_and_logged(space, tmp_path, caplog):
     (tmp_path / "link").symlink_to(tmp_path / "a")
-    bandwidths = {str(tmp_path / "link"): (6e9, 3e9), str(tmp_path / "b"): (2e9, 2e9), "/elsewhere": (1.0, 1.0)}
+    bandwidths = {
+        str(tmp_path / "link"): (6e9, 3e9),
+        str(tmp_path / "b"): (2e9, 2e9),
+        "/elsewhere": (1.0, 1.0),
+    }
     with caplog.at_level(logging.INFO, "infinity"):
         shares = choose_shares(space.files, bandwidths=bandwidths, backend="none such")
     assert shares == pytest.approx((4 / 6, 2 / 6))
     assert f"given: {tmp_path / 'a'} 66.7%" in caplog.text
     with caplog.at_level(logging.INFO, "infinity"):
-        shares = choose_shares(space.files, bandwidths={str(tmp_path / "a"): (6e9, 3e9)}, seam=throttled(FAST, SLOW))
+        shares = choose_shares(
+            space.files, bandwidths={str(tmp_path / "a"): (6e9, 3e9)}, seam=throttled(FAST, SLOW)
+        )
     assert 0.6 < shares[0] < 0.85
     assert "measured (the settings do not have all" in caplog.text
 
@@ -93,7 +100,9 @@ def test_one_drive_or_none_needs_no_measurement(space):
     assert choose_shares(space.files[:1], bandwidths={}, backend="none such") == (1.0,)
 
 
-def test_through_the_page_cache_nothing_can_be_measured_and_that_is_said(space, monkeypatch, caplog):
+def test_through_the_page_cache_nothing_can_be_measured_and_that_is_said(
+    space, monkeypatch, caplog
+):
     space.files[1].direct_reason = "it refuses"
     with caplog.at_level(logging.INFO, "infinity"):
         assert choose_shares(space.files, bandwidths={}, backend="none such") == (0.5, 0.5)
@@ -108,7 +117,8 @@ def test_faults_of_the_seam_are_left_for_the_executor_that_trains(space):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_path_that_fails_is_named(space, backend, tmp_path):
-    # The second drive becomes one that cannot be written: its descriptor is replaced by one for reading.
+    # The second drive becomes one that cannot be written: its descriptor is replaced by one for
+    # reading.
     file = space.files[1]
     (tmp_path / "b" / "zeros").write_bytes(bytes(32 * MIB))
     file.grow(32 * MIB)
@@ -122,7 +132,9 @@ def test_a_path_that_fails_is_named(space, backend, tmp_path):
     assert caught.value.op == "write"
 
 
-def test_a_drive_that_moves_next_to_nothing_is_named_instead_of_waited_for(space, tmp_path, monkeypatch):
+def test_a_drive_that_moves_next_to_nothing_is_named_instead_of_waited_for(
+    space, tmp_path, monkeypatch
+):
     for name, value in (("_WARM_UP_S", 0.01), ("MEASURE_S", 0.05), ("_ANSWER_S", 0.1)):
         monkeypatch.setattr(swap_module, name, value)
     monkeypatch.setattr(swap_module._Measurement, "_fill", lambda self: None)

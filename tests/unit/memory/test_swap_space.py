@@ -32,7 +32,8 @@ def test_every_stretch_of_chunks_is_shared_in_proportion(shares, pages):
     assert math.isclose(sum(turns.shares), 1)
     bound = max(len(shares) - 1, 1) * max(sizes) + 1
     for drive, share in enumerate(turns.shares):
-        # What the drive has got too much (+) or too little (-) after each chunk; a stretch is the difference of two.
+        # What the drive has got too much (+) or too little (-) after each chunk; a stretch is the
+        # difference of two.
         ahead = [0.0]
         for size, taken in zip(sizes, drives, strict=True):
             ahead.append(ahead[-1] + (size if taken == drive else 0) - share * size)
@@ -59,7 +60,9 @@ def test_equal_shares_go_round():
     assert [turns.next_drive(4096) for _ in range(8)].count(0) == 6
 
 
-@pytest.mark.parametrize("shares", [[], [1.0, 0.0], [1.0, -1.0], [1.0, math.inf], [math.nan, 1.0], [1e308, 1e308]])
+@pytest.mark.parametrize(
+    "shares", [[], [1.0, 0.0], [1.0, -1.0], [1.0, math.inf], [math.nan, 1.0], [1e308, 1e308]]
+)
 def test_shares_that_are_none_are_value_errors(shares):
     with pytest.raises(ValueError, match="shares"):
         WeightedRoundRobin(shares)
@@ -113,8 +116,12 @@ def test_a_drive_that_is_full_is_named_and_no_other_has_grown(tmp_path, monkeypa
     ahead = list(space._turns.credits)
     with monkeypatch.context() as patch:
         real = SwapFile.free_bytes
-        patch.setattr(SwapFile, "free_bytes", lambda file: MIB if file is space.files[culprit] else real(file))
-        with pytest.raises(SwapFullError, match=r"are missing.*add a directory to Policy\.nvme") as caught:
+        patch.setattr(
+            SwapFile, "free_bytes", lambda file: MIB if file is space.files[culprit] else real(file)
+        )
+        with pytest.raises(
+            SwapFullError, match=r"are missing.*add a directory to Policy\.nvme"
+        ) as caught:
             space.reserve([MIB] * 40)
         assert caught.value.path == str(paths[culprit])
         assert caught.value.errno == errno.ENOSPC
@@ -123,7 +130,9 @@ def test_a_drive_that_is_full_is_named_and_no_other_has_grown(tmp_path, monkeypa
     assert [space._extents[0].file_bytes(drive) for drive in range(3)] == lengths
     assert space._turns.credits == ahead
     more = space.reserve([MIB] * 3)
-    assert not {(place.drive, place.offset) for place in kept} & {(place.drive, place.offset) for place in more}
+    assert not {(place.drive, place.offset) for place in kept} & {
+        (place.drive, place.offset) for place in more
+    }
     space.close()
 
 
@@ -138,7 +147,9 @@ def test_of_two_real_drives_the_small_one_that_is_full_takes_nothing_from_the_ot
             with pytest.raises(SwapFullError) as caught:
                 space.reserve([4 * MIB] * 32)
             assert caught.value.path == str(small)
-            assert f"{64 * MIB - free * os.statvfs(small).f_frsize} are missing" in str(caught.value)
+            assert f"{64 * MIB - free * os.statvfs(small).f_frsize} are missing" in str(
+                caught.value
+            )
             assert space.size_bytes == 0
             assert os.statvfs(small).f_bavail == free
             assert os.fstat(space.files[0].fd).st_blocks == 0
@@ -204,7 +215,11 @@ def test_at_once_no_file_grows_where_room_refuses_or_one_is_full(tmp_path, monke
         with monkeypatch.context() as patch:
             if free is not None:
                 real = SwapFile.free_bytes
-                patch.setattr(SwapFile, "free_bytes", lambda file, real=real: MIB if file is space.files[1] else real(file))
+                patch.setattr(
+                    SwapFile,
+                    "free_bytes",
+                    lambda file, real=real: MIB if file is space.files[1] else real(file),
+                )
             with pytest.raises(SwapFullError), space.grow_together():
                 places = space.reserve([MIB] * 8)
         assert space.size_bytes == 0

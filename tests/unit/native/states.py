@@ -16,19 +16,44 @@ Array = npt.NDArray[Any]
 HYPER_PLAIN = Hyper(lr=1e-3, step=1, weight_decay=0.01)
 HYPER_LATE = Hyper(lr=3e-5, step=4321, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 HYPER_LOGGED = Hyper(
-    lr=1e-4, step=17, log=((LogKind.DIV, 65536.0), ("mul", 0.3333), (LogKind.MUL, 1.7), ("div", 3.1))
+    lr=1e-4,
+    step=17,
+    log=((LogKind.DIV, 65536.0), ("mul", 0.3333), (LogKind.MUL, 1.7), ("div", 3.1)),
 )
 HYPERS = {"plain": HYPER_PLAIN, "late": HYPER_LATE, "logged": HYPER_LOGGED}
 
 SPECIAL_BITS = np.array(
     [
-        0x00000000, 0x80000000, 0x00000001, 0x80000001, 0x007FFFFF, 0x00800000, 0x807FFFFF, 0x3F800000, 0x3F808000,
-        0x3F807FFF, 0x3F818000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00000, 0x7FFFFFFF,
-        0xFFFFFFFF, 0x7F800001, 0x7F7F8000, 0x00008000, 0x80008000, 0x1E3CE508, 0x20000000,
+        0x00000000,
+        0x80000000,
+        0x00000001,
+        0x80000001,
+        0x007FFFFF,
+        0x00800000,
+        0x807FFFFF,
+        0x3F800000,
+        0x3F808000,
+        0x3F807FFF,
+        0x3F818000,
+        0x7F7FFFFF,
+        0xFF7FFFFF,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0xFFC00000,
+        0x7FFFFFFF,
+        0xFFFFFFFF,
+        0x7F800001,
+        0x7F7F8000,
+        0x00008000,
+        0x80008000,
+        0x1E3CE508,
+        0x20000000,
     ],
     dtype=np.uint32,
-)  # fmt: skip
-"""Zeros, denormals, edges of binades and of bf16 rounding, the largest, infinities, NaNs of several payloads."""
+)
+"""Zeros, denormals, edges of binades and of bf16 rounding, the largest, infinities, NaNs of several
+payloads."""
 
 
 def pointer(array: Array) -> Any:
@@ -90,7 +115,8 @@ def random_states(
     master, exp_avg = random_bits(rng, total, 60), random_bits(rng, total, 90)
     exp_avg_sq, grad = random_bits(rng, total, 120), random_bits(rng, total, 80)
     if seed % 2:
-        exp_avg_sq &= np.uint32(0x7FFFFFFF)  # otherwise square roots of negative numbers are met too
+        # otherwise square roots of negative numbers are met too
+        exp_avg_sq &= np.uint32(0x7FFFFFFF)
     moments = [exp_avg.view(np.float32)[offset:], exp_avg_sq.view(np.float32)[offset:]]
     gradient = (grad >> 16).astype(np.uint16) if bf16_grad else grad.view(np.float32)
     if state_format is Format.FP32:
@@ -104,7 +130,8 @@ def random_states(
 
 
 def assert_same_bits(actual: list[Array], expected: list[Array]) -> None:
-    """Equal bit for bit, except that any NaN equals any NaN in fp32 sections (its payload is nobody's value)."""
+    """Equal bit for bit, except that any NaN equals any NaN in fp32 sections (its payload is
+    nobody's value)."""
     for section, (left, right) in enumerate(zip(actual, expected, strict=True)):
         differs = left.view(f"u{left.itemsize}") != right.view(f"u{right.itemsize}")
         if left.dtype == np.float32:

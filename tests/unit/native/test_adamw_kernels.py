@@ -1,4 +1,5 @@
-"""Every instruction set gives the bits of the torch reference, and the reference those of torch.optim.AdamW's maths."""
+"""Every instruction set gives the bits of the torch reference, and the reference those of
+torch.optim.AdamW's maths."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_all_instruction_sets_agree_with_torch_on_any_length_start_and_scalars(
     weight_decay: float,
     log: list[tuple[str, float]],
 ) -> None:
-    row = hyper_row_adamw(lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=weight_decay, step=step, log=log)
+    row = hyper_row_adamw(
+        lr=lr, betas=(0.9, 0.98), eps=1e-8, weight_decay=weight_decay, step=step, log=log
+    )
     sections, grad = random_states(state_format, numel, seed, offset=offset, bf16_grad=bf16_grad)
     expected = [section.copy() for section in sections]
     torch_update(state_format, expected, grad, row)
@@ -86,7 +89,9 @@ def test_all_instruction_sets_agree_with_torch_on_any_length_start_and_scalars(
 def test_a_kernel_touches_nothing_outside_its_range(isa: str) -> None:
     sections, grad = random_states(Format.SPLIT, 700, seed=3)
     before = [section.copy() for section in sections]
-    native_update(Format.SPLIT, [section[101:600] for section in sections], grad[101:600], HYPER_PLAIN.row())
+    native_update(
+        Format.SPLIT, [section[101:600] for section in sections], grad[101:600], HYPER_PLAIN.row()
+    )
     for section, old in zip(sections, before, strict=True):
         as_bits = f"u{section.itemsize}"
         np.testing.assert_array_equal(section[:101].view(as_bits), old[:101].view(as_bits))
@@ -143,8 +148,9 @@ def test_the_update_follows_torch_optim_adamw_within_rounding() -> None:
         optimizer.step()
         hyper = Hyper(lr=1e-3, step=step, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         adamw_(param.numpy(), [exp_avg.numpy(), exp_avg_sq.numpy()], grad.numpy(), hyper.row())
-    # torch's square root is an ulp off on some values, on other ones with other alignments of its tensors: 20 steps of 1e-3
-    # add up to a few 1e-7. A wrong bias correction or decay is a hundred times that.
+    # torch's square root is an ulp off on some values, on other ones with other alignments of its
+    # tensors: 20 steps of 1e-3 add up to a few 1e-7. A wrong bias correction or decay is a hundred
+    # times that.
     torch.testing.assert_close(param, plain.detach(), rtol=2e-6, atol=1e-6)
     torch.testing.assert_close(exp_avg, optimizer.state[plain]["exp_avg"], rtol=1e-5, atol=1e-7)
 
@@ -158,8 +164,12 @@ def test_scalars_are_rounded_once_as_torch_rounds_a_python_float() -> None:
         ("one_minus_beta2", 1 - 0.999),
         ("step_size", 1e-4 / (1 - 0.9**3)),
     ):
-        assert torch.equal(values * scalar, values * torch.tensor(float(row[name]), dtype=torch.float32))
-        assert torch.equal(values / scalar, values / torch.tensor(float(row[name]), dtype=torch.float32))
+        assert torch.equal(
+            values * scalar, values * torch.tensor(float(row[name]), dtype=torch.float32)
+        )
+        assert torch.equal(
+            values / scalar, values / torch.tensor(float(row[name]), dtype=torch.float32)
+        )
 
 
 def test_scalars_that_cannot_be_are_refused_with_the_fix() -> None:

@@ -1,4 +1,5 @@
-"""Passes over chunks of every format: sections of gradients, given sections, quantization groups."""
+"""Passes over chunks of every format: sections of gradients, given sections, quantization
+groups."""
 
 from __future__ import annotations
 
@@ -42,12 +43,19 @@ class Chunk:
         self.pieces = piece_count(self.numel, PIECE)
         self.sums = np.zeros((len(sections), self.pieces), np.uint32)
         self.record: Any = np.zeros((), CHUNK)
-        self.record["key"], self.record["numel"], self.record["format"] = 5, self.numel, state_format
+        self.record["key"], self.record["numel"], self.record["format"] = (
+            5,
+            self.numel,
+            state_format,
+        )
         self.record["section_count"], self.record["piece_numel"] = len(sections), PIECE
         self.record["sums_ptr"], self.record["section_at"] = self.sums.ctypes.data, -1
         at = 0
         for index, kind in enumerate(state_format.sections):
-            self.record["itemsize"][index], self.record["group_numel"][index] = kind.itemsize, kind.group_numel
+            self.record["itemsize"][index], self.record["group_numel"][index] = (
+                kind.itemsize,
+                kind.group_numel,
+            )
             self.record["section_at"][index] = at
             at += -(-kind.size_bytes(self.numel) // 4096) * 4096
         self.record["run_bytes"] = at
@@ -65,7 +73,9 @@ class Chunk:
     def bad(self) -> list[int]:
         """What a check of each section finds."""
         return [
-            lib.inf_section_fetch(self.pointer, index, ffi.cast("uint8_t *", section.ctypes.data), ffi.NULL, 1)
+            lib.inf_section_fetch(
+                self.pointer, index, ffi.cast("uint8_t *", section.ctypes.data), ffi.NULL, 1
+            )
             for index, section in enumerate(self.sections)
         ]
 
@@ -76,11 +86,18 @@ class Chunk:
         places += [ffi.NULL] * (6 - len(places))
         return int(
             lib.inf_chunk_update(
-                self.pointer, ffi.new("uint8_t *[6]", places), ffi.cast("inf_seg *", segs.ctypes.data), len(segs),
-                ffi.cast("inf_hyper *", hypers.ctypes.data), 1, ffi.NULL, 1, given_mask,
+                self.pointer,
+                ffi.new("uint8_t *[6]", places),
+                ffi.cast("inf_seg *", segs.ctypes.data),
+                len(segs),
+                ffi.cast("inf_hyper *", hypers.ctypes.data),
+                1,
+                ffi.NULL,
+                1,
+                given_mask,
                 ffi.cast("uint32_t *", scratch.ctypes.data),
             )
-        )  # fmt: skip
+        )
 
 
 def segment(start: int, numel: int, element: int, grad: Array | None) -> Array:
@@ -97,12 +114,19 @@ def in_section(grad: Array, kind: GradSection) -> Array:
     return grad.astype(np.float16) if kind is GradSection.FP16 else grad.copy()
 
 
-FORMATS = [COMPACT, Format.SPLIT, Format(Master.SPLIT, Moments.BF16, 2), Format(Master.FP16, Moments.Q8, 2)]
+FORMATS = [
+    COMPACT,
+    Format.SPLIT,
+    Format(Master.SPLIT, Moments.BF16, 2),
+    Format(Master.FP16, Moments.Q8, 2),
+]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(data: st.DataObject) -> None:
+def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(
+    data: st.DataObject,
+) -> None:
     state_format = data.draw(st.sampled_from(FORMATS))
     kind = data.draw(st.sampled_from(list(GradSection)[1:]))
     numel = QUANT_GROUP * data.draw(st.integers(1, 12))
@@ -112,14 +136,17 @@ def test_segments_of_any_format_are_the_reference_on_each_and_gradients_stay(dat
     expected = [section.copy() for section in sections]
     chunk = Chunk(state_format.with_grad(kind), [*sections, held.copy()])
     cut = QUANT_GROUP * data.draw(st.integers(0, numel // QUANT_GROUP))
-    short = data.draw(st.integers(0, min(63, cut)))  # the first parameter ends inside its last group
+    # the first parameter ends inside its last group
+    short = data.draw(st.integers(0, min(63, cut)))
     segs = np.concatenate([segment(0, cut - short, 640, None), segment(cut, numel - cut, 0, None)])
     for seg in segs:
         start, end = int(seg["start"]), int(seg["start"] + seg["numel"])
         if start == end:
             continue
         part = [
-            section.view(np.uint8)[item.size_bytes(start) : item.size_bytes(end)].view(section.dtype)
+            section.view(np.uint8)[item.size_bytes(start) : item.size_bytes(end)].view(
+                section.dtype
+            )
             for item, section in zip(state_format.sections, expected, strict=True)
         ]
         update_sections(state_format, part, held[start:end], ROW, int(seg["element"]))
@@ -168,7 +195,8 @@ def test_segments_of_groups_start_where_groups_do(field: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("group_numel", (1,) * 6), ("piece_numel", 96), ("format", 0x4020201), ("section_count", 4)]
+    ("field", "value"),
+    [("group_numel", (1,) * 6), ("piece_numel", 96), ("format", 0x4020201), ("section_count", 4)],
 )
 def test_a_compact_chunk_with_other_geometry_is_refused(field: str, value: Any) -> None:
     chunk = Chunk(COMPACT, states(COMPACT, 640, 1, odd=False)[0])

@@ -1,4 +1,5 @@
-"""Passes over a chunk: what a flipped byte, a stale run or a misplaced one looks like, and what an update leaves."""
+"""Passes over a chunk: what a flipped byte, a stale run or a misplaced one looks like, and what an
+update leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ OK, BAD_PLAN = -1, -2
 
 @dataclass
 class Chunk:
-    """One chunk in memory with its checksums; sections in `resident` stand for ones that never leave RAM."""
+    """One chunk in memory with its checksums; sections in `resident` stand for ones that never
+    leave RAM."""
 
     state_format: Format
     sections: list[Array]
@@ -47,7 +49,11 @@ class Chunk:
         self.scratch = np.zeros((count, self.pieces), np.uint32)
         self.record = record = np.zeros((), CHUNK)
         record["key"], record["generation"], record["numel"] = 1234, 7, self.numel
-        record["drive"], record["format"], record["section_count"] = 0, int(self.state_format), count
+        record["drive"], record["format"], record["section_count"] = (
+            0,
+            int(self.state_format),
+            count,
+        )
         record["piece_numel"] = self.piece_numel
         record["section_at"] = -1
         at = 0
@@ -78,7 +84,14 @@ class Chunk:
         return int(lib.inf_section_fetch(self.pointer, section, origin, to, verify))
 
     def update(
-        self, segs: Array, hypers: Array, *, out: Array | None = None, verify: bool = True, given: int = 0, undo: bool = False
+        self,
+        segs: Array,
+        hypers: Array,
+        *,
+        out: Array | None = None,
+        verify: bool = True,
+        given: int = 0,
+        undo: bool = False,
     ) -> int:
         """The pass; `undo`: with memory to keep resident sections in."""
         room = np.zeros(int(lib.inf_undo_bytes(self.pointer)) + 1, np.uint8)
@@ -114,7 +127,12 @@ def make_segs(ranges: list[tuple[int, int]], grads: list[Array], hyper: int = 0)
     segs = np.zeros(len(ranges), SEG)
     for seg, (start, numel), grad in zip(segs, ranges, grads, strict=True):
         kind = GradDtype.BF16 if grad.itemsize == 2 else GradDtype.FP32
-        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = start, numel, grad.ctypes.data, int(kind)
+        seg["start"], seg["numel"], seg["grad"], seg["grad_dtype"] = (
+            start,
+            numel,
+            grad.ctypes.data,
+            int(kind),
+        )
         seg["hyper"] = hyper
     return segs
 
@@ -177,24 +195,32 @@ def test_store_then_fetch_returns_the_bytes(state_format: Format, numel: int) ->
 
 def test_storing_nothing_stores_zeros() -> None:
     chunk = make_chunk(Format.FP32, 100, piece_numel=32)
-    lib.inf_section_store(chunk.pointer, 1, ffi.NULL, ffi.cast("uint8_t *", chunk.sections[1].ctypes.data))
+    lib.inf_section_store(
+        chunk.pointer, 1, ffi.NULL, ffi.cast("uint8_t *", chunk.sections[1].ctypes.data)
+    )
     assert not chunk.sections[1].any()
     assert chunk.fetch(1) == OK
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_an_update_in_segments_equals_the_reference_on_each_and_leaves_the_rest(data: st.DataObject) -> None:
+def test_an_update_in_segments_equals_the_reference_on_each_and_leaves_the_rest(
+    data: st.DataObject,
+) -> None:
     state_format = data.draw(st.sampled_from(FORMATS))
     numel = data.draw(st.integers(1, 700))
     piece_numel = data.draw(st.sampled_from([16, 64, 250, 1024]))
     resident = frozenset(data.draw(st.sets(st.integers(0, len(state_format.sections) - 1))))
     cuts = sorted(data.draw(st.lists(st.integers(0, numel), max_size=8)))
     ranges = [(a, b - a) for a, b in zip(cuts[::2], cuts[1::2], strict=False)]
-    chunk = make_chunk(state_format, numel, piece_numel, resident=resident, summed=data.draw(st.booleans()))
+    chunk = make_chunk(
+        state_format, numel, piece_numel, resident=resident, summed=data.draw(st.booleans())
+    )
     hypers = make_hypers(HYPER_PLAIN, HYPER_LATE, HYPER_LOGGED)
     grads = [
-        random_states(state_format, max(1, length), seed=index, bf16_grad=data.draw(st.booleans()))[1]
+        random_states(state_format, max(1, length), seed=index, bf16_grad=data.draw(st.booleans()))[
+            1
+        ]
         for index, (_, length) in enumerate(ranges)
     ]
     segs = make_segs(ranges, grads)
@@ -225,7 +251,8 @@ def test_after_a_mismatch_the_run_can_be_read_again_and_the_update_redone() -> N
     _, grad = random_states(Format.SPLIT, 256, seed=2)
     segs, hypers = make_segs([(0, 256)], [grad]), make_hypers(HYPER_PLAIN)
     on_drive = [section.copy() for section in chunk.sections]
-    chunk.sections[2].view(np.uint8)[4 * 200] ^= 4  # in piece 6: pieces 0-5 are updated before it is met
+    # in piece 6: pieces 0-5 are updated before it is met
+    chunk.sections[2].view(np.uint8)[4 * 200] ^= 4
     assert chunk.update(segs, hypers) == 2 * chunk.pieces + 6
     for section, source in zip(chunk.sections, on_drive, strict=True):
         section[:] = source
@@ -237,7 +264,9 @@ def test_after_a_mismatch_the_run_can_be_read_again_and_the_update_redone() -> N
 
 @pytest.mark.parametrize("undo", [False, True])
 @pytest.mark.parametrize("byte", range(0, 512, 37))
-def test_a_mismatch_leaves_resident_sections_and_the_target_untouched(byte: int, undo: bool) -> None:
+def test_a_mismatch_leaves_resident_sections_and_the_target_untouched(
+    byte: int, undo: bool
+) -> None:
     chunk = make_chunk(Format.SPLIT, 256, piece_numel=32, resident=frozenset({0, 3}))
     _, grad = random_states(Format.SPLIT, 256, seed=2)
     before = [section.copy() for section in chunk.sections]

@@ -59,7 +59,9 @@ LENGTHS = st.one_of(
 
 @settings(max_examples=300, deadline=None)
 @given(LENGTHS, st.integers(0, 80), st.integers(0, 2**32 - 1))
-def test_all_implementations_agree_at_any_length_offset_and_seed(length: int, offset: int, seed: int) -> None:
+def test_all_implementations_agree_at_any_length_offset_and_seed(
+    length: int, offset: int, seed: int
+) -> None:
     data = POOL[offset : offset + length]
     expected = crc_with(0, data, seed)
     assert native.crc32c(data, seed) == expected

@@ -1,4 +1,5 @@
-"""all_finite against torch.isfinite: every dtype, every kind of value, every position, with and without native code."""
+"""all_finite against torch.isfinite: every dtype, every kind of value, every position, with and
+without native code."""
 
 from __future__ import annotations
 

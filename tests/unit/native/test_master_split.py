@@ -1,4 +1,5 @@
-"""(hi, lo) is the fp32 master: a bijection, rounded to nearest with ties away from zero, in C and in torch."""
+"""(hi, lo) is the fp32 master: a bijection, rounded to nearest with ties away from zero, in C and
+in torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ def native_round_trip(bits: Bits) -> tuple[npt.NDArray[np.uint16], npt.NDArray[n
     )
     pointers = [
         ffi.cast(kind, array.ctypes.data)
-        for kind, array in (("float *", bits), ("uint16_t *", hi), ("int16_t *", lo), ("float *", back))
+        for kind, array in (
+            ("float *", bits),
+            ("uint16_t *", hi),
+            ("int16_t *", lo),
+            ("float *", back),
+        )
     ]
     lib.inf_split_master(*pointers[:3], bits.size)
     lib.inf_join_master(pointers[1], pointers[2], pointers[3], bits.size)
@@ -32,7 +38,9 @@ def native_round_trip(bits: Bits) -> tuple[npt.NDArray[np.uint16], npt.NDArray[n
 def interesting_bits() -> Bits:
     """Every bf16 value times every low half near a rounding edge; and 2**24 random patterns."""
     highs = np.arange(1 << 16, dtype=np.uint32) << 16
-    lows = np.array([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF], dtype=np.uint32)
+    lows = np.array(
+        [0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0x8002, 0xFFFE, 0xFFFF], dtype=np.uint32
+    )
     edges = (highs[:, None] | lows[None, :]).ravel()
     noise = np.random.default_rng(11).integers(0, 1 << 32, 1 << 24, dtype=np.uint32)
     return np.concatenate([edges, noise])
@@ -58,7 +66,9 @@ def test_hi_is_torchs_bfloat16_except_on_ties_where_it_is_the_one_away_from_zero
     bits = interesting_bits()
     bits = bits[~is_nan(bits)]
     hi, _, _ = native_round_trip(bits)
-    rounded = torch.from_numpy(bits.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    rounded = (
+        torch.from_numpy(bits.view(np.float32)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    )
     tie = (bits & 0xFFFF) == 0x8000
     np.testing.assert_array_equal(hi[~tie], rounded[~tie])
     np.testing.assert_array_equal(hi[tie], (bits[tie] >> 16) + 1)

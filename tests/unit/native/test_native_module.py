@@ -1,4 +1,5 @@
-"""infinity._src.native: what is in use, why not, and what the environment changes. In subprocesses: it is read at import."""
+"""infinity._src.native: what is in use, why not, and what the environment changes. In subprocesses:
+it is read at import."""
 
 from __future__ import annotations
 
@@ -33,16 +34,28 @@ def test_without_the_extension_the_module_says_why_and_imports_no_torch() -> Non
         "print(native.isa(), native.isas(), native.reason())"
     )
     done = run(code)
-    assert done.stdout.startswith("none () infinity's C extension is missing or does not load (import of"), done.stderr
+    assert done.stdout.startswith(
+        "none () infinity's C extension is missing or does not load (import of"
+    ), done.stderr
     assert done.stdout.strip().endswith(MENDED_BY)
 
 
 @pytest.mark.parametrize(
     "use",
-    ["native.load()", "native.lib", "native.ffi", "native.crc32c(b'')", "native.select_isa('portable')"],
+    [
+        "native.load()",
+        "native.lib",
+        "native.ffi",
+        "native.crc32c(b'')",
+        "native.select_isa('portable')",
+    ],
 )
-def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_command(use: str) -> None:
-    done = run(f"import sys; sys.modules['infinity._native'] = None; from infinity._src import native; {use}")
+def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_command(
+    use: str,
+) -> None:
+    done = run(
+        f"import sys; sys.modules['infinity._native'] = None; from infinity._src import native; {use}"
+    )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: infinity's C extension is missing"), done.stderr
     assert last.endswith(MENDED_BY)
@@ -61,7 +74,9 @@ def test_the_environment_selects_the_instruction_set() -> None:
 
 
 @pytest.mark.parametrize("value", ["neon", "AVX2"])
-def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_the_known(value: str) -> None:
+def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_the_known(
+    value: str,
+) -> None:
     done = run("import infinity._src.native", INFINITY_ISA=value)
     assert done.returncode != 0
     assert "one of portable, avx2, avx512" in done.stderr
@@ -70,7 +85,11 @@ def test_an_unknown_instruction_set_in_the_environment_is_an_error_that_lists_th
 def test_the_widest_instruction_set_is_the_default() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "INFINITY_ISA"}
     done = subprocess.run(
-        [sys.executable, "-c", "from infinity._src import native; print(native.isa() == native.isas()[-1])"],
+        [
+            sys.executable,
+            "-c",
+            "from infinity._src import native; print(native.isa() == native.isas()[-1])",
+        ],
         cwd=ROOT,
         env=environment,
         capture_output=True,

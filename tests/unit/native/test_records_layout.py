@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from infinity._src.native import ffi, lib
 from infinity.aio import _records as records
 
-STRUCTS = [("inf_chunk", records.CHUNK), ("inf_job", records.JOB), ("inf_seg", records.SEG), ("inf_hyper", records.HYPER)]
+STRUCTS = [
+    ("inf_chunk", records.CHUNK),
+    ("inf_job", records.JOB),
+    ("inf_seg", records.SEG),
+    ("inf_hyper", records.HYPER),
+]
 
 
 @pytest.mark.parametrize(("name", "dtype"), STRUCTS)
@@ -38,8 +43,12 @@ U64 = st.integers(0, 2**64 - 1)
 
 
 @given(U64, U64, st.integers(0, 3), st.integers(0, 2**40))
-def test_python_and_c_seed_a_checksum_alike(generation: int, key: int, section: int, piece: int) -> None:
-    assert records.sum_seed(generation, key, section, piece) == lib.inf_sum_seed(generation, key, section, piece)
+def test_python_and_c_seed_a_checksum_alike(
+    generation: int, key: int, section: int, piece: int
+) -> None:
+    assert records.sum_seed(generation, key, section, piece) == lib.inf_sum_seed(
+        generation, key, section, piece
+    )
 
 
 def test_neighbouring_places_seed_different_checksums() -> None:

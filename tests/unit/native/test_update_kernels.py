@@ -1,4 +1,5 @@
-"""Every instruction set gives the bits of infinity/ops for every algorithm on every state format, however it is cut."""
+"""Every instruction set gives the bits of infinity/ops for every algorithm on every state format,
+however it is cut."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ LOG = (("div", 1024.0), ("mul", 0.7))
 ROWS = {
     "adamw": (
         2,
-        hyper_row_adamw(lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=0xDEADBEEF12345678),
+        hyper_row_adamw(
+            lr=1e-3, betas=(0.9, 0.98), eps=1e-8, weight_decay=0.1, step=7, key=0xDEADBEEF12345678
+        ),
     ),
     "adamw logged": (
         2,
-        hyper_row_adamw(lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG),
+        hyper_row_adamw(
+            lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG
+        ),
     ),
     "sgd": (0, hyper_row_sgd(lr=0.1, first=False, weight_decay=0.01, key=11)),
     "sgd plain": (0, hyper_row_sgd(lr=0.1, first=True, key=1, log=LOG)),
@@ -86,8 +91,12 @@ def assert_same_sections(state_format: Format, ours: list[Array], theirs: list[A
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["plain", "odd"])
-@pytest.mark.parametrize(("name", "state_format"), CASES, ids=[f"{name} {fmt}" for name, fmt in CASES])
-def test_kernels_give_the_bits_of_the_reference(isa: str, name: str, state_format: Format, odd: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "state_format"), CASES, ids=[f"{name} {fmt}" for name, fmt in CASES]
+)
+def test_kernels_give_the_bits_of_the_reference(
+    isa: str, name: str, state_format: Format, odd: bool
+) -> None:
     row = ROWS[name][1]
     for seed, numel in enumerate((1, 63, 64, 65, 256, 1000, 4096 + 17)):
         ours, grad = states(state_format, numel, seed, odd=odd)
@@ -107,8 +116,12 @@ def test_it_does_not_matter_where_a_parameter_is_cut(data: st.DataObject) -> Non
     name, state_format = data.draw(st.sampled_from(CASES))
     numel = data.draw(st.integers(1, 2000))
     element = 64 * data.draw(st.sampled_from([0, 1, 5, 2**26 - 4, 2**26 - 1, 2**40]))
-    cuts = sorted({64 * c for c in data.draw(st.lists(st.integers(0, numel // 64), max_size=5))} | {0, numel})
-    whole, grad = states(state_format, numel, data.draw(st.integers(0, 2**31)), odd=data.draw(st.booleans()))
+    cuts = sorted(
+        {64 * c for c in data.draw(st.lists(st.integers(0, numel // 64), max_size=5))} | {0, numel}
+    )
+    whole, grad = states(
+        state_format, numel, data.draw(st.integers(0, 2**31)), odd=data.draw(st.booleans())
+    )
     parts = [section.copy() for section in whole]
     row = ROWS[name][1]
     update_sections(state_format, whole, grad, row, element)
@@ -117,7 +130,9 @@ def test_it_does_not_matter_where_a_parameter_is_cut(data: st.DataObject) -> Non
         for low, high in itertools.pairwise(cuts):
             native.select_isa(data.draw(st.sampled_from(native.isas())))
             cut = [
-                section.view(np.uint8)[kind.size_bytes(low) : kind.size_bytes(high)].view(section.dtype)
+                section.view(np.uint8)[kind.size_bytes(low) : kind.size_bytes(high)].view(
+                    section.dtype
+                )
                 for kind, section in zip(state_format.sections, parts, strict=True)
             ]
             native_update(state_format, cut, grad[low:high], row, element + low)
@@ -127,7 +142,8 @@ def test_it_does_not_matter_where_a_parameter_is_cut(data: st.DataObject) -> Non
 
 
 def test_every_second_is_rounded_with_bits_of_its_own() -> None:
-    """Keys of neighbouring steps and names, and neighbouring elements, give bits that agree as often as chance has it."""
+    """Keys of neighbouring steps and names, and neighbouring elements, give bits that agree as
+    often as chance has it."""
     first = random_bits(rounding_key(1, 5, "layers.0.weight"), 0, 1 << 16)
     for key, element in (
         (rounding_key(1, 6, "layers.0.weight"), 0),
@@ -147,7 +163,9 @@ def test_random_bits_are_even_in_every_position_and_uniform_in_every_field() -> 
     bits = random_bits(rounding_key(0, 1, "w"), 12_345 * 64, 1 << 20)
     assert np.allclose([(bits >> np.uint32(bit) & 1).mean() for bit in range(32)], 0.5, atol=2e-3)
     for shift, width in ((24, 8), (12, 12), (0, 12), (16, 16), (0, 16)):
-        counts = np.bincount(bits >> np.uint32(shift) & np.uint32((1 << width) - 1), minlength=1 << width)
+        counts = np.bincount(
+            bits >> np.uint32(shift) & np.uint32((1 << width) - 1), minlength=1 << width
+        )
         expected = bits.size / (1 << width)
         chi2 = float(((counts - expected) ** 2 / expected).sum())
         cells = 1 << width
@@ -165,7 +183,9 @@ def test_random_bits_are_even_in_every_position_and_uniform_in_every_field() -> 
         ("adamw", Format.SPLIT.with_grad(1)),
     ],
 )
-def test_an_algorithm_with_the_wrong_number_of_moments_is_refused(row: str, state_format: Format) -> None:
+def test_an_algorithm_with_the_wrong_number_of_moments_is_refused(
+    row: str, state_format: Format
+) -> None:
     record = ROWS[row][1]
     assert not lib.inf_update_valid(int(state_format), ffi.cast("inf_hyper *", record.ctypes.data))
     with pytest.raises(ValueError, match="Format"):
@@ -183,17 +203,21 @@ def test_an_unknown_algorithm_is_refused(algorithm: int) -> None:
     "state_format", [Format(Master.SPLIT8, Moments.Q8, 2), Format(Master.SPLIT, Moments.BF16, 2)]
 )
 def test_the_step_uses_the_moments_before_they_are_rounded(isa: str, state_format: Format) -> None:
-    """One step from zero moments moves every parameter as fp32 states do, whatever its group's other gradients are."""
+    """One step from zero moments moves every parameter as fp32 states do, whatever its group's
+    other gradients are."""
     grad = np.exp2(np.linspace(-30, 0, 256)).astype(np.float32)
     master = np.linspace(-1, 1, 256, dtype=np.float32)
     exact = Format(state_format.master, Moments.FP32, 2)
     row = hyper_row_adamw(lr=1e-2, betas=(0.9, 0.999), eps=1e-12, weight_decay=0, step=1, key=9)
     coarse, fine = (
-        encode_sections(fmt, master, [np.zeros(256, np.float32)] * 2) for fmt in (state_format, exact)
+        encode_sections(fmt, master, [np.zeros(256, np.float32)] * 2)
+        for fmt in (state_format, exact)
     )
     native_update(state_format, coarse, grad, row)
     native_update(exact, fine, grad, row)
-    np.testing.assert_array_equal(decode_sections(state_format, coarse)[0], decode_sections(exact, fine)[0])
+    np.testing.assert_array_equal(
+        decode_sections(state_format, coarse)[0], decode_sections(exact, fine)[0]
+    )
 
 
 def test_the_rest_of_a_parameters_last_group_is_untouched(isa: str) -> None:

@@ -1,4 +1,5 @@
-"""Every instruction set gives the bits of infinity/_src/kernels/comm_codec.py, writes what it should, and nothing beside it."""
+"""Every instruction set gives the bits of infinity/_src/kernels/comm_codec.py, writes what it
+should, and nothing beside it."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ GUARD = 64
 
 
 def values_of(numel: int, dtype: torch.dtype, seed: int, *, spread: float = 40) -> torch.Tensor:
-    """[numel] with special values in the first half, so that most groups of the second are finite."""
+    """[numel] with special values in the first half, so that most groups of the second are
+    finite."""
     bits = odd_bits(np.random.default_rng(seed), numel, spread)
     plain = np.random.default_rng(seed + 1).standard_normal(numel).astype(np.float32)
     x = np.where(np.arange(numel) < numel // 2, bits.view(np.float32), plain)
@@ -52,7 +54,9 @@ def test_encoding(isa: str, dtype: torch.dtype, bits: int, key: int | None) -> N
     for numel in NUMELS:
         for group_numel, error_dtype in ((64, None), (256, torch.bfloat16), (1024, torch.float32)):
             values = values_of(numel, dtype, numel)
-            error = None if error_dtype is None else values_of(numel, error_dtype, numel + 7, spread=60)
+            error = (
+                None if error_dtype is None else values_of(numel, error_dtype, numel + 7, spread=60)
+            )
             ours, room = guarded(wire_bytes(numel, bits, group_numel), torch.uint8)
             left, left_room = guarded(numel, error_dtype or torch.float32)
             if error is not None:

@@ -13,16 +13,22 @@ from infinity._src.optim.step_consensus import StepDescription, describe_registr
 from infinity._src.params.unit import Param
 
 
-def built(groups: Sequence[tuple[Sequence[int], dict[str, Any]]] = (((0, 1, 2, 3), {}),)) -> tuple[inf.AdamW, list[Param]]:
-    """An optimizer over groups of the four parameters of a model, in this order, and these parameters."""
+def built(
+    groups: Sequence[tuple[Sequence[int], dict[str, Any]]] = (((0, 1, 2, 3), {}),),
+) -> tuple[inf.AdamW, list[Param]]:
+    """An optimizer over groups of the four parameters of a model, in this order, and these
+    parameters."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     found = list(inf.offload(model).parameters())
     optimizer = inf.AdamW(
-        [{"params": [found[index] for index in chosen], **values} for chosen, values in groups], lr=0.1
+        [{"params": [found[index] for index in chosen], **values} for chosen, values in groups],
+        lr=0.1,
     )
     model(torch.ones(1, 4)).sum().backward()
-    return optimizer, [param.infinity_link.param for group in optimizer.param_groups for param in group["params"]]
+    return optimizer, [
+        param.infinity_link.param for group in optimizer.param_groups for param in group["params"]
+    ]
 
 
 def told(*groups: tuple[Sequence[int], dict[str, Any]]) -> tuple[StepDescription, list[str]]:
@@ -56,12 +62,21 @@ def test_where_a_group_ends_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "name"), [({"lr": 0.2}, "lr"), ({"betas": (0.9, 0.99)}, "betas"), ({"weight_decay": 0.0}, "weight_decay")]
+    ("values", "name"),
+    [
+        ({"lr": 0.2}, "lr"),
+        ({"betas": (0.9, 0.99)}, "betas"),
+        ({"weight_decay": 0.0}, "weight_decay"),
+    ],
 )
 def test_numbers_are_told_with_their_names(values: dict[str, Any], name: str) -> None:
     (plain, held), (other, held_other) = told(), told((ALL, values))
     assert plain.what == other.what
-    apart = [which for which, mine, theirs in zip(plain.names, plain.numbers, other.numbers, strict=True) if mine != theirs]
+    apart = [
+        which
+        for which, mine, theirs in zip(plain.names, plain.numbers, other.numbers, strict=True)
+        if mine != theirs
+    ]
     assert apart == [name]
     assert held != held_other
 

@@ -28,18 +28,24 @@ def test_every_parameter_is_in_exactly_one_unit_and_every_holder_is_served(
     model = models.make(case)
     specs = find_units(model, unit_bytes_max=unit_bytes_max, nested=nested)
     found = [entry.parameter for spec in specs for entry in spec.entries]
-    assert {id(parameter) for parameter in found} == {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in found} == {
+        id(parameter) for parameter in model.parameters()
+    }
     assert len(found) == len(list(model.parameters()))
     all_names = [name for spec in specs for entry in spec.entries for name in entry.names]
-    assert sorted(all_names) == sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+    assert sorted(all_names) == sorted(
+        name for name, _ in model.named_parameters(remove_duplicate=False)
+    )
     for spec in specs:
         for entry in spec.entries:
             for module, attr in entry.sites:
                 assert getattr(module, attr) is entry.parameter
-                assert any(module is part for root in spec.modules for part in root.modules()) or isinstance(
-                    module, (nn.ParameterList, nn.ParameterDict)
-                )
-        assert not any(isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in spec.modules)
+                assert any(
+                    module is part for root in spec.modules for part in root.modules()
+                ) or isinstance(module, (nn.ParameterList, nn.ParameterDict))
+        assert not any(
+            isinstance(module, (nn.ModuleList, nn.ModuleDict)) for module in spec.modules
+        )
 
 
 def test_hugging_face_blocks_embeddings_norms_and_heads_are_units() -> None:
@@ -101,7 +107,9 @@ def test_experts_of_a_block_that_is_too_large_are_units_of_their_own_only_when_n
 
 
 def test_a_model_without_lists_is_split_by_size() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 64))
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 64)
+    )
     assert names(find_units(model, unit_bytes_max=LARGE)) == ["Sequential"]
     assert names(find_units(model, unit_bytes_max=300)) == ["0", "1.0", "1.1", "2"]
 
@@ -110,7 +118,11 @@ def test_units_can_be_named_by_module_class_name_or_path() -> None:
     model = models.make(models.llama)
     layers = model.model.layers
     by_module = find_units(model, units=list(layers), unit_bytes_max=LARGE)
-    for units in ([type(layers[0])], ["LlamaDecoderLayer"], [f"model.layers.{index}" for index in range(3)]):
+    for units in (
+        [type(layers[0])],
+        ["LlamaDecoderLayer"],
+        [f"model.layers.{index}" for index in range(3)],
+    ):
         assert names(find_units(model, units=units, unit_bytes_max=LARGE)) == names(by_module)
     finer = names(find_units(model, units=["LlamaMLP", "LlamaAttention"], unit_bytes_max=LARGE))
     assert "model.layers.1.mlp" in finer

@@ -38,7 +38,11 @@ def buffers(device: Any = None) -> FlatBuffers:
 
 
 def test_tensors_have_their_size_dtype_and_alignment_and_do_not_overlap() -> None:
-    flats: list[Any] = [FakeFlat(3, torch.bfloat16), FakeFlat(100, torch.float32), FakeFlat(1, torch.float64)]
+    flats: list[Any] = [
+        FakeFlat(3, torch.bfloat16),
+        FakeFlat(100, torch.float32),
+        FakeFlat(1, torch.float64),
+    ]
     pool = buffers()
     assert pool.allocate(flats) == flats
     for value, flat in enumerate(flats):
@@ -48,7 +52,11 @@ def test_tensors_have_their_size_dtype_and_alignment_and_do_not_overlap() -> Non
         pool[flat].fill_(value)
     for value, flat in enumerate(flats):
         assert bool((pool[flat] == value).all())
-    assert pool.size_bytes == sum(flat_bytes(flat.numel, flat.dtype) for flat in flats) == 64 + 448 + 64
+    assert (
+        pool.size_bytes
+        == sum(flat_bytes(flat.numel, flat.dtype) for flat in flats)
+        == 64 + 448 + 64
+    )
     pool.close()
     assert pool.size_bytes == 0
     assert not any(flat in pool for flat in flats)

@@ -36,7 +36,9 @@ def ahead(schedule: Schedule, count: int = 2) -> list[int]:
 
 
 @given(ORDERS, ORDERS)
-def test_the_second_step_is_foreseen_demand_by_demand(forward: list[int], backward: list[int]) -> None:
+def test_the_second_step_is_foreseen_demand_by_demand(
+    forward: list[int], backward: list[int]
+) -> None:
     schedule = trained(forward, backward)
     for phase, order in ((Phase.TRAIN, forward), (Phase.BACKWARD, backward)):
         schedule.start(phase)
@@ -99,7 +101,12 @@ def test_an_early_unit_alone_deviates() -> None:
 def test_two_early_units_that_follow_each_other_cost_one_deviation_more() -> None:
     schedule = trained(list(range(9)))
     schedule.start(Phase.TRAIN)
-    assert [schedule.demand(unit) for unit in (5, 6, 0, 1, 2, 3, 4, 7, 8)] == [False, True, False, *[True] * 6]
+    assert [schedule.demand(unit) for unit in (5, 6, 0, 1, 2, 3, 4, 7, 8)] == [
+        False,
+        True,
+        False,
+        *[True] * 6,
+    ]
 
 
 def test_a_layer_left_out_and_an_early_exit_deviate_once() -> None:
@@ -111,15 +118,19 @@ def test_a_layer_left_out_and_an_early_exit_deviate_once() -> None:
 
 
 @given(DISTINCT, st.data())
-def test_one_demand_out_of_place_costs_the_units_concerned(trace: list[int], data: st.DataObject) -> None:
-    """A unit that comes early, or not at all, or besides, deviates alone; one that comes late twice: where it was left out,
-    and where it comes. The next pass is foreseen again."""
+def test_one_demand_out_of_place_costs_the_units_concerned(
+    trace: list[int], data: st.DataObject
+) -> None:
+    """A unit that comes early, or not at all, or besides, deviates alone; one that comes late
+    twice: where it was left out, and where it comes. The next pass is foreseen again."""
     source = data.draw(st.integers(0, len(trace) - 1))
     target = data.draw(st.integers(0, len(trace) - 1))
     what = data.draw(st.sampled_from(["moved", "left out", "besides"]))
     order = [*trace[:source], *trace[source + 1 :]] if what != "besides" else list(trace)
     if what != "left out":
-        order.insert(target, trace[source] if what == "moved" else data.draw(st.sampled_from([*trace, 99])))
+        order.insert(
+            target, trace[source] if what == "moved" else data.draw(st.sampled_from([*trace, 99]))
+        )
     late = what == "moved" and target > source + 1
     backward = trace[::-1]
     schedule = trained(trace, backward, trace, backward)
@@ -134,10 +145,17 @@ def test_one_demand_out_of_place_costs_the_units_concerned(trace: list[int], dat
 
 
 @given(st.sampled_from(["tied", "shared", "twice"]), st.integers(2, 20), st.data())
-def test_one_demand_out_of_place_costs_little_where_units_come_again(kind: str, count: int, data: st.DataObject) -> None:
-    """A tied head, layers applied in several rounds, units that are demanded anew for their recompute."""
+def test_one_demand_out_of_place_costs_little_where_units_come_again(
+    kind: str, count: int, data: st.DataObject
+) -> None:
+    """A tied head, layers applied in several rounds, units that are demanded anew for their
+    recompute."""
     units = list(range(count))
-    trace = {"tied": [*units, 0], "shared": units * 3, "twice": [unit for unit in units for _ in range(2)]}[kind]
+    trace = {
+        "tied": [*units, 0],
+        "shared": units * 3,
+        "twice": [unit for unit in units for _ in range(2)],
+    }[kind]
     source = data.draw(st.integers(0, len(trace) - 1))
     order = [*trace[:source], *trace[source + 1 :]]
     order.insert(data.draw(st.integers(0, len(order))), trace[source])
@@ -153,7 +171,9 @@ def test_foreseen_is_what_upcoming_names_first(trace: list[int], order: list[int
     for unit in order:
         upcoming = list(schedule.upcoming())
         assert len(upcoming) == len(set(upcoming))
-        assert all((schedule.distance(each) is NEVER) == (each not in upcoming) for each in range(8))
+        assert all(
+            (schedule.distance(each) is NEVER) == (each not in upcoming) for each in range(8)
+        )
         named = unit in upcoming[:2] and schedule.distance(unit) == 0
         assert schedule.demand(unit) == named
     schedule.end()
@@ -169,10 +189,24 @@ def test_a_use_that_has_come_is_not_announced_again(trace: list[int], data: st.D
         assert not set(schedule.upcoming()) & set(order[:count])
 
 
-@given(st.lists(STEPS, min_size=2, max_size=TRACES_MAX // 2, unique_by=(lambda step: tuple(step[0]), lambda step: tuple(step[1]))))
-def test_kinds_of_steps_that_take_turns_are_foreseen(steps: list[tuple[list[int], list[int]]]) -> None:
+@given(
+    st.lists(
+        STEPS,
+        min_size=2,
+        max_size=TRACES_MAX // 2,
+        unique_by=(lambda step: tuple(step[0]), lambda step: tuple(step[1])),
+    )
+)
+def test_kinds_of_steps_that_take_turns_are_foreseen(
+    steps: list[tuple[list[int], list[int]]],
+) -> None:
     """After a few rounds, over the ends of the phases too."""
-    schedule = trained(*itertools.chain(*steps), *itertools.chain(*steps), *itertools.chain(*steps), *itertools.chain(*steps))
+    schedule = trained(
+        *itertools.chain(*steps),
+        *itertools.chain(*steps),
+        *itertools.chain(*steps),
+        *itertools.chain(*steps),
+    )
     seen = schedule.deviations
     for number, (forward, backward) in enumerate(steps):
         assert schedule.order(Phase.TRAIN) == forward
@@ -185,7 +219,9 @@ def test_kinds_of_steps_that_take_turns_are_foreseen(steps: list[tuple[list[int]
 
 
 @given(st.lists(STEPS, min_size=2, max_size=2, unique_by=lambda step: tuple(step[0])))
-def test_two_forwards_before_their_backwards_are_foreseen(steps: list[tuple[list[int], list[int]]]) -> None:
+def test_two_forwards_before_their_backwards_are_foreseen(
+    steps: list[tuple[list[int], list[int]]],
+) -> None:
     schedule = Schedule()
     for _ in range(4):
         seen = schedule.deviations
@@ -208,8 +244,8 @@ def test_whatever_came_a_step_that_repeats_is_foreseen(
 
 
 def test_layers_dropped_at_random_deviate_alone() -> None:
-    """Also where no pass has had them all. Without a trace of all units a pass would deviate twice: where it leaves one
-    out, and where the pass before did."""
+    """Also where no pass has had them all. Without a trace of all units a pass would deviate twice:
+    where it leaves one out, and where the pass before did."""
     dropped = random.Random(0)
     schedule = Schedule()
     for _ in range(100):

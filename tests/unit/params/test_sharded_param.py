@@ -1,4 +1,5 @@
-"""A parameter at rest answers what is metadata and raises, with its name, on everything that wants values."""
+"""A parameter at rest answers what is metadata and raises, with its name, on everything that wants
+values."""
 
 from __future__ import annotations
 
@@ -36,11 +37,40 @@ def test_it_is_a_parameter_with_the_metadata_of_the_original(rig: Rig, p: Sharde
     assert isinstance(p, nn.Parameter)
     assert isinstance(p, torch.Tensor)
     assert torch.is_tensor(p)
-    for name in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad_fn", "layout", "ndim", "nbytes",
-                 "itemsize", "is_cuda", "is_meta", "is_sparse", "grad", "is_quantized"):  # fmt: skip
+    for name in (
+        "shape",
+        "dtype",
+        "device",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "layout",
+        "ndim",
+        "nbytes",
+        "itemsize",
+        "is_cuda",
+        "is_meta",
+        "is_sparse",
+        "grad",
+        "is_quantized",
+    ):
         assert getattr(p, name) == getattr(plain, name), name
-    for name in ("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous",
-                 "is_floating_point", "is_complex", "get_device", "storage_offset", "__len__", "is_inference"):  # fmt: skip
+    for name in (
+        "size",
+        "stride",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_contiguous",
+        "is_floating_point",
+        "is_complex",
+        "get_device",
+        "storage_offset",
+        "__len__",
+        "is_inference",
+    ):
         assert getattr(p, name)() == getattr(plain, name)(), name
     assert torch.numel(p) == plain.numel()
     assert p.size(0) == 32
@@ -194,7 +224,9 @@ def test_grad_can_be_read_set_and_deleted(rig: Rig, p: ShardedParameter) -> None
     p.grad = torch.ones(32, 16)
     assert torch.equal(p.grad.as_subclass(torch.Tensor), torch.ones(32, 16))
     p.grad = torch.full((32, 16), 2.0)
-    assert torch.equal(p.grad.as_subclass(torch.Tensor), torch.full((32, 16), 2.0)), "set, not accumulated"
+    assert torch.equal(p.grad.as_subclass(torch.Tensor), torch.full((32, 16), 2.0)), (
+        "set, not accumulated"
+    )
     p.grad = None
     assert p.grad is None
     p.grad = torch.ones(32, 16)

@@ -1,4 +1,5 @@
-"""States at rest, on every executor: what is stored comes back, and formats change without losing parameters."""
+"""States at rest, on every executor: what is stored comes back, and formats change without losing
+parameters."""
 
 from __future__ import annotations
 
@@ -68,12 +69,16 @@ def test_a_parameter_survives_every_change_of_place_and_format(
     rest.create([flat], [[mask_before] * chunks])
     rest.store(flat, 0, values.data_ptr()).wait()
     rest.convert([flat], [Format.SPLIT], [[mask_after] * chunks])
-    assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+    assert torch.equal(
+        fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+    )
     for section, dtype in ((1, torch.int16), (2, torch.float32), (3, torch.float32)):
         assert not fetched(rest, flat, section, dtype).any()
 
 
-def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(rest: StateStore) -> None:
+def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(
+    rest: StateStore,
+) -> None:
     flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
     chunks = len(flat.layout.chunks)
     values = torch.randn(flat.layout.shard_numel).bfloat16()
@@ -90,7 +95,9 @@ def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(res
     values[start : start + 3000] = new
     low[start : start + 3000][changed] = 0
     assert low[start : start + 7].any()
-    assert torch.equal(fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16))
+    assert torch.equal(
+        fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+    )
     assert torch.equal(fetched(rest, flat, 1, torch.int16), low)
 
 
@@ -137,12 +144,16 @@ def test_a_define_that_fails_leaves_nothing_reserved(
         before = held_by(rest)
         monkeypatch.setattr(rest._executor, "define", no_memory_for_the_second)
         with pytest.raises(MemoryError):
-            rest.convert(flats, [Format.SPLIT, Format.RAW], [[0b1111] * len(masks[0]), [0] * len(masks[1])])
+            rest.convert(
+                flats, [Format.SPLIT, Format.RAW], [[0b1111] * len(masks[0]), [0] * len(masks[1])]
+            )
         assert held_by(rest) == before
         assert torch.equal(fetched(rest, flats[0], 0, torch.bfloat16), values)
 
 
-def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with make_rest(tmp_path, "threads") as rest:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
         before = held_by(rest)

@@ -1,4 +1,5 @@
-"""What a step copies between the CPU and its GPUs: the table of the module, its windows, counted copies."""
+"""What a step copies between the CPU and its GPUs: the table of the module, its windows, counted
+copies."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_bytes_of_an_exact_parameter_are_those_of_the_table(
     assert moved(update, 4, update_on=update_on) == four
 
 
-def test_speculative_updates_on_the_gpu_keep_the_gradients_for_a_step_that_decides_otherwise() -> None:
+def test_speculative_updates_on_the_gpu_keep_the_gradients_for_a_step_that_decides_otherwise() -> (
+    None
+):
     assert moved("backward", 1, update_on="device", grads_kept=True) == (14, 12 + 2)
 
 
@@ -103,17 +106,32 @@ def test_an_unknown_place_of_updates_names_the_choices() -> None:
 
 BYTES = st.integers(0, 1 << 40)
 HELD = st.builds(
-    lambda params, optim, grads, frozen, activations: ModelBytes(params, params + optim, grads, frozen, activations),
-    BYTES, BYTES, BYTES, BYTES, BYTES,
-)  # fmt: skip
+    lambda params, optim, grads, frozen, activations: ModelBytes(
+        params, params + optim, grads, frozen, activations
+    ),
+    BYTES,
+    BYTES,
+    BYTES,
+    BYTES,
+    BYTES,
+)
 
 
 @settings(deadline=None)
-@given(HELD, st.sampled_from(UPDATES), st.sampled_from(UPDATES_ON), st.integers(1, 9), st.booleans(), st.booleans())
+@given(
+    HELD,
+    st.sampled_from(UPDATES),
+    st.sampled_from(UPDATES_ON),
+    st.integers(1, 9),
+    st.booleans(),
+    st.booleans(),
+)
 def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
     held: ModelBytes, update: str, update_on: str, micro_batches: int, stay: bool, kept: bool
 ) -> None:
-    found = copies(held, update, micro_batches, update_on=update_on, params_stay=stay, grads_kept=kept)
+    found = copies(
+        held, update, micro_batches, update_on=update_on, params_stay=stay, grads_kept=kept
+    )
     for part in (found.beside_states, found.rest):
         assert min(part.h2d, part.d2h) >= 0
     if update == "backward" and micro_batches == 1:
@@ -122,22 +140,41 @@ def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
 
 @settings(deadline=None)
 @given(HELD, st.sampled_from(UPDATES), st.integers(1, 9))
-def test_counted_copies_are_divided_like_planned_ones(held: ModelBytes, update: str, micro_batches: int) -> None:
+def test_counted_copies_are_divided_like_planned_ones(
+    held: ModelBytes, update: str, micro_batches: int
+) -> None:
     planned = copies(held, update, micro_batches)
     spilled = micro_batches * held.activations
     sums = (micro_batches - 1) * held.grads
     counted = measured_copies(
         planned.total, update, micro_batches, activations=Copied(spilled, spilled), sums_h2d=sums
     )
-    for mine, other in ((counted.beside_states, planned.beside_states), (counted.rest, planned.rest)):
-        assert (mine.h2d, mine.d2h) == (pytest.approx(other.h2d, abs=16), pytest.approx(other.d2h, abs=16))
+    for mine, other in (
+        (counted.beside_states, planned.beside_states),
+        (counted.rest, planned.rest),
+    ):
+        assert (mine.h2d, mine.d2h) == (
+            pytest.approx(other.h2d, abs=16),
+            pytest.approx(other.d2h, abs=16),
+        )
 
 
 @settings(deadline=None)
-@given(st.builds(Copied, BYTES, BYTES), st.builds(Copied, BYTES, BYTES), BYTES, st.sampled_from(UPDATES), st.integers(1, 9))
+@given(
+    st.builds(Copied, BYTES, BYTES),
+    st.builds(Copied, BYTES, BYTES),
+    BYTES,
+    st.sampled_from(UPDATES),
+    st.integers(1, 9),
+)
 def test_counts_that_do_not_agree_add_up_all_the_same(
     total: Copied, activations: Copied, sums: int, update: str, micro_batches: int
 ) -> None:
     found = measured_copies(total, update, micro_batches, activations=activations, sums_h2d=sums)
-    assert (found.total.h2d, found.total.d2h) == (pytest.approx(total.h2d), pytest.approx(total.d2h))
-    assert min(found.rest.h2d, found.rest.d2h, found.beside_states.h2d, found.beside_states.d2h) >= 0
+    assert (found.total.h2d, found.total.d2h) == (
+        pytest.approx(total.h2d),
+        pytest.approx(total.d2h),
+    )
+    assert (
+        min(found.rest.h2d, found.rest.d2h, found.beside_states.h2d, found.beside_states.d2h) >= 0
+    )

@@ -1,4 +1,5 @@
-"""What `infinity plan` predicts: the engine's own placement, terms that follow from sizes, properties of any plan."""
+"""What `infinity plan` predicts: the engine's own placement, terms that follow from sizes,
+properties of any plan."""
 
 from __future__ import annotations
 
@@ -33,18 +34,29 @@ from tests.plans import job_of  # noqa: E402
 
 def machine_of(ram_bytes: float, gpus: int = 1) -> Machine:
     return describe_machine(
-        gpus=gpus, gpu_mem_bytes=8 * GIB, ram_bytes=ram_bytes, read_bytes_per_s=2e9, write_bytes_per_s=1e9
+        gpus=gpus,
+        gpu_mem_bytes=8 * GIB,
+        ram_bytes=ram_bytes,
+        read_bytes_per_s=2e9,
+        write_bytes_per_s=1e9,
     )
 
 
 def shape_1b(dtype: torch.dtype = torch.bfloat16) -> ModelShape:
     """Sixteen units of 64M elements, and words."""
-    units = tuple(UnitShape(str(index), (FlatShape((1 << 26,), dtype, True),)) for index in range(16))
+    units = tuple(
+        UnitShape(str(index), (FlatShape((1 << 26,), dtype, True),)) for index in range(16)
+    )
     return ModelShape("1B", units, 1 << 30, 16, 2048, 2048, 8192, 32000, 4096, dtype.itemsize)
 
 
 def terms(job: Job, **machine: Any) -> dict[str, float]:
-    given_ = {"gpus": 1, "ram_bytes": 64 * GIB, "pcie_per_gpu": 1e10, "dram_bytes_per_s": 1e11} | machine
+    given_ = {
+        "gpus": 1,
+        "ram_bytes": 64 * GIB,
+        "pcie_per_gpu": 1e10,
+        "dram_bytes_per_s": 1e11,
+    } | machine
     return predict(shape_1b(), describe_machine(**given_), job).terms_s
 
 
@@ -52,13 +64,14 @@ JOB = job_of(tokens=8 * 4096, sequence=4096, micro_batches=4)
 BOUNDARY = 2 * 16 * 2048 * 8192  # of a micro-batch
 
 
-# -- what it is planned from -------------------------------------------------------------------------------------------
+# -- what it is planned from -----------------------------------------------------------------------
 
 
 def test_experts_that_are_not_routed_to_cost_no_operations_but_all_are_moved() -> None:
     with torch.device("meta"):
         dense, sparse = shape_of(models.llama()), shape_of(models.mixtral())
-    assert dense.active_params == dense.params - dense.vocabulary * dense.width  # the input embedding is looked up
+    # the input embedding is looked up
+    assert dense.active_params == dense.params - dense.vocabulary * dense.width
     assert sparse.active_params < sparse.params - sparse.vocabulary * sparse.width
     assert sum(flat.numel for flat in sparse.flats) == sparse.params
 
@@ -89,7 +102,8 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     machine = describe_machine(gpus=0, ram_bytes=size, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
     found = predict(shape, machine, job_of(tokens=64, sequence=64, state=state))
     assert found.ram.bytes == stats.ram_bytes
-    assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)  # blocks are rounded up to 4096 bytes on the drive
+    # blocks are rounded up to 4096 bytes on the drive
+    assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)
     assert found.fits
 
 
@@ -111,7 +125,9 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     inf.AdamW(model.parameters())
     stats = inf.handle(model).stats()
     inf.handle(model).close()
-    job = job_of(tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"})
+    job = job_of(
+        tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"}
+    )
     found = predict(shape, machine_of(values["ram"], gpus=0), job)
     assert found.ram.bytes == stats.ram_bytes
     assert bool(stats.spilled_bytes) == ("grads" in values)
@@ -122,7 +138,10 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
 def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
     kept = JOB.replace(resident={"params": 0.0, "optim": 0.0})
     machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=13.0 * (1 << 30))
-    one, two = predict(shape_1b(), machine, kept), predict(shape_1b(), machine, kept.replace(generations=2))
+    one, two = (
+        predict(shape_1b(), machine, kept),
+        predict(shape_1b(), machine, kept.replace(generations=2)),
+    )
     assert two.nvme.bytes == 2 * one.nvme.bytes == 24 * (1 << 30)
     assert (two.moved, two.step_s, two.days) == (one.moved, one.step_s, one.days)
     assert one.fits
@@ -130,18 +149,34 @@ def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
     ahead = predict(shape_1b(), machine, kept.replace(update="backward", generations=2))
     early = predict(shape_1b(), machine, kept.replace(update="backward"))
     assert (ahead.moved, ahead.limits) == (early.moved, early.limits)
-    assert any(change.name == "one generation" and change.prediction.fits for change in one_change(shape_1b(), two))
+    assert any(
+        change.name == "one generation" and change.prediction.fits
+        for change in one_change(shape_1b(), two)
+    )
 
 
 def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> None:
-    frozen = ModelShape("frozen", tuple(
-        UnitShape(str(index), (FlatShape((1 << 20,), torch.bfloat16, index % 2 == 0),)) for index in range(4)
-    ), 1 << 22, 4, 64, 64, 128, 1000, 512)  # fmt: skip
+    frozen = ModelShape(
+        "frozen",
+        tuple(
+            UnitShape(str(index), (FlatShape((1 << 20,), torch.bfloat16, index % 2 == 0),))
+            for index in range(4)
+        ),
+        1 << 22,
+        4,
+        64,
+        64,
+        128,
+        1000,
+        512,
+    )
     found = predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True))
     assert found.job.policy.generations == 2
     assert found.at_rest == found.on_nvme
     assert found.nvme.bytes == 2 * (found.on_nvme.states + found.on_nvme.frozen)
-    with pytest.raises(ValueError, match="durable=True keeps all states on the drives: set params='nvme'"):
+    with pytest.raises(
+        ValueError, match="durable=True keeps all states on the drives: set params='nvme'"
+    ):
         predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True, params="cpu"))
     with pytest.raises(ValueError, match="keeps one generation"):
         predict(frozen, machine_of(64 * GIB), JOB.replace(generations=2, update="delayed"))
@@ -154,7 +189,9 @@ def test_activations_on_drives_need_their_room() -> None:
     assert found.nvme.parts["activations"] == BOUNDARY
     kept = job.replace(resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
     assert not predict(shape_1b(), machine, kept).fits
-    assert predict(shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept).fits
+    assert predict(
+        shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept
+    ).fits
 
 
 def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None:
@@ -162,15 +199,19 @@ def test_activations_that_leave_the_device_go_through_the_cpu_s_memory() -> None
     for where in ("cpu", "nvme"):
         there = terms(JOB.replace(activations=where))
         drives = 2 * 4 * BOUNDARY if where == "nvme" else 0
-        assert there["CPU memory"] - here["CPU memory"] == pytest.approx((2 * 4 * BOUNDARY + drives) / 1e11)
+        assert there["CPU memory"] - here["CPU memory"] == pytest.approx(
+            (2 * 4 * BOUNDARY + drives) / 1e11
+        )
         assert there["PCIe"] - here["PCIe"] == pytest.approx(4 * BOUNDARY / 1e10)
 
 
 def test_parameters_that_stay_on_the_device_go_there_once_when_updated() -> None:
     params = 2 * (1 << 30)
     stay = terms(JOB.replace(params="device", optim="cpu"), gpu_mem_bytes=80 * GIB)
-    assert stay["PCIe"] == pytest.approx(4 * params / 1e10)  # the gradients of four micro-batches come back
-    # Two gathers for each micro-batch; and the sum of gradients goes up again to be added to, three times.
+    # the gradients of four micro-batches come back
+    assert stay["PCIe"] == pytest.approx(4 * params / 1e10)
+    # Two gathers for each micro-batch; and the sum of gradients goes up again to be added to, three
+    # times.
     assert terms(JOB.replace(optim="cpu"))["PCIe"] == pytest.approx((2 * 4 + 3) * params / 1e10)
 
 
@@ -178,25 +219,35 @@ def test_activations_are_as_wide_as_what_computes() -> None:
     half, whole = shape_1b(), shape_1b(torch.float32)
     assert whole.boundary_bytes_per_token == 2 * half.boundary_bytes_per_token
     with torch.device("meta"):
-        assert (shape_of(models.llama().bfloat16()).itemsize, shape_of(models.llama()).itemsize) == (2, 4)
+        assert (
+            shape_of(models.llama().bfloat16()).itemsize,
+            shape_of(models.llama()).itemsize,
+        ) == (2, 4)
 
 
 def test_an_encoder_and_a_decoder_both_have_layers() -> None:
-    config = transformers.T5Config(d_model=64, d_ff=128, num_layers=3, num_decoder_layers=5, num_heads=4, vocab_size=256)
+    config = transformers.T5Config(
+        d_model=64, d_ff=128, num_layers=3, num_decoder_layers=5, num_heads=4, vocab_size=256
+    )
     with torch.device("meta"):
         assert shape_of(transformers.T5ForConditionalGeneration(config)).layers == 8
 
 
-# -- properties --------------------------------------------------------------------------------------------------------
+# -- properties ------------------------------------------------------------------------------------
 
 FLATS = st.builds(
     lambda numels, trainable: FlatShape(tuple(numels), torch.bfloat16, trainable),
     st.lists(st.integers(1, 3_000_000), min_size=1, max_size=3),
     st.booleans(),
 )
+
+
 def model_of(*numels: int) -> ModelShape:
     """A model of so many units of one trainable flat."""
-    units = tuple(UnitShape(str(n), (FlatShape((numel,), torch.bfloat16, True),)) for n, numel in enumerate(numels))
+    units = tuple(
+        UnitShape(str(n), (FlatShape((numel,), torch.bfloat16, True),))
+        for n, numel in enumerate(numels)
+    )
     return ModelShape("drawn", units, sum(numels), 4, 64, 64, 128, 1000, 512)
 
 
@@ -222,8 +273,12 @@ JOBS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, JOBS, st.integers(1 << 20, 400_000_000), st.integers(0, 2))
-@example(  # in coarse pieces gradients that spill want more than there is; in the engine's chunks they fit
-    model_of(1, 1_150_977, 1_988_609), job_of(tokens=64, sequence=64, update="delayed", params="cpu", grads="nvme"), 1 << 20, 0
+# in coarse pieces gradients that spill want more than there is; in the engine's chunks they fit
+@example(
+    model_of(1, 1_150_977, 1_988_609),
+    job_of(tokens=64, sequence=64, update="delayed", params="cpu", grads="nvme"),
+    1 << 20,
+    0,
 )
 def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
     shape: ModelShape, job: Job, ram_bytes: int, gpus: int
@@ -237,7 +292,10 @@ def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
         assert predict(shape, machine_of(found.ram.bytes, gpus), job).ram.fits
         assert not predict(shape, machine_of(found.ram.bytes - gpus - 1, gpus), job).ram.fits
     if not found.fits:
-        assert all(reason.partition(":")[0] in ("GPU memory", "RAM", "NVMe") or "CPU" in reason for reason in found.why_not)
+        assert all(
+            reason.partition(":")[0] in ("GPU memory", "RAM", "NVMe") or "CPU" in reason
+            for reason in found.why_not
+        )
     assert found.step_s > 0
     assert found.limits.floor_s <= found.limits.schedule_s * (1 + 1e-9)
     assert found.on_nvme.total <= found.at_rest.total + 1
@@ -245,8 +303,13 @@ def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
 
 @settings(max_examples=60, deadline=None)
 @given(SHAPES, JOBS, st.integers(1 << 20, 400_000_000), st.integers(0, 400_000_000))
-def test_more_ram_never_predicts_slower_nor_fits_less(shape: ModelShape, job: Job, ram_bytes: int, more: int) -> None:
-    few, many = predict(shape, machine_of(ram_bytes), job), predict(shape, machine_of(ram_bytes + more), job)
+def test_more_ram_never_predicts_slower_nor_fits_less(
+    shape: ModelShape, job: Job, ram_bytes: int, more: int
+) -> None:
+    few, many = (
+        predict(shape, machine_of(ram_bytes), job),
+        predict(shape, machine_of(ram_bytes + more), job),
+    )
     if few.fits:
         assert many.fits
         assert many.step_s <= few.step_s * (1 + 1e-9)
@@ -256,11 +319,23 @@ def test_more_ram_never_predicts_slower_nor_fits_less(shape: ModelShape, job: Jo
 @given(SHAPES, JOBS)
 def test_another_drive_never_predicts_slower(shape: ModelShape, job: Job) -> None:
     machine = machine_of(1e9)
-    assert predict(shape, machine.with_drives(2), job).step_s <= predict(shape, machine, job).step_s * (1 + 1e-9)
+    assert predict(shape, machine.with_drives(2), job).step_s <= predict(
+        shape, machine, job
+    ).step_s * (1 + 1e-9)
 
 
 def test_changes_are_sorted_and_each_changes_one_thing() -> None:
-    shape = ModelShape("m", (UnitShape("u", (FlatShape((50_000_000,), torch.bfloat16, True),)),), 50_000_000, 4, 64, 64, 128, 1000, 512)
+    shape = ModelShape(
+        "m",
+        (UnitShape("u", (FlatShape((50_000_000,), torch.bfloat16, True),)),),
+        50_000_000,
+        4,
+        64,
+        64,
+        128,
+        1000,
+        512,
+    )
     now = predict(shape, machine_of(400 * MIB), job_of(tokens=4096, sequence=512))
     changes = one_change(shape, now)
     gains = [change.prediction.tokens_per_s for change in changes if change.prediction.fits]
@@ -276,7 +351,9 @@ def test_changes_are_sorted_and_each_changes_one_thing() -> None:
 
 def test_the_fewest_micro_batches_are_those_whose_activations_fit() -> None:
     flat = FlatShape((1_000_000,), torch.bfloat16, True)
-    shape = ModelShape("m", (UnitShape("u", (flat,)),), 1_000_000, 100, 1024, 1024, 4096, 1000, 4096)
+    shape = ModelShape(
+        "m", (UnitShape("u", (flat,)),), 1_000_000, 100, 1024, 1024, 4096, 1000, 4096
+    )
     machine = dataclasses.replace(machine_of(1e9), gpu_mem_bytes=4 * GIB)
     job = job_of(tokens=1 << 16, sequence=512)
     chosen = fewest_micro_batches(shape, machine, job)

@@ -1,4 +1,5 @@
-"""What a plan says of several ranks: what each holds under each stage, and what they have from each other."""
+"""What a plan says of several ranks: what each holds under each stage, and what they have from each
+other."""
 
 from __future__ import annotations
 
@@ -24,8 +25,13 @@ from tests.plans import job_of
 
 def model_of(*units: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> ModelShape:
     """A unit for each of these, of parameters with so many elements."""
-    made = tuple(UnitShape(str(index), (FlatShape(numels, dtype, True),)) for index, numels in enumerate(units))
-    return ModelShape("model", made, sum(map(sum, units)), len(units), 64, 64, 128, 1000, 4096, dtype.itemsize)
+    made = tuple(
+        UnitShape(str(index), (FlatShape(numels, dtype, True),))
+        for index, numels in enumerate(units)
+    )
+    return ModelShape(
+        "model", made, sum(map(sum, units)), len(units), 64, 64, 128, 1000, 4096, dtype.itemsize
+    )
 
 
 EVEN = model_of(*[(1 << 24,)] * 8)  # 2^27 elements, which 16 ranks divide without padding
@@ -41,12 +47,15 @@ def held(shape: ModelShape, where: Machine, **job: Any) -> dict[str, Tiers]:
     return bytes_of_rank(shape, where, JOB.replace(**job)).states
 
 
-# -- what each rank holds ----------------------------------------------------------------------------------------------
+# -- what each rank holds --------------------------------------------------------------------------
 
 
 def test_stages_split_what_their_names_say() -> None:
     tiers = {"params": "cpu", "optim": "cpu"}
-    three, two = held(EVEN, machine(), **tiers), held(EVEN, machine(), zero=2, params="device", optim="cpu")
+    three, two = (
+        held(EVEN, machine(), **tiers),
+        held(EVEN, machine(), zero=2, params="device", optim="cpu"),
+    )
     assert three["parameters at rest"] == two["parameters at rest"] == Tiers(cpu=P / 4)
     assert three["optimizer states"] == two["optimizer states"] == Tiers(cpu=5 * P / 4)
     assert three["gradients"] == two["gradients"] == Tiers(cpu=P / 4)
@@ -73,9 +82,13 @@ def test_copies_of_a_node_and_errors_fed_back_take_what_the_policy_says() -> Non
     name = "the node's copy (hpZ)"
     assert held(EVEN, where, hpz="cpu")[name] == Tiers(cpu=P / 4)
     assert held(EVEN, where, hpz="device")[name] == Tiers(device=P / 4)
-    assert held(EVEN, where, qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(cpu=P + P / 4)
+    assert held(EVEN, where, qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(
+        cpu=P + P / 4
+    )
     # One turn of the reduction, one place where it rounds.
-    assert held(EVEN, machine(4), qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(cpu=P)
+    assert held(EVEN, machine(4), qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(
+        cpu=P
+    )
     assert name not in held(EVEN, where)
 
 
@@ -101,16 +114,20 @@ def test_the_plan_s_ram_is_what_its_ranks_hold() -> None:
     for job in (JOB, JOB.replace(zero=1, params="device", optim="cpu"), JOB.replace(hpz="cpu")):
         found = predict(EVEN, where, job)
         assert found.ram.bytes == 4 * bytes_of_rank(EVEN, where, job).total.cpu
-        assert found.gpu.parts["gathered units"] + found.gpu.parts.get("the node's copy (hpZ)", 0) == bytes_of_rank(
-            EVEN, where, job
-        ).total.device
+        assert (
+            found.gpu.parts["gathered units"] + found.gpu.parts.get("the node's copy (hpZ)", 0)
+            == bytes_of_rank(EVEN, where, job).total.device
+        )
 
 
 def test_what_does_not_fit_beside_whole_sums_says_so() -> None:
     job = JOB.replace(zero=1, params="device", optim="cpu")
     least = predict(EVEN, dataclasses.replace(machine(), ram_bytes=1.0), job).ram.bytes
     assert predict(EVEN, dataclasses.replace(machine(), ram_bytes=least), job).fits
-    assert "RAM" in predict(EVEN, dataclasses.replace(machine(), ram_bytes=least - 4096), job).why_not[0]
+    assert (
+        "RAM"
+        in predict(EVEN, dataclasses.replace(machine(), ram_bytes=least - 4096), job).why_not[0]
+    )
 
 
 def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
@@ -126,7 +143,7 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
     assert durable[2].states == held(EVEN, machine(), durable=True)
 
 
-# -- what they have from each other ------------------------------------------------------------------------------------
+# -- what they have from each other ----------------------------------------------------------------
 
 
 def told(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
@@ -174,11 +191,15 @@ def test_stages_1_and_2_gather_once_and_stage_1_reduces_once() -> None:
 def test_a_node_s_copy_is_asked_until_the_update() -> None:
     found = told(machine(ranks=4, nodes=2), hpz="cpu", micro_batches=3)
     assert {each.name: (each.count, each.across > 0) for each in found.each} == {
-        "gather in forward": (1, True), "gather from the node's copy": (5, False), "reduction of gradients": (3, True),
-    }  # fmt: skip
+        "gather in forward": (1, True),
+        "gather from the node's copy": (5, False),
+        "reduction of gradients": (3, True),
+    }
 
 
-@pytest.mark.parametrize(("update", "beside"), [("deferred", [1, 0, 0]), ("backward", [1, 1, 1]), ("delayed", [3, 3, 3])])
+@pytest.mark.parametrize(
+    ("update", "beside"), [("deferred", [1, 0, 0]), ("backward", [1, 1, 1]), ("delayed", [3, 3, 3])]
+)
 def test_what_goes_beside_updates_depends_on_when_they_run(update: str, beside: list[int]) -> None:
     found = told(machine(), update=update, micro_batches=3)
     assert [each.beside_updates for each in found.each] == beside
@@ -189,13 +210,18 @@ def test_what_goes_beside_updates_depends_on_when_they_run(update: str, beside: 
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.lists(st.lists(st.integers(1, 9000), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4),
-    st.integers(1, 4), st.integers(1, 4), st.booleans(),
-)  # fmt: skip
+    st.lists(
+        st.lists(st.integers(1, 9000), min_size=1, max_size=4).map(tuple), min_size=1, max_size=4
+    ),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.booleans(),
+)
 def test_what_all_ranks_receive_of_a_gather_completes_each_of_them(
     units: list[tuple[int, ...]], ranks: int, nodes: int, qwz: bool
 ) -> None:
-    """Every rank holds one of N equal shards, and has the N - 1 others afterwards, each as it travels."""
+    """Every rank holds one of N equal shards, and has the N - 1 others afterwards, each as it
+    travels."""
     where, shape = machine(ranks, nodes), model_of(*units)
     shards = [plan_flat(flat.numels, 2, where.world).shard_numel for flat in shape.flats]
     found = told(where, shape, qwz=qwz)
@@ -206,7 +232,7 @@ def test_what_all_ranks_receive_of_a_gather_completes_each_of_them(
         assert found.plain_bytes == 2 * where.world * sum(shards)
 
 
-# -- the step ----------------------------------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 
 def test_a_slow_link_between_nodes_bounds_the_step_and_zeropp_relieves_it() -> None:
@@ -219,17 +245,29 @@ def test_a_slow_link_between_nodes_bounds_the_step_and_zeropp_relieves_it() -> N
     every = JOB.replace(qwz=True, hpz="cpu", qgz=True)
     assert predict(EVEN, where, every).step_s < 0.3 * plain.step_s
     names = {change.name: change for change in one_change(EVEN, plain)}
-    assert names["ZeRO++ with all of it (rounds)"].prediction.step_s == predict(EVEN, where, every).step_s
-    assert {"qwZ (rounds)", "qgZ (rounds)", "hpZ, copies in CPU memory", "one more node"} <= set(names)
-    assert "one more node" not in {change.name for change in one_change(EVEN, predict(EVEN, machine(), JOB))}
+    assert (
+        names["ZeRO++ with all of it (rounds)"].prediction.step_s
+        == predict(EVEN, where, every).step_s
+    )
+    assert {"qwZ (rounds)", "qgZ (rounds)", "hpZ, copies in CPU memory", "one more node"} <= set(
+        names
+    )
+    assert "one more node" not in {
+        change.name for change in one_change(EVEN, predict(EVEN, machine(), JOB))
+    }
 
 
 def test_nodes_share_the_work_and_the_states() -> None:
-    one, two = predict(EVEN, machine(4), JOB), predict(EVEN, machine(4, 2, link_bytes_per_s=1e15), JOB)
+    one, two = (
+        predict(EVEN, machine(4), JOB),
+        predict(EVEN, machine(4, 2, link_bytes_per_s=1e15), JOB),
+    )
     assert two.at_rest.states == one.at_rest.states / 2
     assert two.terms_s["compute"] == pytest.approx(one.terms_s["compute"] / 2)
     assert two.model_flops == one.model_flops
-    assert two.mfu == pytest.approx(two.model_flops / two.step_s / 8 / two.machine.flops_peak_per_gpu)
+    assert two.mfu == pytest.approx(
+        two.model_flops / two.step_s / 8 / two.machine.flops_peak_per_gpu
+    )
 
 
 def test_a_node_s_copy_spares_the_drives() -> None:
@@ -249,14 +287,20 @@ def test_a_node_s_copy_spares_the_drives() -> None:
     [
         ({"zero": 2}, 4, "use params='device', or zero=3"),
         ({"zero": 4}, 4, "zero=4 is not known; use 1 or 2 or 3"),
-        ({"zero": 1, "params": "device", "hpz": "cpu"}, 4, "with zero=1 every rank has all parameters"),
+        (
+            {"zero": 1, "params": "device", "hpz": "cpu"},
+            4,
+            "with zero=1 every rank has all parameters",
+        ),
         ({"zero": 1, "params": "device", "accumulate": "shard"}, 4, "which is zero=2"),
         ({"error_feedback": True}, 4, "set qgz"),
         ({"hpz": "nvme"}, 4, "hpz='nvme' is not known"),
         ({"qwz": True}, 1, "there is one: leave them out"),
     ],
 )
-def test_jobs_of_ranks_that_make_no_sense_name_the_fix(job: dict[str, Any], ranks: int, message: str) -> None:
+def test_jobs_of_ranks_that_make_no_sense_name_the_fix(
+    job: dict[str, Any], ranks: int, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         predict(EVEN, machine(ranks), JOB.replace(**job))
 

@@ -41,12 +41,24 @@ COMPACT = AtRest.per_param(
     [HI, Section("lo", 1), Section("moment0", 1), Section("moment1", 1), Section("scales", 4, 64)]
 )
 FP32 = AtRest.per_param([Section("param", 4), Section("moment0", 4), Section("moment1", 4)])
-FP16 = AtRest.per_param([Section("param", 2), Section("master", 4), Section("moment0", 4), Section("moment1", 4)])
+FP16 = AtRest.per_param(
+    [Section("param", 2), Section("master", 4), Section("moment0", 4), Section("moment1", 4)]
+)
 
 
-def moved(per_param: AtRest, update: str = "deferred", micro_batches: int = 1, *, params: float = 0.0, optim: float = 0.0) -> tuple[float, float]:
-    """Bytes of one parameter that a step reads and writes; params, optim: the shares that are resident."""
-    found = traffic(per_param.scaled(params=1 - params, optim=1 - optim), update, micro_batches).total
+def moved(
+    per_param: AtRest,
+    update: str = "deferred",
+    micro_batches: int = 1,
+    *,
+    params: float = 0.0,
+    optim: float = 0.0,
+) -> tuple[float, float]:
+    """Bytes of one parameter that a step reads and writes; params, optim: the shares that are
+    resident."""
+    found = traffic(
+        per_param.scaled(params=1 - params, optim=1 - optim), update, micro_batches
+    ).total
     return found.read, found.written
 
 
@@ -54,7 +66,13 @@ def moved(per_param: AtRest, update: str = "deferred", micro_batches: int = 1, *
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 @pytest.mark.parametrize(
     ("state", "read", "written", "param"),
-    [(EXACT, 14, 12, 2), (BF16, 10, 8, 2), (COMPACT, 7.0625, 5.0625, 2), (FP32, 16, 12, 4), (FP16, 16, 14, 2)],
+    [
+        (EXACT, 14, 12, 2),
+        (BF16, 10, 8, 2),
+        (COMPACT, 7.0625, 5.0625, 2),
+        (FP32, 16, 12, 4),
+        (FP16, 16, 14, 2),
+    ],
 )
 def test_bytes_per_parameter_are_those_of_the_design(
     state: AtRest, read: float, written: float, param: int, update: str, micro_batches: int
@@ -119,7 +137,10 @@ def test_turning_points_save_at_most_what_stays_gathered() -> None:
 
 
 def test_mistakes_name_value_and_choices() -> None:
-    with pytest.raises(ValueError, match=r"update='sometimes' is not known; use 'deferred' or 'backward' or 'delayed'"):
+    with pytest.raises(
+        ValueError,
+        match=r"update='sometimes' is not known; use 'deferred' or 'backward' or 'delayed'",
+    ):
         move_counts("sometimes", 1)
     with pytest.raises(ValueError, match="micro_batches=0"):
         move_counts("deferred", 0)
@@ -129,7 +150,7 @@ def test_mistakes_name_value_and_choices() -> None:
         Drives(1, math.inf)
 
 
-# -- seconds -----------------------------------------------------------------------------------------------------------
+# -- seconds ---------------------------------------------------------------------------------------
 
 DRIVES = Drives(10.0, 6.0)
 
@@ -182,15 +203,24 @@ def test_reading_ahead_betters_the_deferred_limit_until_one_side_is_full() -> No
     assert deferred_s(**base, movable_s=0.4) == pytest.approx(3.8)
     assert deferred_s(**base, movable_s=1.0) == pytest.approx(3.2)  # the rest has no more room
     assert deferred_s(**base, movable_s=9.0) == pytest.approx(3.2)
-    assert deferred_s(states_s=0.6, rest_io_s=0.0, first_forward_s=0.5, rest_s=1.0, movable_s=9.0) == pytest.approx(1.5)
+    assert deferred_s(
+        states_s=0.6, rest_io_s=0.0, first_forward_s=0.5, rest_s=1.0, movable_s=9.0
+    ) == pytest.approx(1.5)
     # 11 of the 24 bytes of states that an update moves, at their mix: 11 / 24 of 3.2 s.
     ahead = limits(traffic(EXACT, "deferred", 1), Compute(0.5, 2.0), DRIVES, movable_bytes=11)
     assert ahead.schedule_s == pytest.approx(3.2 * 13 / 24 + 2.0)
-    assert limits(traffic(EXACT, "deferred", 1), Compute(0.5, 9.0), DRIVES, movable_bytes=1e9).schedule_s == pytest.approx(9.5)
+    assert limits(
+        traffic(EXACT, "deferred", 1), Compute(0.5, 9.0), DRIVES, movable_bytes=1e9
+    ).schedule_s == pytest.approx(9.5)
 
 
 def test_without_drives_a_step_is_its_computation_and_the_other_terms() -> None:
-    found = limits(traffic(AtRest(), "deferred", 1), Compute(0.5, 1.0), None, others=[BusyTime.sum_of(0.1), BusyTime.sum_of(3.0, 4.0)])
+    found = limits(
+        traffic(AtRest(), "deferred", 1),
+        Compute(0.5, 1.0),
+        None,
+        others=[BusyTime.sum_of(0.1), BusyTime.sum_of(3.0, 4.0)],
+    )
     assert found.floor_s == found.schedule_s == 7.0
     assert found.floor_s == found.other_s > max(found.io_s, found.compute_s)
 
@@ -199,11 +229,14 @@ def test_links_and_memory_take_their_time_in_each_part_of_a_step() -> None:
     compute, moved = Compute(0.5, 1.0), traffic(EXACT, "deferred", 1)
     busy = BusyTime(4.0, 0.1, 4.1)
     assert limits(moved, compute, DRIVES, others=[busy]).schedule_s == pytest.approx(4.0 + 1.0)
-    busy = BusyTime(1.0, 5.0, 5.0)  # less than its parts: what fills one direction first, and then the other
+    # less than its parts: what fills one direction first, and then the other
+    busy = BusyTime(1.0, 5.0, 5.0)
     found = limits(moved, compute, DRIVES, others=[busy])
     assert (found.floor_s, found.other_s) == (5.0, 5.0)
     assert found.schedule_s == pytest.approx(3.2 + 5.0)
-    two = limits(traffic(EXACT, "backward", 2), Compute.of(0.5, 1.0, 2), DRIVES, "backward", others=[busy])
+    two = limits(
+        traffic(EXACT, "backward", 2), Compute.of(0.5, 1.0, 2), DRIVES, "backward", others=[busy]
+    )
     assert two.schedule_s == pytest.approx(3.4 + 5.0)
     assert limits(moved, compute, DRIVES, "delayed", others=[busy]).schedule_s == 5.0
 
@@ -219,7 +252,9 @@ def test_operations_count_six_per_parameter_and_token_and_eight_with_recompute()
 
 def test_a_drive_lasts_its_rating() -> None:
     assert days_of_life(96e9, 10.0, 600) == pytest.approx(600e12 / (96e9 / 10 * 86400))
-    assert days_of_life(96e9, 10.0, 600, drives=2) == pytest.approx(2 * 600e12 / (96e9 / 10 * 86400))
+    assert days_of_life(96e9, 10.0, 600, drives=2) == pytest.approx(
+        2 * 600e12 / (96e9 / 10 * 86400)
+    )
     assert days_of_life(0, 10.0, 600) == math.inf
 
 
@@ -245,7 +280,8 @@ def test_counted_bytes_are_divided_like_planned_ones(
 
 
 def test_what_moves_beside_states_is_what_cannot_move_elsewhere() -> None:
-    """Of three micro-batches: 5 bytes of parameters, 7 of other states, 11 of gradients, 13 frozen, 17 of activations."""
+    """Of three micro-batches: 5 bytes of parameters, 7 of other states, 11 of gradients, 13 frozen,
+    17 of activations."""
     on_nvme, states = AtRest(5, 7, 11, 13), Moved(5 + 7, 5 + 7)
     deferred = traffic(on_nvme, "deferred", 3, activations=17)
     assert deferred.beside_states == states + Moved(11 + 13, 17)
@@ -256,15 +292,25 @@ def test_what_moves_beside_states_is_what_cannot_move_elsewhere() -> None:
 
 
 @settings(deadline=None)
-@given(st.builds(Moved, BYTES, BYTES), BYTES, st.builds(Moved, BYTES, BYTES), st.builds(Moved, BYTES, BYTES), BYTES)
+@given(
+    st.builds(Moved, BYTES, BYTES),
+    BYTES,
+    st.builds(Moved, BYTES, BYTES),
+    st.builds(Moved, BYTES, BYTES),
+    BYTES,
+)
 def test_counts_that_run_ahead_of_the_drives_add_up_all_the_same(
     moved: Moved, params_read: int, grads: Moved, activations: Moved, frozen: int
 ) -> None:
     """What is in flight was begun and is not confirmed yet."""
     for update in UPDATES:
-        found = measured_traffic(moved, params_read, update, 2, grads=grads, activations=activations, frozen=frozen)
+        found = measured_traffic(
+            moved, params_read, update, 2, grads=grads, activations=activations, frozen=frozen
+        )
         assert found.total == moved
-        assert min(found.states.read, found.states.written, found.rest.read, found.rest.written) >= 0
+        assert (
+            min(found.states.read, found.states.written, found.rest.read, found.rest.written) >= 0
+        )
 
 
 def test_spilled_gradients_do_not_lengthen_the_limit_of_a_deferred_update() -> None:
@@ -273,7 +319,17 @@ def test_spilled_gradients_do_not_lengthen_the_limit_of_a_deferred_update() -> N
     compute, params_read = Compute.of(0.5, 1.0, 4), planned.params_read
     step_s = limits(planned, compute, DRIVES).schedule_s
     counted = measured_traffic(
-        planned.total, params_read, "deferred", 4, grads=planned.grads, activations=planned.activations
+        planned.total,
+        params_read,
+        "deferred",
+        4,
+        grads=planned.grads,
+        activations=planned.activations,
     )
     assert limits(counted, compute, DRIVES).eta(step_s)[1] == pytest.approx(1.0)
-    assert limits(measured_traffic(planned.total, params_read, "deferred", 4), compute, DRIVES).eta(step_s)[1] > 1.05
+    assert (
+        limits(measured_traffic(planned.total, params_read, "deferred", 4), compute, DRIVES).eta(
+            step_s
+        )[1]
+        > 1.05
+    )

@@ -1,4 +1,5 @@
-"""A step against its limits: what moved by kind, bandwidths of a run, and what is said where they are not known."""
+"""A step against its limits: what moved by kind, bandwidths of a run, and what is said where they
+are not known."""
 
 from __future__ import annotations
 
@@ -19,11 +20,16 @@ MIB = 1 << 20
 BUSY, IDLE = Window(0.0, 300 * MIB, 100 * MIB, 1.0), Window(1.0, 30 * MIB, 10 * MIB, 0.1)
 
 
-def collected(on_nvme: AtRest, micro_batches: int, *windows: Window, activations: int = 0, steps: int = 4) -> StepTerms:
-    """The terms of steps that move what the formulas say, after a first one that moved a thousand times as much."""
+def collected(
+    on_nvme: AtRest, micro_batches: int, *windows: Window, activations: int = 0, steps: int = 4
+) -> StepTerms:
+    """The terms of steps that move what the formulas say, after a first one that moved a thousand
+    times as much."""
     moved = traffic(on_nvme, "deferred", micro_batches, activations=activations)
     now = Marks()
-    clock = PhaseClock(Timeline(), lambda: now, lambda: (now.activations_read, now.activations_written))
+    clock = PhaseClock(
+        Timeline(), lambda: now, lambda: (now.activations_read, now.activations_written)
+    )
     for step in range(steps):
         for _ in range(micro_batches):
             for phase in ("forward", "idle", "backward", "idle"):
@@ -41,7 +47,11 @@ def collected(on_nvme: AtRest, micro_batches: int, *windows: Window, activations
             )
         clock.enter("idle")
     found = StepTerms.collect(
-        clock, executor_stats(drive_stats(windows)), update="deferred", bandwidths={}, frozen_bytes=on_nvme.frozen
+        clock,
+        executor_stats(drive_stats(windows)),
+        update="deferred",
+        bandwidths={},
+        frozen_bytes=on_nvme.frozen,
     )
     assert found is not None
     assert found.steps == steps - 1
@@ -56,7 +66,10 @@ def test_what_moved_is_told_by_kind_and_only_what_moved() -> None:
         "and 6 MiB of activations; written 6 MiB of states, 2 MiB of spilled gradients and 6 MiB of activations"
     ) in told
     told = str(collected(AtRest(MIB, 5 * MIB), 1, BUSY))
-    assert "(mean of 3, 1 micro-batch, update deferred); read 1 MiB of parameters and 6 MiB of states; written 6 MiB of s" in told
+    assert (
+        "(mean of 3, 1 micro-batch, update deferred); read 1 MiB of parameters and 6 MiB of states; written 6 MiB of s"
+        in told
+    )
     told = str(collected(AtRest(), 1))
     assert "read nothing; written nothing" in told
 
@@ -74,7 +87,10 @@ def test_where_the_drives_are_not_known_the_limit_is_of_compute_alone_and_there_
     assert "η 1" not in told
     record = json.loads(json.dumps(unknown.as_dict()))
     assert not record["drives_known"]
-    assert {record[name] for name in ("eta_floor", "eta_schedule", "eta_floor_loop", "eta_schedule_loop")} == {None}
+    assert {
+        record[name]
+        for name in ("eta_floor", "eta_schedule", "eta_floor_loop", "eta_schedule_loop")
+    } == {None}
 
 
 def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
@@ -93,14 +109,18 @@ def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
 
 
 def with_gpu(update: str, held: ModelBytes, micro_batches: int) -> tuple[StepTerms, Copies]:
-    """Steps that copy what the formulas say, up at 50 and down at 25 MiB per second, and read and write nothing."""
+    """Steps that copy what the formulas say, up at 50 and down at 25 MiB per second, and read and
+    write nothing."""
     planned = copies(held, update, micro_batches)
-    sums = (micro_batches - 1) * held.grads  # torch brings them up, and the executor counts them not
+    # torch brings them up, and the executor counts them not
+    sums = (micro_batches - 1) * held.grads
     if update == "delayed":
         planned = Copies(planned.total + Copied(-sums))
     else:
         early = held.grads if update == "backward" and sums else 0
-        planned = Copies(planned.beside_states + Copied(-early), planned.rest + Copied(early - sums))
+        planned = Copies(
+            planned.beside_states + Copied(-early), planned.rest + Copied(early - sums)
+        )
     now = executor_stats()
     out = round(micro_batches * held.activations)
     shelved = [0]
@@ -128,22 +148,35 @@ def with_gpu(update: str, held: ModelBytes, micro_batches: int) -> tuple[StepTer
 @pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_copies_to_a_gpu_are_a_term_of_the_limits(update: str, micro_batches: int) -> None:
-    found, planned = with_gpu(update, ModelBytes(params=600 * MIB, grads=600 * MIB, frozen=60 * MIB), micro_batches)
+    found, planned = with_gpu(
+        update, ModelBytes(params=600 * MIB, grads=600 * MIB, frozen=60 * MIB), micro_batches
+    )
     assert found.link is not None
-    assert (found.link.h2d_bytes_per_s, found.link.d2h_bytes_per_s) == (pytest.approx(50 * MIB), pytest.approx(25 * MIB))
+    assert (found.link.h2d_bytes_per_s, found.link.d2h_bytes_per_s) == (
+        pytest.approx(50 * MIB),
+        pytest.approx(25 * MIB),
+    )
     for mine, other in ((found.copied.total, planned.total), (found.copied.rest, planned.rest)):
-        assert (mine.h2d, mine.d2h) == (pytest.approx(other.h2d, abs=4), pytest.approx(other.d2h, abs=4))
+        assert (mine.h2d, mine.d2h) == (
+            pytest.approx(other.h2d, abs=4),
+            pytest.approx(other.d2h, abs=4),
+        )
     busy = found.link.busy_time(planned)
     assert found.limits.other_s == found.limits.floor_s == pytest.approx(busy.total_s)
     windows_s = busy.total_s if update == "delayed" else busy.beside_states_s + busy.rest_s
     assert found.limits.schedule_s == pytest.approx(windows_s, rel=1e-3)  # no compute to speak of
     told = str(found)
-    assert f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, {format_size(planned.total.d2h)} back at 0.03" in told
+    assert (
+        f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, {format_size(planned.total.d2h)} back at 0.03"
+        in told
+    )
     assert f"link {busy.total_s:.3f}), η" in told
 
 
 def test_activations_that_wait_elsewhere_are_no_gradients() -> None:
-    found, planned = with_gpu("deferred", ModelBytes(params=64 * MIB, grads=64 * MIB, activations=5 * MIB), 2)
+    found, planned = with_gpu(
+        "deferred", ModelBytes(params=64 * MIB, grads=64 * MIB, activations=5 * MIB), 2
+    )
     assert found.copied.beside_states.d2h == pytest.approx(planned.beside_states.d2h) == 5 * MIB
     assert found.copied.beside_states.h2d == pytest.approx(64 * MIB)
 
@@ -155,7 +188,7 @@ def test_without_a_gpu_there_is_no_link() -> None:
     assert json.loads(json.dumps(found.as_dict()))["link"] is None
 
 
-# -- bandwidths of a run -----------------------------------------------------------------------------------------------
+# -- bandwidths of a run ---------------------------------------------------------------------------
 
 
 def test_a_drive_without_a_busy_second_leaves_all_of_them_unknown() -> None:
@@ -179,7 +212,9 @@ def test_bandwidths_that_are_known_stand_for_every_drive_or_for_none() -> None:
 
 
 def test_bandwidths_are_found_again_from_samples_of_different_mixes() -> None:
-    samples = [(r, w, r / 6.8e9 + w / 5.0e9) for r, w in ((4e9, 0.0), (2e9, 2e9), (1e9, 3e9), (3e9, 1e9))]
+    samples = [
+        (r, w, r / 6.8e9 + w / 5.0e9) for r, w in ((4e9, 0.0), (2e9, 2e9), (1e9, 3e9), (3e9, 1e9))
+    ]
     found = fit_drives(samples)
     assert found is not None
     drives, apart = found
