@@ -131,12 +131,12 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
     found: dict[str, Tiers] = defaultdict(Tiers)
     sections, extents = 0, 0
     for flat in handle.parts.split.flats:
-        rest = handle.parts.tiers.store[flat]
-        for record in rest.records:
-            for index, section in enumerate(rest.sections):
+        shard = handle.parts.tiers.store[flat]
+        for record in shard.records:
+            for index, section in enumerate(shard.sections):
                 name = (
                     "gradients"
-                    if index >= rest.format.written_count
+                    if index >= shard.format.written_count
                     else "optimizer states"
                     if index
                     else "parameters at rest"
@@ -148,7 +148,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                     assert record["section_ptr"][index], (flat, name)
                     found[name] += Tiers(cpu=size)
                     sections += -(-size // 64) * 64
-        extents += sum(place.size_bytes for place in rest.places)
+        extents += sum(place.size_bytes for place in shard.places)
     # What the records say is what slabs and swap files have been asked for.
     assert sections == handle.parts.tiers.store.resident_bytes, (
         sections,

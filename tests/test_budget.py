@@ -19,7 +19,7 @@ from infinity.aio import Format
 from infinity.errors import BudgetError, DeviceFailedError
 from tests import forks, harness, models
 from tests.test_memory import fill, peak_rss_bytes
-from tests.unit.params.test_state_store import fetched, make_flat, make_rest
+from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
 MIB = 1 << 20
 LAYERS, HIDDEN = 14, 512
@@ -190,43 +190,43 @@ def rss_bytes() -> int:
 
 
 def test_resident_memory_that_a_plan_moves_to_nvme_is_given_back(tmp_path: Path) -> None:
-    with make_rest(tmp_path, "threads") as rest:
+    with make_store(tmp_path, "threads") as store:
         unit = Unit(0, "u", ())
         flats = [make_flat(unit, index, torch.bfloat16) for index in range(8)]
         chunks = len(flats[0].layout.chunks)
         numel = sum(flat.layout.shard_numel for flat in flats)
-        rest.create(flats, [[0] * chunks for _ in flats])
+        store.create(flats, [[0] * chunks for _ in flats])
         values = torch.randn(flats[0].layout.shard_numel).bfloat16()
         for flat in flats:
-            rest.store(flat, 0, values.data_ptr()).wait()
+            store.store(flat, 0, values.data_ptr()).wait()
         formats = [Format.SPLIT] * len(flats)
-        rest.convert(flats, formats, [[0] * chunks for _ in flats])
-        assert rest.resident_bytes == 12 * numel
+        store.convert(flats, formats, [[0] * chunks for _ in flats])
+        assert store.resident_bytes == 12 * numel
         before = rss_bytes()
         # `lo` stays everywhere
-        rest.convert(
+        store.convert(
             flats, formats, [[0b1101 * (index % 2)] * chunks for index in range(len(flats))]
         )
-        assert rest.resident_bytes == 7 * numel
+        assert store.resident_bytes == 7 * numel
         assert before - rss_bytes() > 0.8 * 5 * numel
-        rest.convert(flats, formats, [[0b1111] * chunks for _ in flats])
-        assert rest.resident_bytes == 0
-        assert not rest._slabs
+        store.convert(flats, formats, [[0b1111] * chunks for _ in flats])
+        assert store.resident_bytes == 0
+        assert not store._slabs
         for flat in flats:
             assert torch.equal(
-                fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+                fetched(store, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
             )
 
 
 def test_a_conversion_that_fails_gives_back_what_it_took(tmp_path: Path) -> None:
-    with make_rest(tmp_path, "threads") as rest:
+    with make_store(tmp_path, "threads") as store:
         flats = [make_flat(Unit(0, "u", ()), index, torch.bfloat16) for index in range(3)]
         chunks = len(flats[0].layout.chunks)
-        rest.create(flats, [[1] * chunks for _ in flats])
+        store.create(flats, [[1] * chunks for _ in flats])
         values = torch.randn(flats[0].layout.shard_numel).bfloat16()
         for flat in flats:
-            rest.store(flat, 0, values.data_ptr()).wait()
-        carry, seen = rest._carry_over, []
+            store.store(flat, 0, values.data_ptr()).wait()
+        carry, seen = store._carry_over, []
 
         def breaks(*pair: Any) -> None:
             seen.append(pair)
@@ -234,13 +234,13 @@ def test_a_conversion_that_fails_gives_back_what_it_took(tmp_path: Path) -> None
                 raise DeviceFailedError("broken")
             carry(*pair)
 
-        rest._carry_over = breaks  # type: ignore[method-assign, assignment]
+        store._carry_over = breaks  # type: ignore[method-assign, assignment]
         with pytest.raises(DeviceFailedError):
-            rest.convert(flats, [Format.SPLIT] * 3, [[0] * chunks for _ in flats])
-        assert rest.resident_bytes == 12 * flats[0].layout.shard_numel  # the first was done
+            store.convert(flats, [Format.SPLIT] * 3, [[0] * chunks for _ in flats])
+        assert store.resident_bytes == 12 * flats[0].layout.shard_numel  # the first was done
         for flat in flats:
             assert torch.equal(
-                fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+                fetched(store, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
             )
 
 

@@ -98,10 +98,10 @@ def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
     engine's records."""
     found = AtRest()
     for flat in (flat for unit in units for flat in unit.flats):
-        rest = handle.parts.tiers.store[flat]
+        shard = handle.parts.tiers.store[flat]
         kinds = {"params": 0.0, "optim": 0.0, "grads": 0.0}
-        for record in rest.records:
-            for index, section in enumerate(rest.sections):
+        for record in shard.records:
+            for index, section in enumerate(shard.sections):
                 if record["section_at"][index] < 0:
                     continue
                 items = int(record["numel"]) // section.group_numel

@@ -22,7 +22,7 @@ from infinity.aio import Fault, Format, Seam
 from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from tests import harness, models
-from tests.unit.params.test_state_store import fetched, make_flat, make_rest
+from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
 SPILLED = Format.SPLIT.with_grad(GradSection.BF16)
 
@@ -218,21 +218,21 @@ def test_gradients_outlive_the_optimizer(momentum: float | None, tmp_path: Path)
 def test_spilled_gradients_of_many_chunks_keep_their_bits(
     now: Format, backend: str, tmp_path: Path
 ) -> None:
-    with make_rest(tmp_path, backend) as rest:
+    with make_store(tmp_path, backend) as store:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
         chunks = len(flat.layout.chunks)
         assert chunks > 1
         stored = [torch.randn(flat.layout.shard_numel).bfloat16() for _ in range(2)]
-        rest.create([flat], [[1] * chunks])
-        rest.store(flat, 0, stored[0].data_ptr()).wait()
-        rest.convert([flat], [SPILLED], [[0b10001] * chunks])
-        rest.store(flat, 4, stored[1].data_ptr()).wait()
+        store.create([flat], [[1] * chunks])
+        store.store(flat, 0, stored[0].data_ptr()).wait()
+        store.convert([flat], [SPILLED], [[0b10001] * chunks])
+        store.store(flat, 4, stored[1].data_ptr()).wait()
         last = now.written_count
         for mask in (1 << last, 1 << last | 0b0111):
-            rest.convert([flat], [now], [[mask] * chunks])
-            assert torch.equal(fetched(rest, flat, 0, torch.bfloat16), stored[0])
-            assert torch.equal(fetched(rest, flat, last, torch.bfloat16), stored[1])
-            assert not fetched(rest, flat, 2, torch.float32).any()
+            store.convert([flat], [now], [[mask] * chunks])
+            assert torch.equal(fetched(store, flat, 0, torch.bfloat16), stored[0])
+            assert torch.equal(fetched(store, flat, last, torch.bfloat16), stored[1])
+            assert not fetched(store, flat, 2, torch.float32).any()
 
 
 def accumulated(chosen: inf.Policy, seam: Seam | None = None, prepare: Any = None) -> Placed:

@@ -147,8 +147,8 @@ def test_how_far_is_read_ahead_is_room_in_bytes(
         handle, counted_units = inf.handle(model), []
         for block in model.blocks:
             block.register_forward_pre_hook(
-                lambda *_: counted_units.append(len(handle.unsharder._gathered))
-            )  # noqa: B023
+                lambda *_: counted_units.append(len(handle.unsharder._gathered))  # noqa: B023
+            )
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
         assert handle.stats().gathered_bytes_peak <= handle.unsharder.gathered_bytes_max

@@ -117,7 +117,7 @@ class Tiers:
     @property
     def store(self) -> StateStore:
         """The states at rest."""
-        return self.storage.rest
+        return self.storage.store
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,7 +256,7 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
         rank=split.comm.rank,
     )
     # Chunks get their places and no values.
-    storage.rest.create(split.flats, plan.nvme_masks)
+    storage.store.create(split.flats, plan.nvme_masks)
     return Tiers(planner, buffers, offload, storage)
 
 
@@ -302,11 +302,11 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
                 "update_on='device': the model computes on the CPU, which updates already; use "
                 "update_on='cpu'"
             )
-        return DeviceUpdate(rest=tiers.store, executor=tiers.executor, device=device)
+        return DeviceUpdate(store=tiers.store, executor=tiers.executor, device=device)
     if policy.update == "delayed":
         return DelayedUpdate(
             split.units,
-            rest=tiers.store,
+            store=tiers.store,
             rank=split.comm.rank,
             grad_dtype=policy.grad_dtype,
             device=device,
@@ -362,7 +362,7 @@ def build_unsharder(
     """Build the cache of gathered units."""
     return Unsharder(
         split.units,
-        rest=tiers.store,
+        store=tiers.store,
         executor=tiers.executor,
         gradients=grads.reducer,
         comm=split.comm,
@@ -396,10 +396,10 @@ def build_optimizer(
     transaction = None
     # Two places for each chunk make a step a transaction.
     if policy.generations > 1:
-        transaction = Transaction(units, rest=store, executor=executor, unsharder=unsharder)
+        transaction = Transaction(units, store=store, executor=executor, unsharder=unsharder)
     pipeline = StepPipeline(
         units,
-        rest=store,
+        store=store,
         executor=executor,
         unsharder=unsharder,
         comm=comm,
@@ -412,7 +412,7 @@ def build_optimizer(
         policy,
         split.flats,
         planner=tiers.planner,
-        rest=store,
+        store=store,
         executor=executor,
         gradients=tiers.buffers,
         book=grads.registry,

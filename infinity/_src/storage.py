@@ -117,7 +117,7 @@ class Storage:
         self.executor.spans(True)
         if self.run is not None:
             _add_layers(self.executor, self.run, layers)
-        self.rest = StateStore(
+        self.store = StateStore(
             self.executor,
             space,
             sums_on=policy.verify != "off",
@@ -125,7 +125,7 @@ class Storage:
             layers=layers,
             device=device,
         )
-        undo.callback(self.rest.close)
+        undo.callback(self.store.close)
         # Before its memory goes, if an interrupt left jobs in flight.
         undo.callback(self.executor.close, wait=False)
         self.endurance = Endurance()
@@ -177,10 +177,10 @@ class Storage:
         """Return the bytes on the drives of parameters without an optimizer."""
         total = 0
         for flat in flats:
-            rest = self.rest[flat]
-            if rest.format is Format.RAW:
-                on_nvme = rest.records["section_at"][:, 0] >= 0
-                total += int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+            shard = self.store[flat]
+            if shard.format is Format.RAW:
+                on_nvme = shard.records["section_at"][:, 0] >= 0
+                total += int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
         return total
 
     def step_begins(self, steps: int) -> None:

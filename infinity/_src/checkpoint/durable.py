@@ -93,7 +93,7 @@ class DurableRun:
         self._policy = policy = saver.policy
         self._model = model
         self._units = list(saver.units)
-        self._store = saver.states.rest
+        self._store = saver.states.store
         self._executor = saver.executor
         self._comm = saver.comm
         self._optimizer_of = saver.optimizer_of

@@ -133,7 +133,7 @@ def has_master(states: States, param: Param) -> bool:
     """Return whether the parameter is stored with an optimizer's states, its fp32 master among
     them.
     """
-    return states.rest[param.flat].format is not Format.RAW
+    return states.store[param.flat].format is not Format.RAW
 
 
 def write_param(of: Receiver, param: Param, value: torch.Tensor) -> None:

@@ -396,7 +396,7 @@ class RestoreJob:
             line.advance(turn.size_bytes)
 
         pipeline = ChunkPipeline(
-            [ChunkBuffer(self._states.rest) for _ in range(BUFFERS)],
+            [ChunkBuffer(self._states.store) for _ in range(BUFFERS)],
             ahead=LOOK_AHEAD,
             look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
             transform=lambda turn, buffer: self._compose(reader, buffer, turn, held),
@@ -430,7 +430,7 @@ class RestoreJob:
                         Part(span.start, found[param], pieces)
                     )
             for chunk, parts in sorted(by_chunk.items()):
-                yield _Turn(self._states.rest[flat], chunk, tuple(parts))
+                yield _Turn(self._states.store[flat], chunk, tuple(parts))
 
     def _compose(
         self, reader: StateReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]

@@ -376,7 +376,7 @@ class Saver:
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        shards = [self.states.rest[flat] for flat in self.flats]
+        shards = [self.states.store[flat] for flat in self.flats]
         snapshot = Snapshot(
             self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
         )
@@ -393,7 +393,7 @@ class Saver:
         self._last = save
         if copies:
             # From here on a write to states waits until the snapshot has read them.
-            self.states.rest.guard(snapshot)
+            self.states.store.guard(snapshot)
         job = _SaveJob(
             save,
             captured,
@@ -424,8 +424,8 @@ class Saver:
         entries = tuple(
             metadata.describe_optimizer(optimizer, self.optimizer_of) for optimizer in optimizers
         )
-        layout = metadata.layout_of(self.flats, self.states.rest, self.policy)
-        rows = rows_of([self.states.rest[flat] for flat in self.flats], key=secrets.randbits(62))
+        layout = metadata.layout_of(self.flats, self.states.store, self.policy)
+        rows = rows_of([self.states.store[flat] for flat in self.flats], key=secrets.randbits(62))
         return _Captured(layout, entries, metadata.buffer_bytes(model), extra_bytes(extra), rows)
 
     def _order(self) -> list[Flat]:
@@ -449,7 +449,7 @@ class Saver:
             line.end()
             # In this order: directory and states are free before anybody sees that the save ended.
             undo.close()
-            self.states.rest.guard(None)
+            self.states.store.guard(None)
             job.handle.end(error)
 
     def wait_for_last(self) -> None:

@@ -54,7 +54,7 @@ class SpilledGradients:
 
     def __init__(
         self,
-        rest: StateStore,
+        store: StateStore,
         rank: int,
         dtypes: dict[Flat, torch.dtype],
         *,
@@ -64,7 +64,7 @@ class SpilledGradients:
     ):
         """dtypes: of the gradients of each flat that spills. count, size_bytes: windows, as
         planned."""
-        self._store = rest
+        self._store = store
         self._device = device
         self._rank = rank
         self._dtypes = dict(dtypes)

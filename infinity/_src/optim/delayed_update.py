@@ -46,7 +46,7 @@ class DelayedUpdate(DeferredUpdate):
         self,
         units: Sequence[Unit],
         *,
-        rest: StateStore,
+        store: StateStore,
         rank: int,
         grad_dtype: torch.dtype | None,
         device: Device,
@@ -54,7 +54,7 @@ class DelayedUpdate(DeferredUpdate):
     ) -> None:
         super().__init__()
         self._units = list(units)
-        self._delayed = self.delayed_params = DelayedParams(rest)
+        self._delayed = self.delayed_params = DelayedParams(store)
         self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
         self._warmup = warmup
         self._taken = 0  # steps that updated something

@@ -100,9 +100,9 @@ class JointTicket:
 class DeviceUpdate(DeferredUpdate):
     """Updates units on the device, in `opt.step()`."""
 
-    def __init__(self, *, rest: StateStore, executor: Executor, device: Device) -> None:
+    def __init__(self, *, store: StateStore, executor: Executor, device: Device) -> None:
         super().__init__()
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._device = device
         self._windows: deque[_Window] = deque()
@@ -119,7 +119,7 @@ class DeviceUpdate(DeferredUpdate):
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
             # A save may still read these chunks.
-            self._rest.will_write(unit.flats)
+            self._store.will_write(unit.flats)
             in_place = self._unsharder.can_update_in_place(unit)
             submission = self._pipeline.jobs_of(unit, work, slot_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
@@ -133,7 +133,7 @@ class DeviceUpdate(DeferredUpdate):
     def _chunks(self, unit: Unit, submission: Submission) -> Iterator[_Chunk]:
         """Yield the chunks of a unit in which a parameter has work, in the order of the shard."""
         for base, flat in enumerate(unit.flats):
-            rest = self._rest[flat]
+            shard = self._store[flat]
             jobs = submission.jobs[submission.jobs["base"] == base]
             which = np.flatnonzero(jobs["kind"] == JobKind.UPDATE)
             segs = [
@@ -143,18 +143,18 @@ class DeviceUpdate(DeferredUpdate):
             if not segs:
                 continue
             plan = UpdatePlan(
-                rest.format, segs, submission.hypers, device=self._device.torch_device
+                shard.format, segs, submission.hypers, device=self._device.torch_device
             )
-            states = (1 << rest.format.written_count) - 1
+            states = (1 << shard.format.written_count) - 1
             for index, at in enumerate(which.tolist()):
                 spilled = (
-                    rest.format.grad is not GradSection.NONE
+                    shard.format.grad is not GradSection.NONE
                     and (segs[index]["grad_dtype"] == GradDtype.SECTION).any()
                 )
                 # A spilled gradient is the section after the states, and is read but not written.
-                reads = states | (1 << rest.format.written_count if spilled else 0)
+                reads = states | (1 << shard.format.written_count if spilled else 0)
                 span = flat.layout.chunks[at]
-                yield _Chunk(flat, plan, index, int(rest.ids[at]), span.start, span.numel, reads)
+                yield _Chunk(flat, plan, index, int(shard.ids[at]), span.start, span.numel, reads)
 
     def _update(self, chunks: Iterator[_Chunk], *, in_place: bool) -> Iterator[Ticket]:
         """Stream chunks through the windows. Yields the tickets of the write-backs."""
@@ -190,7 +190,7 @@ class DeviceUpdate(DeferredUpdate):
                 self._unsharder.shard_of(chunk.flat)[chunk.start : chunk.start + chunk.numel].copy_(
                     values
                 )
-        states = (1 << self._rest[chunk.flat].format.written_count) - 1
+        states = (1 << self._store[chunk.flat].format.written_count) - 1
         window.stored = self._submit(JobKind.STORE, chunk, window, states)
         return window.stored
 
@@ -199,7 +199,7 @@ class DeviceUpdate(DeferredUpdate):
         last.
         """
         found, at = [], 0
-        for section in self._rest[chunk.flat].sections:
+        for section in self._store[chunk.flat].sections:
             size_bytes = section.size_bytes(chunk.numel)
             found.append((at, at + size_bytes))
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
@@ -234,5 +234,5 @@ class DeviceUpdate(DeferredUpdate):
         numel = max(span.numel for span in flat.layout.chunks)
         return sum(
             round_up(section.size_bytes(numel), _ALIGNMENT_BYTES)
-            for section in self._rest[flat].sections
+            for section in self._store[flat].sections
         )

@@ -312,7 +312,7 @@ def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_Turn]:
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
-        yield _Turn(engine.states.rest[flat], chunk, spans)
+        yield _Turn(engine.states.store[flat], chunk, spans)
 
 
 def _copy(value: Any) -> Any:

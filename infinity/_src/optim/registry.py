@@ -43,7 +43,7 @@ class OptimizerRegistry:
         flats: Sequence[Flat],
         *,
         planner: PlacementPlanner,
-        rest: StateStore,
+        store: StateStore,
         executor: Executor,
         gradients: GradBuffers,
         book: GradRegistry,
@@ -57,7 +57,7 @@ class OptimizerRegistry:
         self._policy = policy
         self._flats = list(flats)
         self._planner = planner
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._gradients = gradients
         self._book = book
@@ -108,7 +108,7 @@ class OptimizerRegistry:
                         start, _, numel = param.flat.layout.shard_range(
                             param.slot_index, self._rank
                         )
-                        self._rest.forget(param.flat, start, numel)
+                        self._store.forget(param.flat, start, numel)
                 self._allocate_gradients()
                 # The last point where any rank may fail. After it nothing is allowed to raise but
                 # the rebinding.
@@ -161,7 +161,7 @@ class OptimizerRegistry:
             self._formats = formats_before
             made = self._gradients.size_bytes + self._mode.memory_bytes
             self._planner.restore(
-                before, resident_bytes=self._rest.resident_bytes, gradient_bytes=made
+                before, resident_bytes=self._store.resident_bytes, gradient_bytes=made
             )
             raise
         finally:
@@ -238,7 +238,7 @@ class OptimizerRegistry:
         """
         formats = {flat: self._formats[flat] for flat in self._registered}
         plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
-        self._rest.convert(self._flats, plan.formats, plan.nvme_masks)
+        self._store.convert(self._flats, plan.formats, plan.nvme_masks)
 
     def _allocate_gradients(self) -> None:
         """Make room for the gradients of registered flats, as planned, in RAM or on NVMe, and for
@@ -251,7 +251,7 @@ class OptimizerRegistry:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
             self._gradients.spill(
-                spilled, self._rest, window_count=plan.window_count, window_bytes=plan.window_bytes
+                spilled, self._store, window_count=plan.window_count, window_bytes=plan.window_bytes
             )
             self._has_gradient_memory = True
 

@@ -53,9 +53,9 @@ class States:
     """
 
     def __init__(
-        self, rest: StateStore, unsharder: Unsharder, comm: Comm, *, wait: Callable[[], None]
+        self, store: StateStore, unsharder: Unsharder, comm: Comm, *, wait: Callable[[], None]
     ) -> None:
-        self.rest = rest
+        self.store = store
         self.rank = comm.rank
         self._unsharder = unsharder
         self._comm = comm
@@ -66,7 +66,7 @@ class States:
         """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it.
         """
         while len(self._buffers) < count:
-            self._buffers.append(ChunkBuffer(self.rest))
+            self._buffers.append(ChunkBuffer(self.store))
         return self._buffers[:count]
 
     def check_ranks_agree(self, what: str, tensor: torch.Tensor | None = None) -> None:
@@ -87,14 +87,14 @@ class States:
         """
         # An update that is pending would overwrite the value, or show half of it.
         self._wait()
-        rest = self.rest[param.flat]
-        buffer = ChunkBuffer(self.rest)
+        shard = self.store[param.flat]
+        buffer = ChunkBuffer(self.store)
         part = []
         for span in spans_of(param, self.rank):
             # Only the sections of this value are moved: a moment costs no read of the master.
-            sections = sections_with(rest.format, value)
-            buffer.fetch(rest, span.chunk, sections).wait()
-            part.append(decode_values(rest.format, span_sections(buffer, span))[value])
+            sections = sections_with(shard.format, value)
+            buffer.fetch(shard, span.chunk, sections).wait()
+            part.append(decode_values(shard.format, span_sections(buffer, span))[value])
         return self._whole(param, part)
 
     def write(self, param: Param, value: int, tensor: torch.Tensor) -> None:
@@ -111,10 +111,10 @@ class States:
                 f"{param.name} is in use; write its states outside of forward, backward and "
                 "handle.gather()"
             )
-        rest = self.rest[param.flat]
+        shard = self.store[param.flat]
         # fp32 on the way, whatever the format: one rounding, at the encoder.
         wanted = tensor.detach().to("cpu", torch.float32).reshape(-1)
-        if rest.format.moments is Moments.Q8 and value == 2 and bool((wanted < 0).any()):
+        if shard.format.moments is Moments.Q8 and value == 2 and bool((wanted < 0).any()):
             raise ValueError(
                 f"the second moment of {param.name} is a mean of squares, and some of the values "
                 "given are below zero (the least "
@@ -124,12 +124,12 @@ class States:
             # Before the first store: an error between the two leaves a unit that is read anew,
             # never an old one that looks new.
             self.touch(param)
-        buffer = ChunkBuffer(self.rest)
+        buffer = ChunkBuffer(self.store)
         for span in spans_of(param, self.rank):
-            sections = sections_with(rest.format, value)
-            buffer.fetch(rest, span.chunk, sections).wait()
+            sections = sections_with(shard.format, value)
+            buffer.fetch(shard, span.chunk, sections).wait()
             given = wanted[span.element : span.element + span.numel].contiguous()
-            encode_value(rest.format, value, given, span_sections(buffer, span))
+            encode_value(shard.format, value, given, span_sections(buffer, span))
             buffer.store(sections).wait()
             # With update="delayed" forwards compute with a second copy, which must show the written
             # value too.
@@ -138,7 +138,7 @@ class States:
                     param.dtype
                 )
                 self._unsharder.delayed_params.write(
-                    param.flat, int(rest.starts[span.chunk]) + span.start, written
+                    param.flat, int(shard.starts[span.chunk]) + span.start, written
                 )
 
     def touch(self, param: Param) -> None:

@@ -82,7 +82,7 @@ class StepPipeline:
         self,
         units: Sequence[Unit],
         *,
-        rest: StateStore,
+        store: StateStore,
         executor: Executor,
         unsharder: Unsharder,
         comm: Comm,
@@ -92,7 +92,7 @@ class StepPipeline:
         watch: StepWatch,
     ) -> None:
         self._units = list(units)
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._unsharder = unsharder
         self._comm = comm
@@ -115,7 +115,7 @@ class StepPipeline:
 
     def prepare_jobs(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat. Call it again when formats or places changed."""
-        self._jobs = {flat: jobs_of_flat(self._rest, flat, self._comm.rank) for flat in flats}
+        self._jobs = {flat: jobs_of_flat(self._store, flat, self._comm.rank) for flat in flats}
 
     # -- faults and waiting ------------------------------------------------------------------------
 
@@ -414,7 +414,7 @@ class StepPipeline:
         Raises: the sticky fault of an earlier update; nothing is submitted then.
         """
         # A save may still read these chunks; it copies them, or this blocks until it has.
-        self._rest.will_write(unit.flats)
+        self._store.will_write(unit.flats)
         plan = jobs_of_unit(unit, self._jobs, work, gradients)
         jobs = plan.jobs
         # Behind a gate the whole unit is handed over, so its other chunks are fetched too. The gate

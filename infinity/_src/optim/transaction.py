@@ -62,10 +62,10 @@ class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
     def __init__(
-        self, units: Sequence[Unit], *, rest: StateStore, executor: Executor, unsharder: Unsharder
+        self, units: Sequence[Unit], *, store: StateStore, executor: Executor, unsharder: Unsharder
     ) -> None:
         self._units = list(units)
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._unsharder = unsharder
         self._durable: Durable | None = None
@@ -183,4 +183,4 @@ class Transaction:
         self._executor.rollback(ids)
 
     def _ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
-        return self._rest.versioned_ids(flats)
+        return self._store.versioned_ids(flats)

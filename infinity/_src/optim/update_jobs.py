@@ -61,10 +61,10 @@ class FlatJobs:
     within: npt.NDArray[np.int64]
 
 
-def jobs_of_flat(rest: StateStore, flat: Flat, rank: int) -> FlatJobs:
+def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
     """Return the jobs of one flat as it rests now. Make them anew when its format or place changed.
     """
-    at_rest = rest[flat]
+    at_rest = store[flat]
     spans = flat.layout.chunks
     jobs = np.zeros(len(spans), dtype=JOB)
     jobs["chunk"] = at_rest.ids

@@ -28,8 +28,8 @@ class DelayedParams:
     a time.
     """
 
-    def __init__(self, rest: StateStore) -> None:
-        self._rest = rest
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
         self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype)
         self._tickets: dict[Flat, Ticket] = {}
         self._stale: set[Flat] = set()
@@ -69,7 +69,7 @@ class DelayedParams:
         stale = [flat for flat in unit.flats if flat in self._stale]
         for flat in stale:
             address = self._shards[flat].data_ptr()
-            self._tickets[flat] = self._rest.fetch(flat, 0, address, priority=Priority.PREFETCH)
+            self._tickets[flat] = self._store.fetch(flat, 0, address, priority=Priority.PREFETCH)
             self._stale.discard(flat)
         return bool(stale)
 

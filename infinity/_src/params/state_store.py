@@ -165,14 +165,14 @@ def unplaced(
         if sums_on:
             record["sums_ptr"] = sums[0, index].ctypes.data
             record["other_sums_ptr"] = sums[1, index].ctypes.data if versioned else 0
-    rest = ShardRecords(
+    shard = ShardRecords(
         flat, state_format, sections, records, np.zeros(0, np.int32), [], sums, versioned
     )
     if versioned:
         records["other_bytes"] = [
-            record["run_bytes"] - rest.grad_bytes(record) for record in records
+            record["run_bytes"] - shard.grad_bytes(record) for record in records
         ]
-    return rest
+    return shard
 
 
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
@@ -243,8 +243,8 @@ class StateStore:
         Contents are undefined until written. Raises: SwapFullError; then nothing was created.
         """
         raw = [Format.RAW] * len(flats)
-        for rest in self._define(flats, raw, [[mask & 1 for mask in row] for row in masks], {}):
-            self._flats[rest.flat] = rest
+        for shard in self._define(flats, raw, [[mask & 1 for mask in row] for row in masks], {}):
+            self._flats[shard.flat] = shard
 
     def convert(
         self, flats: Sequence[Flat], formats: Sequence[Format], masks: Sequence[Sequence[int]]
@@ -285,8 +285,8 @@ class StateStore:
                 self._carry_over(old[made[0].flat], made[0])
             except BaseException:
                 self._executor.wait_all()
-                for rest in made:
-                    self._drop(rest, stays=old[rest.flat])
+                for shard in made:
+                    self._drop(shard, stays=old[shard.flat])
                 raise
             now = made.pop(0)
             self._flats[now.flat] = now
@@ -324,16 +324,16 @@ class StateStore:
         """Start copying one section of the shard to `address`, which holds shard_numel elements;
         there: on the device. Does not block.
         """
-        rest = self._flats[flat]
+        shard = self._flats[flat]
         if section == 0:
-            on_nvme = rest.records["section_at"][:, 0] >= 0
+            on_nvme = shard.records["section_at"][:, 0] >= 0
             self.params_read_bytes += (
-                int(rest.records["numel"][on_nvme].sum()) * rest.sections[0].itemsize
+                int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
             )
         if there:
             self._device.behind()
         return self._move(
-            rest, JobKind.FETCH, section, address, priority, self._device.mask if there else 0
+            shard, JobKind.FETCH, section, address, priority, self._device.mask if there else 0
         )
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
@@ -351,28 +351,28 @@ class StateStore:
         optimizer's chunk the moments do, too.
         """
         self.will_write((flat,))
-        rest = self._flats[flat]
+        shard = self._flats[flat]
         end = start + values.numel()
         touched = [
             i
             for i, span in enumerate(flat.layout.chunks)
             if span.start < end and start < span.start + span.numel
         ]
-        sections = range(rest.format.master_count)
+        sections = range(shard.format.master_count)
         first = flat.layout.chunks[touched[0]].start
         last = flat.layout.chunks[touched[-1]]
         numel = last.start + last.numel - first
-        dtypes = (flat.dtype, _SECOND_DTYPES.get(rest.format.master, flat.dtype))
+        dtypes = (flat.dtype, _SECOND_DTYPES.get(shard.format.master, flat.dtype))
         buffers = [torch.empty(numel, dtype=dtypes[section]) for section in sections]
         addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
         for kind in (JobKind.FETCH, JobKind.STORE):
             jobs = np.zeros(len(touched), dtype=JOB)
-            jobs["chunk"] = rest.ids[touched]
+            jobs["chunk"] = shard.ids[touched]
             jobs["kind"] = kind
             jobs["mask"] = sum(1 << section for section in sections)
             jobs["base"] = -1
             for section, address in zip(sections, addresses, strict=True):
-                at = rest.starts[touched] * rest.sections[section].itemsize + address
+                at = shard.starts[touched] * shard.sections[section].itemsize + address
                 jobs["ptr"][:, section] = at.astype(np.uint64)
             self._executor.submit(jobs, priority=Priority.DEMAND).wait()
             if kind is JobKind.FETCH:
@@ -392,14 +392,14 @@ class StateStore:
         spilled gradients. Blocks.
         """
         self.will_write((flat,))
-        rest = self._flats[flat]
-        left = rest.sections[1 : rest.format.written_count]
+        shard = self._flats[flat]
+        left = shard.sections[1 : shard.format.written_count]
         for index, span in enumerate(flat.layout.chunks):
             low, high = max(start, span.start), min(start + numel, span.start + span.numel)
             if low >= high or not left:
                 continue
             job = np.zeros(1, dtype=JOB)
-            job["chunk"], job["base"] = rest.ids[index], -1
+            job["chunk"], job["base"] = shard.ids[index], -1
             job["mask"] = sum(1 << section for section in range(1, 1 + len(left)))
             buffers = []
             for section, kind in enumerate(left, 1):
@@ -413,7 +413,7 @@ class StateStore:
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
             # The master of a parameter that nobody has updated is its value.
-            if rest.format.master is Master.FP16:
+            if shard.format.master is Master.FP16:
                 param = torch.empty(span.numel, dtype=flat.dtype)
                 self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
                 master = torch.from_numpy(buffers[0].view(np.float32))
@@ -454,15 +454,15 @@ class StateStore:
 
     def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
         """The executor's ids of the chunks of these flats that have a second place."""
-        ids = [rest.ids for rest in map(self._flats.__getitem__, flats) if rest.versioned]
+        ids = [shard.ids for shard in map(self._flats.__getitem__, flats) if shard.versioned]
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
-    def _look(self, rest: ShardRecords) -> None:
+    def _look(self, shard: ShardRecords) -> None:
         """Make the records of versioned chunks tell which place is the live one now. Nothing may be
         pending.
         """
-        if rest.versioned:
-            rest.records[:] = self._executor.look(rest.ids)
+        if shard.versioned:
+            shard.records[:] = self._executor.look(shard.ids)
 
     def named(self) -> None:
         """All places in use were named by a commit that outlives the process: from now on places
@@ -484,30 +484,30 @@ class StateStore:
 
     def _move(
         self,
-        rest: ShardRecords,
+        shard: ShardRecords,
         kind: JobKind,
         section: int,
         address: int,
         priority: Priority,
         flags: int = 0,
     ) -> Ticket:
-        jobs = np.zeros(len(rest.ids), dtype=JOB)
-        jobs["chunk"] = rest.ids
+        jobs = np.zeros(len(shard.ids), dtype=JOB)
+        jobs["chunk"] = shard.ids
         jobs["kind"] = kind
         jobs["mask"] = 1 << section | flags
         jobs["base"] = -1
         if address:
-            kind_of = rest.sections[section]
-            items = rest.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
+            kind_of = shard.sections[section]
+            items = shard.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
             jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
         return self._executor.submit(jobs, priority=priority)
 
     def _masks_of(self, flat: Flat) -> list[int]:
-        rest = self._flats[flat]
-        count = len(rest.sections)
+        shard = self._flats[flat]
+        count = len(shard.sections)
         return [
             sum(1 << s for s in range(count) if record["section_at"][s] >= 0)
-            for record in rest.records
+            for record in shard.records
         ]
 
     def _define(
@@ -526,13 +526,13 @@ class StateStore:
             with (
                 self._space.grow_together() if self._space is not None else contextlib.nullcontext()
             ):
-                places = [place for rest in made for place in self._reserve(rest, undo)]
+                places = [place for shard in made for place in self._reserve(shard, undo)]
             slab = self._place_resident(made, keep)
             if slab is not None:
                 undo.callback(slab.close)
-            for rest in made:
-                rest.ids = self._executor.define(rest.records)
-                undo.callback(self._executor.drop, rest.ids)
+            for shard in made:
+                shard.ids = self._executor.define(shard.records)
+                undo.callback(self._executor.drop, shard.ids)
             undo.pop_all()
         self.nvme_bytes += sum(place.size_bytes for place in places)
         if slab is not None:
@@ -541,18 +541,18 @@ class StateStore:
             self.resident_bytes += slab.size_bytes
         return made
 
-    def _reserve(self, rest: ShardRecords, undo: contextlib.ExitStack) -> list[SwapExtent]:
+    def _reserve(self, shard: ShardRecords, undo: contextlib.ExitStack) -> list[SwapExtent]:
         """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
-        runs = np.flatnonzero(rest.records["run_bytes"])
+        runs = np.flatnonzero(shard.records["run_bytes"])
         if self._space is None or not runs.size:
             return []
         groups = self._space.reserve_together(
-            [rest.wants(rest.records[index], self.layers) for index in runs]
+            [shard.wants(shard.records[index], self.layers) for index in runs]
         )
         for index, group in zip(runs, groups, strict=True):
-            rest.put(rest.records[index], group)
-        undo.callback(self._space.release, rest.places)
-        return rest.places
+            shard.put(shard.records[index], group)
+        undo.callback(self._space.release, shard.places)
+        return shard.places
 
     def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> ShardRecords:
         # What outlives the run is never overwritten, also where no optimizer holds it.
@@ -573,11 +573,11 @@ class StateStore:
         keep: of a flat, the records whose memory its first so many sections go on with.
         """
         wanted: list[tuple[npt.NDArray[Any], int, int]] = []
-        for rest in made:
-            kept, common = keep.get(rest.flat, (None, 0))
-            for field in ("section_ptr", "other_ptr")[: 1 + rest.versioned]:
-                for index, record in enumerate(rest.records):
-                    for s, section in enumerate(rest.sections):
+        for shard in made:
+            kept, common = keep.get(shard.flat, (None, 0))
+            for field in ("section_ptr", "other_ptr")[: 1 + shard.versioned]:
+                for index, record in enumerate(shard.records):
+                    for s, section in enumerate(shard.sections):
                         if record["section_at"][s] >= 0:
                             continue
                         if kept is not None and s < common and kept[index][field][s]:
@@ -625,12 +625,12 @@ class StateStore:
             master = param.float()
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
-    def _drop(self, rest: ShardRecords, *, stays: ShardRecords) -> None:
+    def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
         """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that
         it has in common with it.
         """
-        self._executor.drop(rest.ids)
-        for place in rest.places:
+        self._executor.drop(shard.ids)
+        for place in shard.places:
             assert self._space is not None
             self.nvme_bytes -= place.size_bytes
             if self._named:
@@ -642,9 +642,9 @@ class StateStore:
             for field in ("section_ptr", "other_ptr")
             for address in stays.records[field].flat
         }
-        for record in rest.records:
+        for record in shard.records:
             for section, *addresses in zip(
-                rest.sections, record["section_ptr"], record["other_ptr"], strict=False
+                shard.sections, record["section_ptr"], record["other_ptr"], strict=False
             ):
                 for address in addresses:
                     if address and int(address) not in kept:

@@ -96,7 +96,7 @@ class Unsharder:
         self,
         units: list[Unit],
         *,
-        rest: StateStore,
+        store: StateStore,
         executor: Executor,
         gradients: GradReducer,
         comm: Comm,
@@ -117,7 +117,7 @@ class Unsharder:
         self.update_wait_s = 0.0  # the step pipeline adds to it
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
         self.device = device or Device(torch.device("cpu"))
-        self._rest = rest
+        self._store = store
         self._executor = executor
         self._comm = comm
         self._never_evict = never_evict
@@ -233,7 +233,7 @@ class Unsharder:
             self._pending.begin_from_secondary(unit)
             return
         tickets = [
-            self._rest.fetch(flat, 0, self._target(flat), priority=priority, there=True)
+            self._store.fetch(flat, 0, self._target(flat), priority=priority, there=True)
             for flat in unit.flats
             # Flats with delayed parameters are copied from these by the thread that waits.
             if delayed_params is None or flat not in delayed_params
@@ -402,7 +402,7 @@ class Unsharder:
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         if not self.passes.in_backward:
-            self._rest.pin()
+            self._store.pin()
             self.gradients.free_done()
             trains = torch.is_grad_enabled()
             self.passes.forward_start(trains=trains)
@@ -457,9 +457,9 @@ class Unsharder:
 
     def _marks(self) -> Marks:
         """The counters that the clock divides into phases."""
-        rest, wait_s = self._rest, self.wait_s + self.update_wait_s
-        grads = rest.grads_read_bytes, rest.grads_written_bytes
-        return Marks.of(self._executor.stats(), rest.params_read_bytes, wait_s, grads)
+        store, wait_s = self._store, self.wait_s + self.update_wait_s
+        grads = store.grads_read_bytes, store.grads_written_bytes
+        return Marks.of(self._executor.stats(), store.params_read_bytes, wait_s, grads)
 
     # -- gradients ---------------------------------------------------------------------------------
 
@@ -610,7 +610,7 @@ class Unsharder:
         start, source, numel = layout.shard_range(param.slot_index, self._comm.rank)
         if numel:
             values = flat_value[source : source + numel]
-            self._rest.overwrite(param.flat, start, values)
+            self._store.overwrite(param.flat, start, values)
             if self.delayed_params is not None:
                 self.delayed_params.write(param.flat, start, values)
         unit = param.unit

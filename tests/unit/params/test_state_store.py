@@ -28,7 +28,7 @@ def make_flat(unit: Unit, index: int, dtype: torch.dtype) -> Flat:
 
 
 @contextmanager
-def make_rest(directory: Path, backend: str) -> Iterator[StateStore]:
+def make_store(directory: Path, backend: str) -> Iterator[StateStore]:
     space = SwapSpace([directory])
     executor = open_executor(
         space.files,
@@ -36,81 +36,81 @@ def make_rest(directory: Path, backend: str) -> Iterator[StateStore]:
         large=PoolSpec(2, LARGE_BYTES),
         backend=backend,
     )
-    rest = StateStore(executor, space, sums_on=True)
+    store = StateStore(executor, space, sums_on=True)
     try:
-        yield rest
+        yield store
     finally:
         executor.close()
-        rest.close()
+        store.close()
         space.close()
 
 
 @pytest.fixture(params=["io_uring", "threads"])
-def rest(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
-    with make_rest(tmp_path, request.param) as made:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[StateStore]:
+    with make_store(tmp_path, request.param) as made:
         yield made
 
 
-def fetched(rest: StateStore, flat: Flat, section: int, dtype: torch.dtype) -> torch.Tensor:
+def fetched(store: StateStore, flat: Flat, section: int, dtype: torch.dtype) -> torch.Tensor:
     out = torch.full((flat.layout.shard_numel,), 7, dtype=dtype)
-    rest.fetch(flat, section, out.data_ptr(), priority=Priority.DEMAND).wait()
+    store.fetch(flat, section, out.data_ptr(), priority=Priority.DEMAND).wait()
     return out
 
 
 @pytest.mark.parametrize("mask_before", [0, 1])
 @pytest.mark.parametrize("mask_after", [0, 0b1111, 0b1110, 0b0001])
 def test_a_parameter_survives_every_change_of_place_and_format(
-    rest: StateStore, mask_before: int, mask_after: int
+    store: StateStore, mask_before: int, mask_after: int
 ) -> None:
     unit = Unit(0, "u", ())
     flat = make_flat(unit, 0, torch.bfloat16)
     chunks = len(flat.layout.chunks)
     values = torch.randn(flat.layout.shard_numel).bfloat16()
-    rest.create([flat], [[mask_before] * chunks])
-    rest.store(flat, 0, values.data_ptr()).wait()
-    rest.convert([flat], [Format.SPLIT], [[mask_after] * chunks])
+    store.create([flat], [[mask_before] * chunks])
+    store.store(flat, 0, values.data_ptr()).wait()
+    store.convert([flat], [Format.SPLIT], [[mask_after] * chunks])
     assert torch.equal(
-        fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+        fetched(store, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
     )
     for section, dtype in ((1, torch.int16), (2, torch.float32), (3, torch.float32)):
-        assert not fetched(rest, flat, section, dtype).any()
+        assert not fetched(store, flat, section, dtype).any()
 
 
 def test_overwriting_some_elements_leaves_the_others_and_resets_their_master(
-    rest: StateStore,
+    store: StateStore,
 ) -> None:
     flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
     chunks = len(flat.layout.chunks)
     values = torch.randn(flat.layout.shard_numel).bfloat16()
-    rest.create([flat], [[1] * chunks])
-    rest.store(flat, 0, values.data_ptr()).wait()
-    rest.convert([flat], [Format.SPLIT], [[0b1111] * chunks])
+    store.create([flat], [[1] * chunks])
+    store.store(flat, 0, values.data_ptr()).wait()
+    store.convert([flat], [Format.SPLIT], [[0b1111] * chunks])
     low = torch.randint(-30000, 30000, (flat.layout.shard_numel,), dtype=torch.int16)
-    rest.store(flat, 1, low.data_ptr()).wait()
+    store.store(flat, 1, low.data_ptr()).wait()
     start = CHUNK_NUMEL - 100
     new = torch.randn(3000).bfloat16()
     new[:7] = values[start : start + 7]  # what stays keeps its master
     changed = new != values[start : start + 3000]
-    rest.overwrite(flat, start, new)
+    store.overwrite(flat, start, new)
     values[start : start + 3000] = new
     low[start : start + 3000][changed] = 0
     assert low[start : start + 7].any()
     assert torch.equal(
-        fetched(rest, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
+        fetched(store, flat, 0, torch.bfloat16).view(torch.int16), values.view(torch.int16)
     )
-    assert torch.equal(fetched(rest, flat, 1, torch.int16), low)
+    assert torch.equal(fetched(store, flat, 1, torch.int16), low)
 
 
-def held_by(rest: StateStore) -> dict[str, object]:
-    space = rest._space
+def held_by(store: StateStore) -> dict[str, object]:
+    space = store._space
     assert space is not None
     return {
         "places": space._extents[0].used_bytes(0),
         "file": space.size_bytes,
-        "counted on NVMe": rest.nvme_bytes,
-        "counted in RAM": rest.resident_bytes,
-        "slabs": len(rest._slabs),
-        "chunks": rest._executor.stats().extra.get("chunks_live"),
+        "counted on NVMe": store.nvme_bytes,
+        "counted in RAM": store.resident_bytes,
+        "slabs": len(store._slabs),
+        "chunks": store._executor.stats().extra.get("chunks_live"),
     }
 
 
@@ -118,12 +118,12 @@ def held_by(rest: StateStore) -> dict[str, object]:
 def test_a_define_that_fails_leaves_nothing_reserved(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with make_rest(tmp_path, backend) as rest:
+    with make_store(tmp_path, backend) as store:
         unit = Unit(0, "u", ())
         flats = [make_flat(unit, 0, torch.bfloat16), make_flat(unit, 1, torch.float32)]
         # A chunk of each is resident, so that a slab is made as well.
         masks = [[0] + [1] * (len(flat.layout.chunks) - 1) for flat in flats]
-        real, calls = rest._executor.define, []
+        real, calls = store._executor.define, []
 
         def no_memory_for_the_second(chunks: Any) -> Any:
             calls.append(len(chunks))
@@ -131,36 +131,36 @@ def test_a_define_that_fails_leaves_nothing_reserved(
                 raise MemoryError("no memory for chunks")
             return real(chunks)
 
-        monkeypatch.setattr(rest._executor, "define", no_memory_for_the_second)
-        before = held_by(rest)
+        monkeypatch.setattr(store._executor, "define", no_memory_for_the_second)
+        before = held_by(store)
         with pytest.raises(MemoryError):
-            rest.create(flats, masks)
+            store.create(flats, masks)
         assert len(calls) == 2
-        assert held_by(rest) == before
-        monkeypatch.setattr(rest._executor, "define", real)
-        rest.create(flats, masks)
+        assert held_by(store) == before
+        monkeypatch.setattr(store._executor, "define", real)
+        store.create(flats, masks)
         values = torch.randn(flats[0].layout.shard_numel).bfloat16()
-        rest.store(flats[0], 0, values.data_ptr()).wait()
-        before = held_by(rest)
-        monkeypatch.setattr(rest._executor, "define", no_memory_for_the_second)
+        store.store(flats[0], 0, values.data_ptr()).wait()
+        before = held_by(store)
+        monkeypatch.setattr(store._executor, "define", no_memory_for_the_second)
         with pytest.raises(MemoryError):
-            rest.convert(
+            store.convert(
                 flats, [Format.SPLIT, Format.RAW], [[0b1111] * len(masks[0]), [0] * len(masks[1])]
             )
-        assert held_by(rest) == before
-        assert torch.equal(fetched(rest, flats[0], 0, torch.bfloat16), values)
+        assert held_by(store) == before
+        assert torch.equal(fetched(store, flats[0], 0, torch.bfloat16), values)
 
 
 def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with make_rest(tmp_path, "threads") as rest:
+    with make_store(tmp_path, "threads") as store:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
-        before = held_by(rest)
+        before = held_by(store)
         with monkeypatch.context() as patch:
             limit = memory_limits.CgroupLimit("/a/container", 1 << 30, (1 << 30) - 4096)
             patch.setattr(memory_limits, "cgroup_limits", lambda: [limit])
             with pytest.raises(MemoryError, match="/a/container"):
-                rest.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
-        assert held_by(rest) == before
-        rest.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
+                store.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
+        assert held_by(store) == before
+        store.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
