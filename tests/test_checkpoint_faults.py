@@ -27,7 +27,9 @@ from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, DataReader, St
 from infinity._src.checkpoint.verify import Damage, VerifyJob
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam, Ticket
+from infinity.aio._handles import JobTicket
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
+from tests import models
 from tests.test_checkpoint import PLAIN, TIERS, Run, policy
 
 
@@ -100,14 +102,33 @@ class LimitedFiles:
         resource.setrlimit(resource.RLIMIT_FSIZE, self.before)
 
 
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with several chunks."""
+    place = tmp_path_factory.mktemp("several") / "ckpt"
+    model = offload(models.make(models.llama), inf.Policy())
+    inf.save(model, inf.AdamW(model.parameters()), place).wait()
+    inf.handle(model).close()
+    return place
+
+
+def first_two(checkpoint: Checkpoint) -> list[ChunkRef]:
+    """The chunks of the first two rows."""
+    rows = checkpoint.manifests[0].rows[:2]
+    refs = [ChunkRef(0, int(row["flat"]), 0) for row in rows]
+    assert [int(row["start"]) for row in rows] == [0, 0]
+    assert refs[0] != refs[1]
+    return refs
+
+
 def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
-    saved: Path, tmp_path: Path
+    several: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "ckpt"
-    shutil.copytree(saved, place)
+    shutil.copytree(several, place)
     (file,) = place.glob("data-*")
-    first, second = ChunkRef(0, 0, 0), ChunkRef(0, 1, 0)
     with Checkpoint.open(place) as checkpoint:
+        first, second = first_two(checkpoint)
         section_at = int(checkpoint.manifests[0].rows[0]["section_at"][0])
         whole = file.read_bytes()
         file.write_bytes(
@@ -122,13 +143,13 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
 
 
 def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+    several: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(tickets: object) -> None:
         raise KeyboardInterrupt
 
-    first, second = ChunkRef(0, 0, 0), ChunkRef(0, 1, 0)
-    with Checkpoint.open(saved) as checkpoint:
+    with Checkpoint.open(several) as checkpoint:
+        first, second = first_two(checkpoint)
         reader = StateReader(checkpoint, 1)
         reader.start([first])
         with monkeypatch.context() as patched:
@@ -140,11 +161,11 @@ def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
 
 
 def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
+    several: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sections of one chunk in two files, the second of which is gone."""
     begun: list[Any] = []
-    fetch, wait = DataReader.fetch, Ticket.wait
+    fetch, wait = DataReader.fetch, JobTicket.wait
     waited: list[Ticket] = []
 
     def second_file_is_gone(self: DataReader, row: int, addresses: Any) -> Ticket:
@@ -159,12 +180,12 @@ def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
 
     monkeypatch.setattr(DataReader, "fetch", second_file_is_gone)
     monkeypatch.setattr(_RankRows, "rows", lambda self, flat, chunk: [0, 0])
-    with Checkpoint.open(saved) as checkpoint:
+    with Checkpoint.open(several) as checkpoint:
         reader = StateReader(checkpoint, 1)
         with monkeypatch.context() as patched:
-            patched.setattr(Ticket, "wait", note)
+            patched.setattr(JobTicket, "wait", note)
             with pytest.raises(AioError, match="no such file"):
-                reader.start([ChunkRef(0, 0, 0)])
+                reader.start(first_two(checkpoint)[:1])
         assert waited == begun
         reader.close()
 
