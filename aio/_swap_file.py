@@ -7,6 +7,9 @@ Two kinds of swap space:
 - durable (`SwapFile.durable`): named and locked, for runs that outlive their process. Nothing here
   removes it.
 
+Nothing is moved here: infinity/_src/params/state_store.py swaps sections in and out (`fetch`,
+`store`), by jobs for the executor (`_executor.py`), whose native threads read and write.
+
 `SwapFile.new` and `SwapFile.existing` open ordinary files for the same executors: the data of a
 checkpoint, anywhere, with the rights of an ordinary file.
 """

@@ -1,4 +1,4 @@
-/* The slab: memory for slots, resident extents and gradients.
+/* The slab: host memory for the executor's slots (executor_slots.c) and, by aio.Slab, for sections in RAM and gradients.
  *
  * Huge pages decide the drive's speed (3.9 against 1.7 GB/s measured on a virtio disk): a 1 MiB request of 4 KiB pages
  * is 256 segments, which drives split. MADV_DONTFORK because a page under DMA must not become copy-on-write.

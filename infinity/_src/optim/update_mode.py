@@ -226,8 +226,8 @@ class DeferredUpdate(UpdateMode):
         # In the order in which the next forward opens the gates.
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
-            # The update starts now and may finish early. Only its hand-over waits for the gate,
-            # which forward opens when the unit has memory.
+            # States may be read ahead now. The update itself waits until the gate opens, when the
+            # unit has memory, or escapes.
             gate = self._pipeline.gate()
             ticket = self._pipeline.start(unit, work, slot_gradients(work), gate=gate)
             # The loop may clear or refill gradients right after the step; the slots wait for the

@@ -753,7 +753,7 @@ class PendingUnshards:
                 exchange.all_gather([_parts(flat) for flat in flats], across=across)
 
         unit.state = PENDING
-        op = self._comm.submit_all_gather(f"gather of {unit.name} as it is kept", work)
+        op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
         self._by_unit[unit] = PendingUnshard((), op)
 
     def pop(self, unit: Unit) -> PendingUnshard:
