@@ -4,7 +4,12 @@ pair.
 The other tree is a checkout with its extension built (`make native` there); both run in this Python
 environment. Nothing else may run on the machine: the load before each arm is recorded.
 
+A last table has Python's CPU time per unit (arm_unit_time.py), in as many alternating pairs.
+
     python bench/compare_versions.py --dir /mnt/nvme0 --old ../infinity-before --rounds 6
+
+Where torch multiplies bf16 slowly (0.6 GFLOP/s for a gradient of the input on a CPU without
+AVX-512), `--tokens 2` keeps the engine's share of a step large.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ CONFIGURATIONS: dict[str, tuple[int, tuple[str, ...]]] = {
     "2 ranks, NVMe, min": (2, ("--ram=min",)),
 }
 """By name: ranks, and options of arm_infinity.py."""
+UNIT_TIME = "Python per unit"
 
 
 def tree_commit(tree: Path) -> str:
@@ -57,6 +63,45 @@ def run_arm(
         )
 
 
+def run_unit_time(tree: Path, limit_s: float) -> dict[str, Any]:
+    """Measure Python's time per unit once with one tree. Raises: BenchError."""
+    # This tree's arm for both: it uses the public interface alone.
+    command = [sys.executable, str(harness.ROOT / "bench" / "arm_unit_time.py")]
+    env = harness.environment(PYTHONPATH=str(tree), OMP_NUM_THREADS="1")
+    return harness.last_json_line(harness.run_command(command, env, timeout_s=limit_s, cwd=tree))
+
+
+def alternate(rounds: int, what: str) -> Iterator[tuple[str, float]]:
+    """Yield "old" and "new" in turn with the load; the one that goes first alternates, too."""
+    for number in range(rounds):
+        for side in ("old", "new") if number % 2 == 0 else ("new", "old"):
+            load = os.getloadavg()[0]
+            harness.note(f"{what}, round {number + 1}, {side}; load {load:.2f}")
+            yield side, load
+
+
+def compare_unit_time(
+    args: argparse.Namespace, trees: dict[str, Path], about: dict[str, Any]
+) -> None:
+    """Print the table of Python's time per unit."""
+    found: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
+    for side, load in alternate(args.rounds, UNIT_TIME):
+        record = run_unit_time(trees[side], args.limit_s)
+        found[side].append(record)
+        line = {**about, "configuration": UNIT_TIME, "side": side, "load": load, "us": record}
+        harness.append_line(args.results, line)
+    rows = []
+    for units in found["new"][0]:
+        for what in ("forward", "step"):
+            old, new = ([record[units][what] for record in found[side]] for side in trees)
+            ratio = f"{statistics.median(old) / statistics.median(new):.3f}"
+            rows.append([f"{what}, {units} units", harness.Summary.of(old).text(0),
+                         harness.Summary.of(new).text(0), ratio])  # fmt: skip
+    harness.print_table(
+        "Python's time per unit, microseconds", ["pass", "old", "new", "ratio of medians"], rows
+    )
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -67,7 +112,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=6, help="alternating pairs (%(default)s)")
     parser.add_argument(
-        "--only", nargs="+", choices=tuple(CONFIGURATIONS), default=tuple(CONFIGURATIONS)
+        "--only",
+        nargs="+",
+        choices=(*CONFIGURATIONS, UNIT_TIME),
+        default=(*CONFIGURATIONS, UNIT_TIME),
     )
     parser.add_argument("--limit-s", type=float, default=900.0, help="for one arm (%(default)s)")
     parser.add_argument(
@@ -86,51 +134,38 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
-    args = parse()
-    workload = r1.from_arguments(args)
-    options = workload.arguments()
-    trees = {"old": args.old, "new": harness.ROOT}
-    about = {"run": harness.now(), "machine": harness.machine(),
-             "commits": {name: tree_commit(tree) for name, tree in trees.items()}}  # fmt: skip
+def compare_steps(args: argparse.Namespace, trees: dict[str, Path], about: dict[str, Any]) -> None:
+    """Print the table of R1's time per step."""
+    options = r1.from_arguments(args).arguments()
     rows = []
-    for name in args.only:
+    for name in [name for name in CONFIGURATIONS if name in args.only]:
         ranks, given = CONFIGURATIONS[name]
         found: dict[str, list[dict[str, Any]]] = {"old": [], "new": []}
-        for number in range(args.rounds):
-            # Who goes first alternates too.
-            for side in ("old", "new") if number % 2 == 0 else ("new", "old"):
-                load = os.getloadavg()[0]
-                harness.note(f"{name}, round {number + 1}, {side}; load {load:.2f}")
-                record = run_arm(trees[side], ranks, (*given, *options), args.dir, args.limit_s)
-                found[side].append(record)
-                harness.append_line(
-                    args.results,
-                    {
-                        **about,
-                        "configuration": name,
-                        "ranks": ranks,
-                        "round": number,
-                        "side": side,
-                        "load": load,
-                        **record,
-                    },
-                )
-        old, new = ([harness.steady_s(record) for record in found[side]] for side in ("old", "new"))
+        for side, load in alternate(args.rounds, name):
+            record = run_arm(trees[side], ranks, (*given, *options), args.dir, args.limit_s)
+            found[side].append(record)
+            head = {"configuration": name, "ranks": ranks, "side": side, "load": load}
+            harness.append_line(args.results, {**about, **head, **record})
+        old, new = ([harness.steady_s(record) for record in found[side]] for side in trees)
         pairs = harness.Summary.of([before / after for before, after in zip(old, new, strict=True)])
         losses = {tuple(record["losses"]) for side in found.values() for record in side}
         rows.append([name, harness.Summary.of(old).text(), harness.Summary.of(new).text(),
                      f"{statistics.median(old) / statistics.median(new):.3f}", pairs.text(3),
                      "equal" if len(losses) == 1 else "DIFFER"])  # fmt: skip
-    columns = [
-        "configuration",
-        "old s/step",
-        "new s/step",
-        "ratio of medians",
-        "old/new, pairs",
-        "losses",
-    ]
-    harness.print_table(f"{args.rounds} alternating pairs", columns, rows)
+    columns = ["configuration", "old s/step", "new s/step", "ratio of medians", "old/new, pairs",
+               "losses"]  # fmt: skip
+    if rows:
+        harness.print_table(f"{args.rounds} alternating pairs", columns, rows)
+
+
+def main() -> int:
+    args = parse()
+    trees = {"old": args.old, "new": harness.ROOT}
+    about = {"run": harness.now(), "machine": harness.machine(),
+             "commits": {name: tree_commit(tree) for name, tree in trees.items()}}  # fmt: skip
+    compare_steps(args, trees, about)
+    if UNIT_TIME in args.only:
+        compare_unit_time(args, trees, about)
     return 0
 
 
