@@ -47,7 +47,7 @@ def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | N
         return None
     # A 24-bit master is a bf16 parameter and one more byte, so only bf16 parameters have one.
     master = Master.SPLIT8 if state == "compact" and dtype is torch.bfloat16 else _MASTERS[dtype]
-    # Without moments their encoding means nothing: one format, so that equal states compare equal.
+    # Without moments there is nothing to encode, and `Format` refuses Q8 without moments.
     return Format(master, _MOMENTS[state] if moments else Moments.FP32, moments)
 
 
