@@ -155,9 +155,9 @@ class _Class:
 
 @dataclass
 class _Direction:
-    """Direction of traffic (reads, writes, or both at once): its streak of slow or good samples, and
-    its episode.
+    """Direction of traffic: reads, writes, or both at once.
 
+    It has the streak of slow or good samples in a row, and the episode, if there is one.
     A sample is its rate relative to what its class sustained, so that samples of several classes
     can follow each other.
     """

@@ -178,8 +178,8 @@ def direct_alignments(fd: int) -> tuple[int, int]:
 
     Kernels also report (0, 0) for files that refuse O_DIRECT; only trying it tells.
     """
-    # The struct statx, 256 bytes: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at
-    # 0x98 (two u32).
+    # The struct statx has 256 bytes: stx_mask at 0 (u32), stx_dio_mem_align and
+    # stx_dio_offset_align at 0x98 (two u32).
     record = (ctypes.c_uint32 * 64)()
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):
