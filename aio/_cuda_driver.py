@@ -39,9 +39,9 @@ _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 @final
 class DeviceDriver:
-    """Driver of one device. `ordinal` counts as torch does (CUDA_VISIBLE_DEVICES). Keep it until
-    the executor it was attached to is closed.
+    """Driver of one device. Keep it until the executor that it was attached to is closed.
 
+    ordinal: counts as torch does (CUDA_VISIBLE_DEVICES).
     Raises: DeviceCopyError when the library, a function of it or the device cannot be had.
     """
 
@@ -96,16 +96,11 @@ class DeviceDriver:
         self._pinned[address] = size_bytes
 
     def unpin(self, address: int) -> None:
-        """End what `pin` did to the range that begins there; nothing if it is not pinned. No copy
-        may be under way.
-        """
+        """Unpin the range that begins at `address`, if it is pinned. No copy may be under way."""
         if self._pinned.pop(address, None) is None:
             return
         # A device that broke has let go of the range, and its driver refuses.
-        with (
-            contextlib.suppress(DeviceCopyError),
-            self._current(),
-        ):
+        with contextlib.suppress(DeviceCopyError), self._current():
             self._call("cuMemHostUnregister", ctypes.c_void_p(address))
 
     @contextlib.contextmanager

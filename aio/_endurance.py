@@ -76,9 +76,9 @@ class Forecast:
         return None if self.bytes_per_day is None else self.bytes_per_day / 1e12
 
     def days(self, rated_tb: float, used_tb: float = 0.0) -> float | None:
-        """Days at the current rate until a drive rated for `rated_tb` terabytes written (TBW) has
-        had them.
+        """Days until a drive rated for `rated_tb` terabytes written (TBW) has reached them.
 
+        At the current rate.
         used_tb: what it had before, for example "Data Units Written" of `smartctl`. Infinite when
         nothing is written. Raises: ValueError for a rating that is not positive.
         """
@@ -95,8 +95,9 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Notice:
-    """A drive whose bandwidth has dropped, or has come back (`recovered`). Bandwidths in bytes per
-    second while busy.
+    """Notice that a drive's bandwidth has dropped, or has come back (`recovered`).
+
+    Bandwidths are in bytes per second while busy.
     """
 
     path: str
@@ -154,9 +155,9 @@ class _Class:
 
 @dataclass
 class _Direction:
-    """Reads, writes, or both at once: how many slow or good samples in a row, and the episode if
-    there is one.
+    """Direction of traffic: reads, writes, or both at once.
 
+    It has the streak of slow or good samples in a row, and the episode, if there is one.
     A sample is its rate relative to what its class sustained, so that samples of several classes
     can follow each other.
     """
@@ -172,8 +173,9 @@ class _Direction:
     def judge(
         self, path: str, rate: float, before: float, start_s: float, end_s: float, share: float
     ) -> Notice | None:
-        """Take in a sample whose class sustained `before`; a Notice when an episode begins or ends
-        with it.
+        """Take in a sample whose class sustained `before`.
+
+        Returns a Notice when an episode begins or ends with it.
         """
         # Between the two nothing changes, so a drive at the edge does not warn again and again.
         slow, good = rate < share * before, rate >= max(RECOVERED_SHARE, share) * before
@@ -260,10 +262,10 @@ class _Drive:
                     yield notice
 
     def _sample(self, window: Window) -> Window | None:
-        """The window as a sample, with what was carried into it; None when it is none.
+        """Make a sample of the window and of what was carried into it; None when it is no sample.
 
-        A stalled drive has seconds that are busy and move nothing: those count with the next that
-        does.
+        A stalled drive has seconds that are busy and move nothing. They count with the next second
+        that moves something.
         """
         carried, self.carried = self.carried, None
         # A few requests are no load, and say nothing about bandwidth.
@@ -299,8 +301,9 @@ class _Drive:
 
 
 class Endurance:
-    """Watches the drives of one executor: see the module. Call it from one thread at a time; a call
-    takes microseconds.
+    """Watch over the drives of one executor, and forecast of their wear: see the module.
+
+    Call it from one thread at a time; a call takes microseconds.
     """
 
     def __init__(self, *, share: float = 0.6) -> None:

@@ -77,7 +77,7 @@ from infinity.errors import AioClosedError, AioError, DeviceCopyError
 RING_BLOCK_BYTES = 1 << 20
 # A thread has one request in flight, so it sends whole runs to leave no gaps between requests.
 THREAD_BLOCK_BYTES = 16 << 20
-# SPAN_COUNT of native/executor.c.
+# Spans that C keeps in its ring: SPAN_COUNT of native/executor.c.
 _SPANS_MAX = 65_536
 _SEAM_KINDS = {"errno": 1, "short": 2, "zero": 3, "bitflip": 4}
 

@@ -52,7 +52,7 @@ class ExtentAllocator:
         for index in order if drive is None else [drive]:
             offset = self._take(self._drives[index], size)
             if offset is not None:
-                # `free` is told the offset alone.
+                # `free` gets the offset alone, and needs the size.
                 self._sizes[index, offset] = size
                 return index, offset
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")

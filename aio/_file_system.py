@@ -79,7 +79,7 @@ def set_buffered(fd: int, buffered: bool) -> None:
 
 # ---- the block device's queue ----
 #
-# What the block device under a swap file takes, and requests fitted to it.
+# Requests are fitted to the block device under a swap file.
 #
 # The kernel splits a request into pieces of at most max_sectors_kb, and each piece takes one of the
 # device's nr_requests tags. A thread that submits beyond them sleeps inside the kernel, which no
@@ -143,7 +143,7 @@ def _limits(device: int, sysfs: Path) -> DriveLimits:
     whole = next((place for place in (folder, folder.parent) if (place / "queue").is_dir()), None)
     if whole is None:
         return DriveLimits()
-    # dm, md, loop: their queues say nothing of the devices below.
+    # Queues of dm, md and loop devices say nothing of the devices below them.
     if "virtual" in whole.parts:
         return DriveLimits(device=whole.name)
     return DriveLimits(
@@ -178,8 +178,8 @@ def direct_alignments(fd: int) -> tuple[int, int]:
 
     Kernels also report (0, 0) for files that refuse O_DIRECT; only trying it tells.
     """
-    # struct statx: stx_mask at 0 (u32), stx_dio_mem_align and stx_dio_offset_align at 0x98 (two
-    # u32); 256 bytes in all.
+    # The struct statx has 256 bytes: stx_mask at 0 (u32), stx_dio_mem_align and
+    # stx_dio_offset_align at 0x98 (two u32).
     record = (ctypes.c_uint32 * 64)()
     statx = getattr(ctypes.CDLL(None, use_errno=True), "statx", None)
     if statx is None or statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, record):

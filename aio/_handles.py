@@ -345,7 +345,7 @@ def load_uring(ffi: Any, lib: Any) -> None:
 
 # ---- calls with the GIL held ----
 #
-# Calls into C that neither wait nor compute, with the GIL held.
+# For calls into C that neither wait nor compute.
 #
 # cffi lets go of the GIL around every call, and whoever lets go of it beside a busy Python thread
 # gets it back after the interpreter's switch interval: 5 ms for a call that takes microseconds,

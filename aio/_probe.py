@@ -23,11 +23,11 @@ from infinity.aio._slab import HUGE_PAGE_BYTES, Slab
 from infinity.aio._swap_file import SwapFile
 from infinity.errors import AioError
 
-#: What training asks for when nothing else is set.
+#: Request size and depth of training when nothing else is set.
 BLOCK_BYTES, DEPTH = 1 << 20, 32
 
 _PROC = Path("/proc")
-# By what io_uring_setup returned; EPERM and EACCES have several causes (`_forbidden`).
+# By the error of io_uring_setup; EPERM and EACCES have several causes (`_forbidden`).
 _WHY_NO_RING = {
     errno.ENOSYS: "the kernel was built without it, or a seccomp filter hides it",
     errno.ENOMEM: "RLIMIT_MEMLOCK is too small for a ring; raise it (ulimit -l)",
@@ -109,7 +109,7 @@ def probe_engine() -> EngineProbe:
             ring_reason = _carrier_reason(error)
         else:
             ring_reason = _ring_reason(-lib.inf_uring_probe())
-    # Registering the pools with io_uring counts against it.
+    # Registering the pools with io_uring counts against this limit.
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     try:
         with Slab(HUGE_PAGE_BYTES) as slab:
@@ -236,7 +236,7 @@ def probe_executor(
             try:
                 stats = executor.stats()
             finally:
-                # Nothing was submitted.
+                # Without waiting: nothing was submitted.
                 executor.close(wait=False)
     except (ImportError, MemoryError, ValueError, OSError) as error:
         return ExecutorProbe(error=str(error))

@@ -352,7 +352,7 @@ HYPER: Final = np.dtype(
         ("log_value", "<f4", (LOG_MAX,)),
     ]
 )
-"""`inf_hyper`; native/infinity.h says which scalar means what to which algorithm."""
+"""`inf_hyper`; native/infinity.h has the meaning of each scalar to each algorithm."""
 
 
 def piece_count(numel: int, piece_numel: int = PIECE_NUMEL) -> int:

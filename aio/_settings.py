@@ -85,7 +85,7 @@ class IoSettings:
         # A record of the benchmark has them among its results.
         if isinstance(found, Mapping) and "settings" in found:
             found = found["settings"]
-        # A record of another benchmark: its fields would all be told as unknown.
+        # A record of another benchmark: its fields would all be reported as unknown.
         elif isinstance(found, Mapping) and "schema" in found:
             raise ValueError(
                 f'{where}a {found["schema"]!r} record has no "settings"; use one of python -m '
@@ -188,7 +188,7 @@ def _bandwidth(name: str, pair: Any) -> tuple[float, float]:
         right = all(
             isinstance(value, (int, float))
             and not isinstance(value, bool)
-            # json.loads takes NaN and Infinity.
+            # NaN and Infinity are no JSON, but json.loads takes them.
             and math.isfinite(value)
             and value > 0
             for value in pair

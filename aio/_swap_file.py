@@ -53,8 +53,8 @@ def _warn_once(text: str) -> None:
 
 @final
 class SwapFile:
-    """One open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child
-    it is closed.
+    """Open swap file; make it with `SwapFile.create` or `SwapFile.durable`. In a forked child it is
+    closed.
 
     `fd`: open for reading and writing. `directory`: where it lies. `path`: the name in errors: the
     directory of a file without a name, the file itself if it has one. `direct_reason`: why it goes
@@ -280,8 +280,8 @@ class SwapFile:
         try:
             Owner.this().leave_word(sidecar)
         except OSError as error:
+            # On a full drive the lock does without a sidecar, which is for people only.
             if error.errno not in _NO_ROOM:
-                # On a full drive the lock does without: the word is for people only.
                 raise
         # Unlike the contents, the name lies in the directory, which has to be flushed for itself.
         folder = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -408,8 +408,8 @@ class SwapFile:
     def free_bytes(self) -> int:
         """Bytes that the file system has left for this user; sys.maxsize where it does not tell."""
         space = os.fstatvfs(self.fd)
-        # Some (ramfs, FUSE, network file systems) tell no size at all: nothing can be asked of them
-        # first.
+        # Some (ramfs, FUSE, network file systems) report no size at all, so that nothing can be
+        # checked in advance.
         return space.f_bavail * space.f_frsize if space.f_blocks else sys.maxsize
 
     def _full(self, more: int, code: int, got: int) -> SwapFullError:
@@ -435,8 +435,8 @@ class SwapFile:
             )
         else:
             free = self.free_bytes()
-            # The file system needs some for itself, or somebody else was faster: what is free now
-            # does not tell what was missing.
+            # The file system needs some for itself, or somebody else was faster: the free bytes of
+            # now are not those of then.
             if free >= more:
                 free = got
             text = (
@@ -587,8 +587,7 @@ def _open_named(path: Path, *, create: bool) -> int:
 
 # ---- directories that differ by rank ----
 #
-# Directories of drives that differ by rank: "/mnt/nvme{local_rank}" is /mnt/nvme0 on the first rank
-# of a node.
+# "/mnt/nvme{local_rank}" is /mnt/nvme0 on the first rank of a node.
 #
 # A pattern is checked when a policy is made, and resolved when a model is offloaded: ranks may not
 # know their number before.

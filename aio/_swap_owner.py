@@ -26,9 +26,9 @@ log = logging.getLogger("infinity.aio")
 
 PREFIX = "infinity-swap-"
 _OWNER, _SWAP = "owner.json", "swap"
-# Of making a directory, when processes that clear away keep taking it.
+# Attempts at making a directory: a process that clears away may take it before it is locked.
 _ATTEMPTS = 20
-# There another host's lock may not show, so a free lock proves nothing about its process.
+# On these a lock of another host may not show, so a free lock proves nothing about its process.
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
@@ -118,8 +118,7 @@ class PrivateDirectory:
     """A directory of mode 0700 below `parent` that belongs to this process, with its locked owner
     file.
 
-    For a file system on which a file cannot do without a name. `path`: the name that the swap file
-    may take.
+    For file systems without nameless files. `path`: the name that the swap file may take.
     """
 
     def __init__(self, parent: str) -> None:
@@ -153,9 +152,10 @@ class PrivateDirectory:
         return -1
 
     def remove(self) -> bool:
-        """Take the names away; open files live on. False where the directory has to stay (NFS
-        renames an open file instead): then call it again when the file is closed. The lock is held
-        as long as the directory exists.
+        """Remove the names; open files live on. The lock is held as long as the directory exists.
+
+        Returns False where the directory has to stay (NFS renames an open file instead): call it
+        again when the file is closed.
         """
         if self._fd < 0:
             return True

@@ -34,7 +34,7 @@ from infinity.errors import (
 FAULT_DEVICE = 8
 OP_NAMES = {0: "read", 1: "write", -1: ""}
 
-#: What is wrong with a job; the numbers are those of native/executor_submit.c.
+#: Mistakes in a job, by the numbers of native/executor_submit.c.
 JOB_WRONG = {
     1: "names a chunk that is not defined",
     2: "has an unknown kind",

@@ -14,7 +14,7 @@ __all__ = ["Fault", "Seam"]
 
 @dataclass(frozen=True)
 class Fault:
-    """One injected fault (tests): the `nth` request (from 0) of `op` on any drive, and all later
+    """Injected fault (tests): of the `nth` request (from 0) of `op` on any drive, and of all later
     ones if `persistent`.
 
     kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of it

@@ -290,7 +290,7 @@ def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
         "optimizer states": "optimizer",
         "parameters at rest": "parameters",
         "whole sums of gradients": "whole sums",
-        "shards kept on the device": "kept shards",
+        "shards kept on the device": "secondary shards",
         "the node's copy (hpZ)": "the node's copy",
         "errors fed back (qgZ)": "errors",
     }

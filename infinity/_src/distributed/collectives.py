@@ -182,7 +182,7 @@ class Comm:
         """
         if self._control is None:
             raise EngineClosed(
-                f"{what}: the engine of this model was closed, and its ranks meet no more"
+                f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
             )
         exchange = self._exchanges["control" if self._owns_watchdog else "aside"]
 
@@ -241,10 +241,10 @@ class Comm:
         rank."""
         if self.world == 1:
             return [data]
-        sizes = self._all_gather_rows("a telling", torch.tensor([len(data)]))[:, 0].tolist()
+        sizes = self._all_gather_rows("object sizes", torch.tensor([len(data)]))[:, 0].tolist()
         # Padded to the longest: an all_gather wants one length on all ranks.
         mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        rows = self._all_gather_rows("what is told", mine)
+        rows = self._all_gather_rows("object bytes", mine)
         return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
@@ -307,7 +307,7 @@ class Comm:
             self.watchdog.report_exception(where, error)
 
     def report_failure(self, error: BaseException) -> None:
-        """End the engine on all ranks, which are told why this one cannot go on. Never blocks."""
+        """End the engine on all ranks, and publish why this one cannot go on. Never blocks."""
         if self.watchdog is not None:
             self.watchdog.report_failure(error)
 
@@ -345,8 +345,8 @@ def digest(values: Tensor) -> int:
     """Digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
     contiguous.
 
-    Ranks compare digests before values have an effect: each rank keeps its part of them, and parts
-    of different values make a whole that no rank meant, and no loss would tell.
+    Ranks compare digests before values have an effect. Each rank keeps only its part of them, and
+    parts of different values would make a whole that no rank has. No loss would show that.
     """
     return (
         xxhash.xxh3_64_intdigest(

@@ -66,6 +66,7 @@ class Exchange:
         # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
         self._check_group = check_group or group
         self._device = device
+        # Kept between collectives: a step allocates nothing once the largest unit has passed.
         self._buffers: dict[str, torch.Tensor] = {}
 
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -128,6 +129,7 @@ class Exchange:
                 [(rank, parts[rank]) for rank in others for parts in wholes],
             )
         others = [rank for rank in t.node_ranks if rank != t.rank]
+        # A rank gives its node the parts of all its counterparts: in the node it alone has them.
         self._send_receive(
             [(rank, parts[mine]) for rank in others for parts in wholes for mine in t.counterparts],
             [
@@ -163,6 +165,7 @@ class Exchange:
         # Level by level: flags of the whole world reach each rank without a message to every rank.
         for ranks in self._levels():
             others = [rank for rank in ranks if rank != self.topology.rank]
+            # Buffers of their own: `flags` is being sent, and changes only after all have arrived.
             found = [torch.empty_like(flags) for _ in others]
             self._send_receive(
                 [(rank, flags) for rank in others], list(zip(others, found, strict=True))
@@ -176,7 +179,7 @@ class Exchange:
         The wholes are overwritten.
         """
         t = self.topology
-        # One level is enough on one node, or with one rank on each.
+        # One level is enough on one node, or with one rank on each. Then the mean is rounded once.
         if min(t.nodes, t.local_world) == 1:
             self._reduce_level(wholes, range(t.world), means, divisor=t.world)
             return
@@ -192,6 +195,7 @@ class Exchange:
             divisor=t.local_world,
         )
         self._reduce_level(
+            # `_reduce_level` looks a rank's part up by the rank, also where only some take part.
             [_placed(parts, t.counterparts, t.world) for parts in partial],
             t.counterparts,
             means,
@@ -245,6 +249,7 @@ class Exchange:
         t = self.topology
         if min(t.nodes, t.local_world) == 1:
             return [range(t.world)]
+        # The node first: what then crosses between nodes is one sum of each node, not of each rank.
         return [t.node_ranks, t.counterparts]
 
     def _column(self, rank: int) -> list[int]:
@@ -258,6 +263,7 @@ class Exchange:
         return [parts[node * t.local_world + rank % t.local_world] for rank in range(t.world)]
 
     def _partials(self, index: int, count: int, numel: int) -> list[torch.Tensor]:
+        # fp32: the next level rounds to int4, and a first rounding here would add to its error.
         return list(
             self.buffer(f"partial {index}", count * numel, torch.float32).view(count, numel)
         )
@@ -284,6 +290,7 @@ class Exchange:
         sends, receives, found = [], [], []
         for index, parts in enumerate(wholes):
             here = parts[me]
+            # One buffer for each whole: all are received before the first is summed.
             space = self.buffer(f"sums {index}", len(others) * here.numel(), here.dtype).view(
                 len(others), -1
             )
@@ -317,12 +324,14 @@ class Exchange:
         """
         me = self.topology.rank
         wires = self._coded_buffers(f"coded {level} {index}", parts, GRADIENT_BITS)
+        # By level: what rounding takes inside a node and between nodes are different errors.
         taken = errors(level, index)
         for place, (part, coded) in enumerate(zip(parts, wires, strict=True)):
             error = None if taken is None else taken[place]
             wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, error=error)
         others = [rank for rank in ranks if rank != me]
         mine = columns[ranks.index(me)]
+        # Parts are equally long, so all wires are.
         size_bytes = wires[0].numel()
         space = self.buffer(
             f"came {level} {index}", len(others) * len(mine) * size_bytes, torch.uint8
@@ -359,6 +368,7 @@ class Exchange:
                 self.volume.inside += size_bytes
             else:
                 self.volume.across += size_bytes
+        # In one batch, so that no rank waits for another's receive before it posts its own.
         operations = [dist.P2POp(dist.isend, tensor, rank, self._group) for rank, tensor in sends]
         operations += [
             dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in receives
@@ -375,7 +385,7 @@ def _header(what: str) -> torch.Tensor:
 
 
 def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:
-    """Spread the parts of `ranks` over a list for all ranks, each at the index of its rank."""
+    """Place the parts of `ranks` in a list for all ranks, each at the index of its rank."""
     placed = [parts[0]] * world  # the other entries are never read
     for part, rank in zip(parts, ranks, strict=True):
         placed[rank] = part

@@ -67,12 +67,15 @@ class Op:
             self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
-        # This rank's own error says more than the failure that follows from it.
+        # This rank's own error says more than the failure that follows from it. It is there by now:
+        # `_run_one` sets it before it reports the failure.
         error = self._error or error
         if error is not None:
             # One exception is raised many times: its traceback would grow, and hold frames.
             raise error.with_traceback(None)
         if self._event is not None:
+            # The stream waits, not the thread: `done` means launched, and kernels that read the
+            # result are queued behind it.
             torch.cuda.current_stream().wait_event(self._event)
 
     def finished(self) -> bool:
@@ -82,12 +85,14 @@ class Op:
         tensors are then kept until the process ends. The caller must keep memory of any other kind,
         such as a mapping that it was about to unmap.
         """
+        # The caller wants its memory back, whatever became of the collective.
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
             # After a failure it will not begin, either: the lane runs nothing more.
             return True
         if not self._done.wait(GIVE_UP_S):
+            # None if it has ended meanwhile: then there is nothing to keep.
             work = self._work
             if work is not None:
                 log.warning("%s is stuck; its memory is kept until the process ends", self.what)
@@ -131,11 +136,14 @@ class Lane:
         # First in, first out: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
         self._closed = False
+        # First in, first out: when the last one has ended, all have.
         self._last: Op | None = None
+        # A forked child inherits the object and the exit callback, but not the thread.
         self._pid = os.getpid()
         # The failure must reach a lane that is stuck in its backend, and cannot look at it itself.
         watchdog.on_failure.append(self._break_off)
         atexit.register(self._exits)
+        # A daemon: the interpreter must be able to end while a call is stuck in the backend.
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
 
@@ -170,6 +178,7 @@ class Lane:
         if self._closed:
             return
         self._closed = True
+        # The exit callback would keep the lane alive.
         atexit.unregister(self._exits)
         # The thread ends after everything that was submitted before.
         self._queue.put(None)
@@ -179,6 +188,7 @@ class Lane:
         if self._thread.is_alive():
             # The groups' destructors would wait for the stuck call.
             _GIVEN_UP.extend((self._group, self._beside))
+        # The watchdog outlives some lanes (those that make groups), and must not call them then.
         if self._break_off in self._watchdog.on_failure:
             self._watchdog.on_failure.remove(self._break_off)
         self._group = self._beside = self._last = None
@@ -189,6 +199,7 @@ class Lane:
         A thread that returns from a call into torch after the exit ends the process by SIGABRT.
         """
         if self._pid == os.getpid():  # a forked child has no such thread
+            # First: after a failure `close` does not wait for collectives that may never end.
             self._watchdog.report_exit()
             self.close()
 
@@ -199,10 +210,12 @@ class Lane:
             try:
                 if group is not None and not abort_group(group):
                     log.debug("lane %s cannot be broken off", self.name)
-            except Exception:  # the other group is aborted all the same
+            # The other group is aborted all the same.
+            except Exception:
                 log.exception("lane %s: one of its groups cannot be broken off", self.name)
 
     def _run(self) -> None:
+        # Taken once: `close` drops the attribute while this thread may still be in a call.
         group = self._group
         with self._stream() as stream:
             while (op := self._queue.get()) is not None:
@@ -224,8 +237,10 @@ class Lane:
                 stream.wait_event(op._ready)
             work(group)
             if stream is not None:
+                # Behind the collective's kernels: `Op.wait` puts the compute stream behind it.
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by Op.wait
+            # The traceback holds this frame, and `work` holds tensors.
             del work
             # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank
             # failed. Any other error is this rank's own.
@@ -236,8 +251,7 @@ class Lane:
                 op._error = error
             failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
             if failure is None:
-                # First: a waiting thread raises this error, and not the one that the others are
-                # told.
+                # First: a waiting thread raises this error, and not the one that is published.
                 op._error = error
                 self._watchdog.report_failure(error)
             else:

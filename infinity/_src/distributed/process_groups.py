@@ -5,9 +5,9 @@
 down this group's own connections. They are the sockets in the epoll set that gloo made for the
 group; it is found by what new_group() adds to the process's descriptors.
 
-One gap is gloo's: a send that is in the middle of a write when its connection closes is never told,
-and a thread that waits for it waits until the timeout. Nothing comes to its memory any more, and
-the thread is given up.
+One gap is gloo's. It does not end a send that is in the middle of a write when its connection
+closes, so a thread that waits for that send waits until the timeout. Nothing comes to its memory
+any more, and the thread is given up.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def make_group(
         added = _epolls() - before
     if not isinstance(group, dist.ProcessGroup):
         return None  # torch returns a sentinel to ranks that are not members
-    if backend != "gloo":  # descriptors that it has added are not gloo's connections
+    # Descriptors that another backend has added are not gloo's connections.
+    if backend != "gloo":
         return group
     # Another thread may have opened an epoll set meanwhile: with several no guess is made.
     if len(added) == 1:

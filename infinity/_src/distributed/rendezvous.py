@@ -30,10 +30,10 @@ _TOLD_CHARACTERS_MAX = 2000
 class Rendezvous:
     """Context in which the ranks of `comm` exchange objects in rounds, and fail together.
 
-    what: named in errors. With one rank nothing is sent. Inside, ranks call no other collective,
-    unless none can have failed since the last round. Leaving the context without an error is the
-    last round, unless `end` was called before. An error that is no Exception (KeyboardInterrupt) is
-    not sent.
+    what: named in errors. With one rank nothing is sent. Inside, ranks call another collective
+    only where no rank can have failed since the last round. Leaving the context without an error is
+    the last round, unless `end` was called before. An error that is no Exception
+    (KeyboardInterrupt) is not sent.
     """
 
     def __init__(self, comm: Comm, what: str) -> None:
@@ -76,7 +76,7 @@ class Rendezvous:
         """
         if self._comm.world == 1:
             return [dict(told)]
-        assert not self._over, "a meeting that is over has no rounds"
+        assert not self._over, "a rendezvous that is over has no rounds"
         # Also if the round itself raises: then no rank is left to send a failure to.
         self._over = True
         everyone = self._gather({"told": told})

@@ -139,8 +139,10 @@ class RankSetup:
         return reducer
 
     def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
-        """Secondary shards, which gathers read until weights change; None without. The caller
-        closes them."""
+        """Make the secondary shards, which gathers read until weights change; None without them.
+
+        The caller closes them.
+        """
         # Below stage 3 parameters stay whole on the device: no gather would read these shards.
         if not self.several or self._policy.zero < 3:
             return None

@@ -113,7 +113,7 @@ def _check(mesh: DeviceMesh, world: int) -> None:
 def _everyone(rank: int, world: int, timeout_s: float) -> list[tuple[Any, str]]:
     """Exchange, through the store, the host of each rank and its LOCAL_WORLD_SIZE. Blocks."""
     # A collective would need the backend of the default group, which may be any, on a device.
-    # A name of its own: the keys must not meet those of another library in the default store.
+    # A name of its own: the keys must not collide with those of other libraries.
     store: Any = PrefixStore("infinity/host", _store())
     # With the network namespace in it: each container of a machine counts as a host.
     mine = [*Host.this().node, os.environ.get("LOCAL_WORLD_SIZE", "")]

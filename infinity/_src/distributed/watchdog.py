@@ -319,8 +319,7 @@ class Watchdog:
             )
 
     def _confirm_exception(self) -> None:
-        """Block until every rank is known to have broken off after the same collective as this one.
-        """
+        """Block until all ranks are known to have broken off after the same collective."""
         assert self._heartbeat is not None
         here, waited_s, before_s = self._number, 0.0, time.monotonic()
         text = f"this rank ({self.topology.rank}) broke off ({self._raised[here]})"
@@ -462,9 +461,8 @@ class Watchdog:
                 for callback in list(self.on_failure):
                     try:
                         callback()
-                    except (
-                        Exception
-                    ):  # the other callbacks run all the same, and this thread goes on
+                    # The other callbacks run all the same, and this thread goes on.
+                    except Exception:
                         log.exception("%s: after %s", self._name, self._failure)
         for process in self._processes.values():
             process.close()
@@ -538,10 +536,10 @@ class Watchdog:
         self._count_silence(records, heard, turn_s)
 
     def _count_silence(self, records: dict[int, RankRecord], heard: bool, turn_s: float) -> None:
-        # The store is as far as rank 0: only where that is another host can its silence mean a cut
-        # network.
         """Count the silence of ranks on other hosts, and of the store if it is on another host."""
         self._unheard_s += turn_s
+        # The store is as far as rank 0: only where that is another host can its silence mean a cut
+        # network.
         if 0 in self._remote and self._unheard_s > self._silence_s and records[0].left != "closed":
             text = (
                 "the store of the default group, which rank 0 hosts, has not answered for "
@@ -613,8 +611,10 @@ def find_failure(
 
 
 def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_for: int) -> str:
-    """Describe the first known difference of a rank's collectives from this rank's; empty if none
-    is."""
+    """Describe the first known difference between a rank's collectives and this rank's.
+
+    Empty if none is known.
+    """
     both = sorted(theirs.keys() & mine.keys())
     at = next((number for number in both if theirs[number] != mine[number]), None)
     if at is None:

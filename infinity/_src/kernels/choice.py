@@ -27,7 +27,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """An operation with two implementations.
+    """Operation with two implementations.
 
     about: its purpose, in half a line; bitwise: the two give the same bits.
     """
@@ -141,7 +141,7 @@ def _chosen(name: str) -> str | None:
 
 
 def _from_environment() -> dict[str, str]:
-    """INFINITY_OPS as choices. Raises: ValueError for what is not known."""
+    """Read INFINITY_OPS as choices. Raises: ValueError for what is not known."""
     text = os.environ.get(VARIABLE, "").strip()
     if not text:
         return {}

@@ -27,8 +27,8 @@ import numpy.typing as npt
 from infinity.aio._records import HYPER, LOG_MAX, Algorithm, HyperFlag, LogKind
 
 Log: TypeAlias = Sequence[tuple[LogKind | str, float]]
-"""Operations done to a gradient since it was drained, oldest first: ("mul" | "div" or a LogKind,
-factor).
+"""Operations done to a gradient since it was accumulated, oldest first: ("mul" | "div" or a
+LogKind, factor).
 """
 
 

@@ -25,7 +25,7 @@ from infinity._src.kernels.tile_matmul import wide_product
 NAME = "linear_cross_entropy"
 
 VOCABULARY_TILE = 8192
-"""Rows of the weight per tile unless told otherwise.
+"""Rows of the weight per tile by default.
 
 Part of the numerics: it decides the order of sums.
 """
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
     reduction: str = "mean"
 
     def check(self) -> None:
-        """Raises: ValueError for a reduction or a smoothing that there is not."""
+        """Check the settings. Raises: ValueError for an unknown reduction, or a wrong smoothing."""
         if self.reduction not in REDUCTIONS:
             raise ValueError(
                 f"reduction={self.reduction!r} is not known; use one of "

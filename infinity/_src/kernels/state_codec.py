@@ -243,7 +243,7 @@ def _encode_q8(
     factor = (torch.full_like(scales, _LEVELS[moment]) / scales)[:, None]
     # Without random bits: the middle of [1, 2), which rounds to nearest.
     u: torch.Tensor | float = 1.5
-    # one, the random bits in the mantissa, and half of the last of them: in [1, 2)
+    # With them: 1.0 with the random bits in its mantissa, plus half of the last one; in [1, 2).
     if drawn is not None:
         spare = 23 - drawn[1]
         u = (
@@ -262,8 +262,8 @@ def _encode_q8(
         below, above = c * c, above * above
         base = below * below
         step = above * above - base
-    # u in [1, 2) against 1 plus the fraction: up with the probability that keeps the expected
-    # value.
+    # Compared with 1 plus the fraction, u in [1, 2) rounds up with the probability that keeps the
+    # expected value.
     number = c.to(torch.int32) + (step * u < (y - base) + step)
     if moment == 0:
         number.clamp_(max=127)

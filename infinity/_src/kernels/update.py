@@ -75,8 +75,9 @@ def all_finite(values: torch.Tensor) -> bool:
 
 
 def check_update(state_format: Format, row: Any) -> None:
-    """Raises ValueError unless the kernels know the format (without `grad`) with the row's
-    algorithm.
+    """Check that the kernels know the format (without `grad`) with the row's algorithm.
+
+    Raises: ValueError if they do not.
     """
     algorithm = Algorithm(int(row["algorithm"]))
     if state_format is Format.RAW or state_format.grad:
@@ -90,7 +91,7 @@ def check_update(state_format: Format, row: Any) -> None:
 
 
 class UpdatePlan:
-    """The updates of one step on chunks of one format; `run` does a chunk's."""
+    """Updates of one step on chunks of one format; `run` makes those of one chunk."""
 
     def __init__(
         self,
@@ -134,7 +135,8 @@ class UpdatePlan:
     def run(
         self, index: int, sections: Sequence[torch.Tensor], grad: torch.Tensor | None = None
     ) -> None:
-        """The update of chunk `index`, in place; elements that no segment has keep their bytes.
+        """Update chunk `index` in place; elements outside of all segments keep their bytes.
+
         Does not wait for the device.
 
         sections: one contiguous 1-D uint8 tensor per section of the format, on the plan's device,
@@ -163,9 +165,10 @@ class UpdatePlan:
                 )
 
     def _resolved(self, segs: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-        """The segments that have elements. Their dtype is never SECTION; `grad` is an address, or,
-        with `relative`, how many bytes after the start of the tensor or section that `run` is
-        given.
+        """Resolve the segments that have elements.
+
+        Their dtype is never SECTION. `grad` is an address; with `relative`, an offset in bytes from
+        the start of the tensor or section that `run` is given.
         """
         out: npt.NDArray[np.void] = np.zeros(int((segs["numel"] > 0).sum()), RESOLVED)
         for name in SEG.names or ():
@@ -258,7 +261,7 @@ def _parts(
 ) -> list[torch.Tensor]:
     """Slice each section to the bytes of the elements [start, start + numel)."""
     parts = []
-    # a section `grad` is left out
+    # Not strict: a section `grad` is left out.
     for section, what in zip(sections, states.sections, strict=False):
         # Sections count in groups: 8-bit moments have one scale for each.
         low = start // what.group_numel * what.itemsize
@@ -280,7 +283,7 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
         int(seg["grad"]) + base * int(seg["relative"]),
         int(seg["numel"]) * dtype.itemsize,
     )
-    # An address, not a tensor, so torch is told by the interface that describes foreign memory.
+    # An address, not a tensor: torch takes it through the interface for foreign memory.
     if device.type == "cuda":
         described = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 2}
         return torch.as_tensor(_Memory(described), device=device).view(dtype)
@@ -303,7 +306,7 @@ def _update_torch(
     sections: the segment's bytes of each, uint8. grad: bf16, fp16 or fp32 [numel]. row: a HYPER
     record. element: the parameter's, at the first.
     """
-    # Clipping and the like, done to the gradient since it was drained, oldest first.
+    # Clipping and the like, done to the gradient since it was accumulated, oldest first.
     g = _replayed(grad, row)
     p, m = decode_sections(state_format, sections)
     algorithm = Algorithm(int(row["algorithm"]))

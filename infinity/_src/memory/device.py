@@ -74,7 +74,7 @@ class Device:
         self._executor = executor
         if self.driver is not None:
             executor.attach_device(self.driver)
-            # The executor is a new one: it has not been told of a stream yet.
+            # The executor is new, and no compute stream has been set on it.
             self._told = 0
 
     def behind(self) -> None:

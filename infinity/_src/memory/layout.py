@@ -94,7 +94,7 @@ class FlatLayout:
         """Intersect parameter `index` with the shard of `rank`.
 
         Returns (start in the shard, start in the parameter, elements); zeros where they do not
-        meet.
+        overlap.
         """
         # Clipped to the shard: a parameter may lie in several ranks' shards.
         low = max(self.offsets[index], rank * self.shard_numel)

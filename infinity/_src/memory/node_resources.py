@@ -73,12 +73,11 @@ class NodeResources:
         everyone = rendezvous.all_gather_object(
             {"machine": machine(), "memory": seen, "rules": policy.rules}
         )
-        # First: ranks with other rules would plan other things, and then meet in rounds that
-        # differ.
+        # First: ranks with other rules would plan other things, and then hold other rounds.
         _check_rules([told["rules"] for told in everyone])
+        # By the kernel's boot id, not by the mesh: "nodes" on one machine have one memory and its
+        # drives.
         self._neighbours = [
-            # By the kernel's boot id, not by the mesh: "nodes" on one machine have one memory and
-            # its drives.
             rank for rank, told in enumerate(everyone) if told["machine"] == machine()
         ]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)

@@ -1,7 +1,7 @@
 """NUMA node for the memory and the threads of a rank: that of the device that it computes on.
 
     GPU     the node of its PCI device
-    CPU     the ranks of a machine are spread over its nodes; one rank alone is bound to none
+    CPU     the ranks of a machine are divided among its nodes; one rank alone is bound to none
 
 Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
 nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out.

@@ -44,6 +44,8 @@ from infinity.aio import Format
 from infinity.aio._records import piece_count
 from infinity.errors import BudgetError
 
+__all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
+
 
 @dataclasses.dataclass(frozen=True)
 class FlatNeed:
@@ -68,6 +70,7 @@ class FlatNeed:
     window_bytes: int = 0
     versions: int = 1
 
+    # Cached, since a plan asks for them once per chunk, and a large model has a million chunks.
     @functools.cached_property
     def numels(self) -> tuple[int, ...]:
         """Elements of each chunk."""
@@ -94,10 +97,12 @@ class FlatNeed:
     def tier(self, section: int) -> str:
         """Name the lowest tier of a section."""
         kind = self.kind(section)
+        # A `grad` section exists in formats of gradients that spill only.
         if kind == "grad":
             return "nvme"
         if kind == "params":
             return self.params_tier
+        # A parameter that computes on the device and that no optimizer holds rests in RAM.
         return self.optim_tier if self.held else "cpu"
 
     def nvme_mask(self) -> int:
@@ -186,6 +191,7 @@ def choose_spill(
     spill; gradients of others are not counted.
     """
     members = [flat for flat, is_able in enumerate(able) if is_able]
+    # Windows are of one size, so a flat may spill only if its own fits: the sizes are the choices.
     for window in sorted({sizes[flat][1] for flat in members}):
         small = [flat for flat in members if sizes[flat][1] <= window]
         # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
@@ -202,12 +208,11 @@ def choose_spill(
                 break
             if total <= ram_bytes:
                 best = kept
+        # None: no way to spill with windows of this size fits.
         if best is not None:
             gone = set(order[best:])
             yield tuple(flat in gone for flat in range(len(sizes)))
 
-
-__all__ = ["FlatNeed", "PlacementPlan", "StepLoad", "chunk_bytes", "plan_placement", "step_bytes"]
 
 # Slots for each drive: 8 chunks of states in flight (36 MiB: at 7 GB/s five milliseconds, many
 # times a drive's latency), and 16 of parameters alone (see bench/README.md). More gained nothing; a
@@ -380,9 +385,9 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
     """
     able = [need.spill_format is not None and need.grad_bytes > 0 for need in given.needs]
     sizes = [(need.grad_bytes, need.window_bytes) for need in given.needs]
-    full = _SpillChoice(
-        given, tuple(able)
-    )  # its least without windows: the bytes that no way avoids
+    # Its least without windows is what no way avoids. The rest of the budget is for gradients that
+    # stay and for windows, which `choose_spill` counts.
+    full = _SpillChoice(given, tuple(able))
     ways = [
         _SpillChoice(given, way)
         for way in choose_spill(sizes, able, ram_bytes - full.least + full.staging_bytes)
@@ -390,7 +395,8 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
     fitting = [way for way in ways if way.least <= ram_bytes]
     if fitting:
         plans = [way.finish(ram_bytes, unspilled.least, advice) for way in fitting]
-        # Least traffic first; of equals the one with most gradients in RAM.
+        # Least traffic first; of equals the one with most gradients in RAM. Any of them
+        # may score, since the needs are common.
         return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
     # Nothing fits: the way with the smallest budget raises the error that states it.
     ways = [unspilled, *(_SpillChoice(given, way) for way in choose_spill(sizes, able, None))]
@@ -399,7 +405,7 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
 
 @dataclasses.dataclass(frozen=True)
 class _Inputs:
-    """Arguments of `plan_placement` that do not change with the spilled flats."""
+    """Arguments of `plan_placement` that are the same for every choice of spilled flats."""
 
     needs: tuple[FlatNeed, ...]
     drive_count: int
@@ -417,6 +423,7 @@ class _SpillChoice:
 
     def __init__(self, given: _Inputs, spilled: tuple[bool, ...]) -> None:
         self._given = given
+        # A flat that spills has a `grad` section, and no gradients in RAM but in its window.
         self._needs = [
             dataclasses.replace(need, format=need.spill_format or need.format, grad_bytes=0)
             if gone
@@ -425,6 +432,7 @@ class _SpillChoice:
         ]
         self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
         self._slots = self._slot_bytes()
+        # Pools are allocated once: what exists counts, also where this plan could do with less.
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         # Per drive: drives that shared slots would wait for each other.
@@ -468,6 +476,7 @@ class _SpillChoice:
         """Make the sections resident that the argument `resident` asks for."""
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
+            # Of what may rest on NVMe: the rest is in RAM anyhow, and no part of the share.
             total = sum(size for _, _, _, size in candidates)
             # A float is a share of the candidates, an int bytes, as Policy.resident says.
             limit = int(wanted * total) if isinstance(wanted, float) else wanted
@@ -479,6 +488,7 @@ class _SpillChoice:
         """List `wanted` sections still on NVMe as (flat, chunk, mask, bytes), in model order."""
         found = []
         for flat, (need, row) in enumerate(zip(self._needs, masks, strict=True)):
+            # Once for each flat: its chunks have the same sections.
             bits = sum(
                 1 << section for section in range(len(need.sections)) if wanted(need, section)
             )
@@ -539,6 +549,7 @@ class _SpillChoice:
         """Time per step that a byte of gradients in RAM saves."""
         count = move_counts(self._given.load.update, self._given.load.micro_batches)
         read, write = self._given.load.bandwidths
+        # Not divided by versions: gradients have one.
         return count.grads_read / read + count.grads_written / write
 
     def everything(self) -> PlacementPlan | None:
@@ -563,6 +574,7 @@ class _SpillChoice:
     def smallest(self) -> int:
         """Smallest budget that works: with pools, or with everything in RAM where that is less."""
         whole = self.everything()
+        # Of a small model all states may take less than the pools through which they would move.
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
@@ -580,7 +592,9 @@ class _SpillChoice:
                 if size
             )
             if self.smallest < self.least:
+                # The parts above are of the plan with pools, which is not the smallest one.
                 parts = "gradients and all states in RAM, which takes no pools"
+            # `ram` is the process's: the size to set has to hold other models, too.
             held = self._given.held_bytes
             least = self.smallest + held
             raise BudgetError(
@@ -599,6 +613,7 @@ class _SpillChoice:
     def saved(self, plan: PlacementPlan) -> float:
         """Score a plan by the time of its traffic, negated: compares plans that spill other flats.
         """
+        # The needs as given: `step_bytes` takes the formats of the plan.
         read, write = step_bytes(self._given.needs, plan, self._given.load)
         speeds = self._given.load.bandwidths
         return -(read / speeds[0] + write / speeds[1])
@@ -629,8 +644,8 @@ class _SpillChoice:
             used, all_taken = self._take(masks, candidates, spare_bytes)
             spare_bytes -= used
             if not all_taken:
-                # Stops at the first that does not fit, or a larger budget might choose other
-                # chunks.
+                # No smaller chunk of a later class fills the rest: a larger budget might choose
+                # other chunks then.
                 return
 
     def _plan(
@@ -639,6 +654,7 @@ class _SpillChoice:
         needs = self._needs
         small, large = slots
         nvme = sum(
+            # Spilled gradients are counted apart, in `spilled_bytes`, and have one version.
             need.versions * chunk_bytes(need, chunk, mask & ~need.grad_mask())
             for need, row in zip(needs, masks, strict=True)
             for chunk, mask in enumerate(row)

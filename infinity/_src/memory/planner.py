@@ -45,7 +45,9 @@ def state_format(state: str, dtype: torch.dtype, moments: int = 2) -> Format | N
     states."""
     if dtype not in _MASTERS:
         return None
+    # A 24-bit master is a bf16 parameter and one more byte, so only bf16 parameters have one.
     master = Master.SPLIT8 if state == "compact" and dtype is torch.bfloat16 else _MASTERS[dtype]
+    # Without moments there is nothing to encode, and `Format` refuses Q8 without moments.
     return Format(master, _MOMENTS[state] if moments else Moments.FP32, moments)
 
 
@@ -84,11 +86,14 @@ class PlacementPlanner:
         staging_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
+        # In one order: plans and choices name a flat by its index.
         self._flats = list(flats)
         self._gradients = gradients
+        # Called at every plan: unfreezing a parameter adds buffers.
         self._staging_bytes = staging_bytes
-        # Compared at `restore`: the buffers that were made since a plan count beside it.
-        self._staged = 0  # bytes of that in the plan in force
+        # Bytes of `staging_bytes` in the plan in force. `restore` compares them: buffers that were
+        # made since that plan count beside it.
+        self._staged = 0
         self._owner = ledger_owner
         # Once: what is left shrinks as this model takes its share, and must not be halved again for
         # the optimizer.
@@ -134,7 +139,8 @@ class PlacementPlanner:
             try:
                 plan = self._make({}, stores_gradients=True)
             except BudgetError:
-                raise error from None  # which says what training needs
+                # The first error, which says what training needs.
+                raise error from None
             log.warning("this budget does not allow training: %s", error)
         # Before it is enforced: every later plan must fit these pools.
         self._pools = (plan.small_bytes, plan.large_bytes)
@@ -183,6 +189,7 @@ class PlacementPlanner:
                 "before inf.offload, raise "
                 "Policy(ram=...), or rest three moments in RAM: Policy(optim='cpu')"
             )
+        # The first plan for training fell short, or kept no gradients: this one chooses.
         if self._spilled is None and stores_gradients:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
@@ -212,6 +219,7 @@ class PlacementPlanner:
         LEDGER.release(self._owner)
 
     def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
+        # With the least beside it: the message for another model says how much could be given back.
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
         self._plan, self._staged = plan, self._staging_bytes()
         return plan
@@ -219,6 +227,7 @@ class PlacementPlanner:
     def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
         policy = self._policy
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
+        # Of flats with states only: norms are taken of gradients.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
         # Later plans keep the choice of the first.
         spill = None
@@ -234,14 +243,16 @@ class PlacementPlanner:
             + self._staging_bytes(),
             pools=self._pools,
             resident=self._policy.resident_parts,
-            # What a resident byte saves is valued for a step of one micro-batch: how many there
-            # will be nobody knows at placement (`infinity plan` is told).
+            # A resident byte is valued for a step of one micro-batch: how many a step will have is
+            # not known at placement (`infinity plan` takes the number).
             load=StepLoad(
                 update="deferred" if policy.speculates else policy.update,
                 bandwidths=self._bandwidths(),
             ),
             spill=spill,
+            # Activations go through the same small slots, in chunks of their own size.
             small_bytes=CHUNK_BYTES if policy.activations == "nvme" else 0,
+            # Only an explicit size is the process's, which other models share.
             held_bytes=LEDGER.others_bytes(self._owner) if isinstance(policy.ram, int) else 0,
             advice=f"Policy(ram=...) is {describe_budget(policy.ram)}"
             f"{describe_others(policy.ram, self._owner)}: raise it"
@@ -257,6 +268,7 @@ class PlacementPlanner:
                 flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
             )
         delayed = self._policy.update == "delayed"
+        # This rank's shard: gradients wait for the step after they were reduced.
         grads = self._gradients.shard_bytes(flat)
         shadow = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:

@@ -31,6 +31,8 @@ from infinity._src.sizes import MIB, format_size
 from infinity.aio import ExtentAllocator, SwapFile
 from infinity.errors import DeviceFailedError
 
+log = logging.getLogger("infinity.memory")
+
 _UNIT = 1 << 20
 """Sum of the whole-number weights of the drives: shares are kept to about a millionth."""
 
@@ -112,6 +114,7 @@ class SwapSpace:
     ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
         self._room = room
+        # Layers whose files a checkpoint has links to: their extents and lengths stay.
         self._frozen: set[int] = set()
         self._grows_later = False
         try:
@@ -122,6 +125,7 @@ class SwapSpace:
             if shares is not None:
                 self.shares = tuple(shares)
         except BaseException:
+            # The files of the drives before it: the caller has no object to close them with.
             self.close()
             raise
         self._extents = [ExtentAllocator(max(len(self.files), 1))]
@@ -152,6 +156,7 @@ class SwapSpace:
         """Close the files of a layer without extents in use. Its number may be given again."""
         for file in self.layers[layer]:
             file.close()
+        # Empty, not deleted: the layers after it keep their numbers, which extents name.
         self.layers[layer] = []
         self._frozen.discard(layer)
 
@@ -164,12 +169,13 @@ class SwapSpace:
     def shares(self, shares: Sequence[float]) -> None:
         if len(shares) != len(self.files):
             raise ValueError(f"shares={list(shares)}: there are {len(self.files)} swap directories")
+        # Without the credits of the old shares: they were earned by other weights.
         self._turns = WeightedRoundRobin(shares)
 
     @property
     def size_bytes(self) -> int:
-        # All layers: a saved run's files are on the same drives.
         """Bytes preallocated on all drives."""
+        # All layers: a saved run's files are on the same drives.
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
     def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
@@ -222,11 +228,13 @@ class SwapSpace:
         Raises: SwapFullError, as `reserve_together`.
         """
         found: list[SwapExtent] = []
+        # No credits to take back: the drives are given, so nobody took a turn.
         lengths = [[file.size_bytes for file in files] for files in self.layers]
         try:
             for drive, want in zip(drives, wants, strict=True):
                 place = self._allocate(drive, want)
                 assert place is not None
+                # One by one, so that an error part-way gives back what there is.
                 found.append(place)
             self._grow()
         except BaseException:
@@ -252,6 +260,7 @@ class SwapSpace:
         finally:
             self._grows_later = False
         lengths = [[file.size_bytes for file in files] for files in self.layers]
+        # By drive, over all layers, whose files are on the same drives.
         more = [0] * len(self.files)
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
@@ -283,6 +292,7 @@ class SwapSpace:
     def _allocate(self, drive: int, want: ExtentRequest) -> SwapExtent | None:
         if not want.size_bytes:
             return None
+        # New extents would grow a file that a checkpoint has links to.
         assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
         return SwapExtent(drive, offset, want.size_bytes, want.layer)
@@ -312,8 +322,6 @@ class SwapSpace:
             files.clear()
 
 
-log = logging.getLogger("infinity.memory")
-
 # -- shares by bandwidth ------------------------------------------------------------------------
 
 MEASURE_S = 0.2
@@ -342,7 +350,7 @@ def choose_shares(
     MiB to each.
     Raises: SwapFullError, AioError that names the path that fails.
     """
-    # One drive gets everything: nothing is measured.
+    # One drive gets everything, whatever its bandwidth: nothing is measured.
     if len(files) < 2:
         return (1.0,) * len(files)
     # Resolved, so that a link and its target are one directory.
@@ -362,6 +370,7 @@ def choose_shares(
         )  # fmt: skip
         return (1 / len(files),) * len(files)
     else:
+        # All of them, also those that are known: they may share a bus.
         source = (
             "measured"
             if not bandwidths
@@ -416,6 +425,7 @@ class _Measurement:
     def __init__(self, executor: aio.Executor, files: Sequence[aio.SwapFile]) -> None:
         self._executor = executor
         self._files = files
+        # Plain bytes without resident sections: RAW chunks of elements of one byte.
         chunks = np.zeros((len(files), _CHUNKS), dtype=aio.CHUNK)
         chunks["drive"] = np.arange(len(files))[:, None]
         chunks["file_offset"] = np.arange(_CHUNKS) * _CHUNK_BYTES
@@ -438,7 +448,7 @@ class _Measurement:
         for drive in range(len(self._files)):
             for _ in range(_WAVES):
                 self._send(drive)
-        # Untimed: the first waves meet an idle drive.
+        # Untimed: the first waves find an idle drive.
         self._feed(_WARM_UP_S)
         for seen in self._seen:
             # The last observation stays: measuring goes on from it.
@@ -488,6 +498,7 @@ class _Measurement:
                     self._send(drive)
             for seen, stats in zip(self._seen, self._executor.stats().drives, strict=True):
                 moved = stats.bytes_read + stats.bytes_written
+                # Only where something has moved: rates are from completion to completion.
                 if moved != seen[-1][1]:
                     seen.append((time.monotonic(), moved))
             time.sleep(0.0005)

@@ -465,7 +465,7 @@ class Unsharder:
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]."""
-        with profiled(f"infinity: drain {param.name}"):
+        with profiled(f"infinity: accumulate_grad {param.name}"):
             self.gradients.accumulate_grad(param, grad)
 
     def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:

@@ -72,18 +72,18 @@ class DeferredLogits(torch.Tensor):
     """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
     docstring).
 
-    What an ordinary head computes when it is called is computed later here, so what it depends on
-    must not have changed: hidden states or weights that were written meanwhile (an optimizer's
-    step) are an error, and logits of `no_grad` have no graph. Once somebody writes to the logits,
-    or hangs a hook on them, they are ordinary ones for everybody (`settle`).
+    An ordinary head computes logits when it is called; these are computed later. So their inputs
+    must not change in between: hidden states or weights that were written (by an optimizer's step)
+    are an error. Logits made under `no_grad` have no graph. Once somebody writes to the logits, or
+    puts a hook on them, they are ordinary ones for everybody (`settle`).
     """
 
-    # hidden states, and what is settled: where backward goes by way of this tensor
+    # Hidden states and, once settled, the computed logits: backward goes by way of these.
     infinity_inputs: tuple[torch.Tensor, ...]
     _head: TiledHead
     _graph: bool  # whether an ordinary head would have recorded a graph
     _versions: tuple[int, ...]
-    # the logits that this is a view of, and how
+    # The logits that these are a view of, and the operation that makes the view.
     _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
     _computed: torch.Tensor | None
     _computed_version: int
@@ -205,8 +205,8 @@ class DeferredLogits(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, carry over what leaves rows of logits whole, compute a loss in tiles;
-        else compute the logits.
+        """Answer metadata, or do an operation that leaves rows whole to the hidden states, or
+        compute a loss in tiles; for any other operation, compute the logits.
         """
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
@@ -265,18 +265,15 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _versions(head: TiledHead, hidden: torch.Tensor) -> tuple[int, ...]:
-    """Return version counters that change when the logits do.
-
-    Sharded parameters of an offloaded model have their own.
-    """
+    """Return version counters that change when the logits do."""
     params = [
         *head.tile_parameters(),
         *(param for param in head._parameters.values() if param is not None),
     ]
     return (
         _version(hidden),
+        # An offloaded parameter has its own counter: its storage comes and goes.
         *(getattr(param, "infinity_version", _version(param)) for param in params),
-    # An offloaded parameter has its own counter: its storage comes and goes.
     )
 
 
@@ -289,7 +286,7 @@ def _compute(value: Any, what: str) -> Any:
     return value
 
 
-# -- what leaves rows of logits whole: the result, or None where it does not -----------------------
+# -- operations that leave rows of logits whole; a handler returns None where one does not ---------
 
 Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
 
@@ -440,7 +437,7 @@ _OF_THE_GRAPH = {
         "_backward_hooks",
     )
 } | {_TENSOR.requires_grad.__set__}
-"""Metadata that ordinary logits would answer otherwise than a tensor of no graph."""
+"""Metadata that differs between ordinary logits and a tensor without a graph."""
 
 
 def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> Any:
@@ -460,7 +457,7 @@ def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> A
 
 
 def default_tiles(vocabulary: int, tile: int) -> int:
-    """Return the number of tiles with which none is much larger than `tile` classes."""
+    """Count the tiles that a vocabulary needs for about `tile` classes, or fewer, in each."""
     return max(1, math.ceil(vocabulary / tile))
 
 

@@ -128,7 +128,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
 
 @dataclasses.dataclass(frozen=True)
 class _Group:
-    """A weight and the modules that hold it, with their names."""
+    """Weight and the modules that hold it, with their names."""
 
     weight: torch.Tensor
     grid: Grid
@@ -259,7 +259,7 @@ def _replace(model: nn.Module, group: _Group) -> None:
         made.train(module.training)
         _put(model, module, made)
         with torch.no_grad():
-            # the whole weight goes now, not when the last linear is tiled
+            # The whole weight goes now, not when the last linear is tiled.
             module._parameters["weight"] = None
 
 

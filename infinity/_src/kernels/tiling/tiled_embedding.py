@@ -97,7 +97,7 @@ class _Link:
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of the chain."""
+    """Start of the chain."""
 
     @staticmethod
     def forward(ctx: Any, _anchor: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -110,7 +110,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """One tile."""
+    """Link of the chain: one tile."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ class _Step(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of the chain: the output takes its place in the graph."""
+    """End of the chain: the output takes its place in the graph."""
 
     @staticmethod
     def forward(ctx: Any, _outs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -238,8 +238,7 @@ class _Link:
 
 
 def token(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a tensor of `shape` over one element of memory; see [Note: the chain of tokens].
-    """
+    """Make a tensor of `shape` over one element of memory; see [Note: the chain of tokens]."""
     # Strides of 0: the shape of the whole, the memory of one element.
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype, device=device)
 
@@ -265,7 +264,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of the chain: backward rounds the sum over the tiles to the input's dtype."""
+    """Start of the chain: backward rounds the sum over the tiles to the input's dtype."""
 
     @staticmethod
     def forward(
@@ -290,7 +289,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """One tile."""
+    """Link of the chain: one tile."""
 
     @staticmethod
     def forward(
@@ -331,9 +330,9 @@ class _Step(torch.autograd.Function):
             tile_matmul(dy_rows.t(), x[:, place.columns[0] : place.columns[1]], dweight)
             dweight = dweight.to(weight.dtype)
         if ctx.input_grad:
-            # the last row of tiles is the first of backward
+            # The last row of tiles is the first of backward, so it writes and the others add.
             first = place.rows[1] == ctx.grid.row_ends[-1]
-            # gathers.
+            # The first link of backward gets no gradient through its token: the sum begins here.
             if dx is None:
                 dtype = sum_dtype(x.dtype) if ctx.grid.rows > 1 else x.dtype
                 dx = torch.empty(x.shape, dtype=dtype, device=x.device)
@@ -344,8 +343,8 @@ class _Step(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of the chain: the output takes its place in the graph, and backward hands its
-    gradient to the tiles.
+    """End of the chain: the output takes its place in the graph; backward hands its gradient to
+    the tiles.
     """
 
     @staticmethod
@@ -373,8 +372,9 @@ class _Leave(torch.autograd.Function):
 
 
 def _multiply(call: _Call, weight: torch.Tensor, row: int, column: int) -> None:
-    """Add one tile's product to the sum of its row; the last of the row adds the bias and rounds
-    into the output.
+    """Add one tile's product to the sum of its row of tiles.
+
+    The last tile of the row adds the bias and rounds into the output.
     """
     place = call.grid.place(row, column)
     x, bias = call.x[:, place.columns[0] : place.columns[1]], call.bias

@@ -1,4 +1,4 @@
-"""The LM head together with its loss, without the logits, forward and backward.
+"""LM head and its loss in one, without the logits, forward and backward.
 
     linear_cross_entropy(hidden, weight, target)       a weight that is a tensor: slices of its rows
     LinearCrossEntropy(head)(hidden, target)           a torch.nn.Linear, or a TiledLinear, of
@@ -61,6 +61,7 @@ def linear_cross_entropy(
     if vocabulary_tile < 1:
         raise ValueError(f"vocabulary_tile={vocabulary_tile} is not a positive number of classes")
     rows, targets = check_call(hidden, target, weight.shape[-1], settings)
+    # One node of autograd for all tiles: the weight is one tensor, so nothing is gathered between.
     loss: torch.Tensor = _Loss.apply(rows, weight, bias, targets, settings, vocabulary_tile)
     return loss.view(target.shape) if reduction == "none" else loss
 
@@ -73,7 +74,7 @@ def check_call(
     *,
     cast: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(hidden [rows, features] in the dtype that computes, target [rows]).
+    """Check a call; return hidden [rows, features] in the dtype that computes, and target [rows].
 
     Raises: as `linear_cross_entropy`.
     """
@@ -89,9 +90,11 @@ def check_call(
             f"target is {target.dtype}; give class indices (int64): class probabilities are not "
             "supported"
         )
+    # As torch's linear: autocast leaves fp64 alone.
     if cast and torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
         hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
     targets = target.reshape(-1).long()
+    # On a GPU looking would wait for the device; `row_losses` makes the loss NaN there.
     if targets.device.type == "cpu":
         wrong = targets[
             (targets != settings.ignore_index) & ((targets < 0) | (targets >= settings.vocabulary))
@@ -102,7 +105,7 @@ def check_call(
 
 
 class LinearCrossEntropy(nn.Module):
-    """An LM head and its loss in one: `LinearCrossEntropy(model.lm_head)(hidden, labels)`.
+    """LM head and its loss in one: `LinearCrossEntropy(model.lm_head)(hidden, labels)`.
 
     head: a TiledLinear with one tile along its inputs, whose tiles are then gathered one at a time,
     in an offloaded model or not; or a torch.nn.Linear, whose weight is used as it is (in an
@@ -126,13 +129,15 @@ class LinearCrossEntropy(nn.Module):
         self.settings = Settings(head_rows(head), ignore_index, label_smoothing, reduction)
         self.settings.check()
         self.vocabulary_tile = vocabulary_tile
-        self._head = (head,)  # in a tuple, it is no child: its parameters have one name
+        # In a tuple it is no child: its parameters keep the one name that they have in the model.
+        self._head = (head,)
 
     def forward(self, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """hidden: [..., features]; target: int64 [...]. Returns the loss."""
         (head,) = self._head
         if isinstance(head, TiledLinear):
             return head_loss(head, hidden, target, self.settings)
+        # `linear_cross_entropy` takes the vocabulary from the weight.
         options = self.settings._asdict()
         del options["vocabulary"]
         return linear_cross_entropy(
@@ -141,7 +146,8 @@ class LinearCrossEntropy(nn.Module):
 
 
 def head_rows(head: nn.Module) -> int:
-    """Classes of a head. Raises: ValueError for a module that is no head for a tiled loss."""
+    """Count the classes of a head. Raises: ValueError for a module that is no head for the loss."""
+    # exp of a part of a logit is of no use, so a tile must have all input features.
     if isinstance(head, TiledLinear) and head.grid.columns > 1:
         raise ValueError(
             f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need "
@@ -164,7 +170,7 @@ def head_loss(
     *,
     cast: bool = True,
 ) -> torch.Tensor:
-    """The loss of a tiled head, by way of its own call: hooks on it see one call of the module.
+    """Compute the loss of a tiled head inside a call of the head, so that hooks on it see one call.
 
     cast: False where the hidden states have the dtype that computes already.
     """
@@ -177,11 +183,13 @@ def _chain(
     rows, targets = check_call(
         head.entering(hidden) if cast else hidden, target, head.in_features, settings, cast=cast
     )
+    # Detached: the hidden states' gradient goes by way of the tokens, in one fixed order.
     running = _Running(rows.detach(), targets, settings)
     sums, lines = _Enter.apply(rows, head.anchor(rows))
     input_grad = rows.requires_grad
     for tile, row, _ in head.tiles():
         first, last = head.grid.row_ends[row], head.grid.row_ends[row + 1]
+        # A slice within the graph: autograd puts the tiles' gradients together.
         bias = head.bias[first:last] if head.bias is not None else None
         sums, lines = tile(
             _Link(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines
@@ -191,21 +199,20 @@ def _chain(
 
 
 class _Running:
-    """One forward: what the tiles so far contribute."""
+    """Running partials of one forward over the tiles so far."""
 
     def __init__(self, hidden: torch.Tensor, target: torch.Tensor, settings: Settings) -> None:
         self.hidden, self.target, self.settings = hidden, target, settings
         self._found: Partials | None = None
 
     def add(self, weight: torch.Tensor, bias: torch.Tensor | None, start: int) -> None:
-        """Take in one tile, in order."""
+        """Merge one tile in, in order."""
+        # Partials of all tiles would be kept until the end; merged, they are those of one tile.
         found = tile_partials(self.hidden, weight, bias, self.target, start=start)
         self._found = found if self._found is None else merge(self._found, found)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the loss, reduced; log-sum-exp [rows]; what one unit of the loss's gradient is to each
-        row [rows]).
-        """
+        """Return the reduced loss, log-sum-exp [rows], and d(loss) / d(a row's loss) [rows]."""
         assert self._found is not None
         settings, valid = self.settings, self.target != self.settings.ignore_index
         losses, lse = row_losses(self._found, self.target, settings)
@@ -214,13 +221,14 @@ class _Running:
             return losses, lse, share
         if settings.reduction == "mean":
             count = share.sum()
-            # Without valid rows the loss is NaN, and its gradient 0, as torch has it.
+            # Without valid rows the loss is NaN, and its gradient 0, as torch has it: the clamp is
+            # in the share alone.
             return losses.sum() / count, lse, share.div_(count.clamp(min=1.0))
         return losses.sum(), lse, share
 
 
 class _Loss(torch.autograd.Function):
-    """The loss of a weight that is one tensor."""
+    """Loss of a weight that is one tensor."""
 
     @staticmethod
     def forward(
@@ -238,6 +246,7 @@ class _Loss(torch.autograd.Function):
                 weight[start : start + tile].to(hidden.dtype), _slice(bias, start, tile), start
             )
         loss, lse, share = running.finish()
+        # No logits: backward computes those of a tile again.
         ctx.save_for_backward(hidden, weight, bias, target, lse, share)
         ctx.settings, ctx.tile = settings, tile
         return loss
@@ -253,6 +262,7 @@ class _Loss(torch.autograd.Function):
         if wants_bias:
             dbias = torch.empty_like(bias)
         scale = grad.to(lse.dtype) * share
+        # The last first, as the chain of a tiled head does: both sum in one order.
         for start in reversed(range(0, weight.shape[0], ctx.tile)):
             part = weight[start : start + ctx.tile].to(hidden.dtype)
             dlogits = _dlogits(
@@ -280,7 +290,8 @@ class _Link(NamedTuple):
     running: _Running
     bias: torch.Tensor | None
     start: int
-    last: bool  # the first tile of backward
+    # The last tile of forward is the first of backward: its part begins the sum.
+    last: bool
     input_grad: bool
 
     def __call__(self, weight: torch.Tensor, sums: torch.Tensor, lines: torch.Tensor) -> Any:
@@ -293,14 +304,13 @@ class _Link(NamedTuple):
 
 
 class _Enter(torch.autograd.Function):
-    """The beginning of the chain: backward rounds the sum over the tiles to the hidden states'
-    dtype.
-    """
+    """Start of the chain: backward rounds the sum over the tiles to the hidden states' dtype."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, _anchor: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # None stays None: zeros for a token would have the shape of the whole.
         ctx.set_materialize_grads(False)
         ctx.dtype = hidden.dtype
         wide = sum_dtype(hidden.dtype)
@@ -319,7 +329,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Step(torch.autograd.Function):
-    """One tile of the vocabulary."""
+    """Link of the chain: one tile of the vocabulary."""
 
     @staticmethod
     def forward(
@@ -337,6 +347,7 @@ class _Step(torch.autograd.Function):
         input_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
+        # The weight is a view of gathered storage, which is filled again for backward.
         ctx.save_for_backward(hidden, weight, bias, target)
         ctx.settings, ctx.start, ctx.last, ctx.input_grad = settings, start, last, input_grad
         add(weight.to(hidden.dtype), bias, start)
@@ -349,6 +360,7 @@ class _Step(torch.autograd.Function):
     def backward(
         ctx: Any, dhidden: torch.Tensor | None, lines: torch.Tensor | None
     ) -> tuple[Any, ...]:
+        # No gradient arrives at the loss: the sum of the other tiles passes through.
         if lines is None:
             return dhidden, lines, *(None,) * 9
         hidden, weight, bias, target = ctx.saved_tensors
@@ -366,7 +378,7 @@ class _Step(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """The end of the chain: the loss takes its place in the graph."""
+    """End of the chain: the loss takes its place in the graph."""
 
     @staticmethod
     def forward(
@@ -380,6 +392,7 @@ class _Leave(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         lse, share = ctx.saved_tensors
+        # The log-sum-exp travels as a gradient: it is known only after the last tile's forward.
         return None, torch.stack((lse, grad.to(lse.dtype) * share)), None
 
 
@@ -404,7 +417,8 @@ def _weight_grad(dlogits: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor)
     """Write the gradient of a tile's weight, rounded to its dtype, into `out` [tile, features]."""
     if out.dtype == hidden.dtype:
         tile_matmul(dlogits.t(), hidden, out)
-    else:  # autocast
+    # Autocast: rounded to the dtype that computes first, as torch's own linear does.
+    else:
         rounded = torch.empty(out.shape, dtype=hidden.dtype, device=out.device)
         tile_matmul(dlogits.t(), hidden, rounded)
         out.copy_(rounded)
@@ -413,8 +427,9 @@ def _weight_grad(dlogits: torch.Tensor, hidden: torch.Tensor, out: torch.Tensor)
 def _add_input_grad(
     dlogits: torch.Tensor, weight: torch.Tensor, total: torch.Tensor | None
 ) -> torch.Tensor:
-    """Add a tile's part of the hidden states' gradient to the sum [rows, features], which is made
-    by the first.
+    """Add a tile's part of the hidden states' gradient to the sum [rows, features].
+
+    The first tile of backward makes the sum.
     """
     shape = (dlogits.shape[0], weight.shape[1])
     out = (

@@ -34,12 +34,13 @@ Tiles = int | tuple[int, int]
 """
 
 ALIGNED_FEATURES = 64
-"""Tiles begin at multiples of this where the size of the weight is one: matmuls are fastest on
-aligned slices.
+"""Tiles begin at multiples of this where the size of the weight is a multiple, too: matmuls are
+fastest on aligned slices.
 """
 
 _TENSOR: Any = torch.Tensor
 
+# Tiles are known by the names of their parameters: names are all that exports and loads have.
 _TILE_NAME = re.compile(r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)\.weight")
 
 
@@ -52,7 +53,7 @@ class Place:
     whole_shape: tuple[int, int]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """The tile's part of a tensor of the whole's shape, as a view."""
+        """Slice the tile's part from a tensor of the whole weight's shape, as a view."""
         return whole[self.rows[0] : self.rows[1], self.columns[0] : self.columns[1]]
 
 
@@ -73,6 +74,7 @@ class Grid:
         Raises: ValueError for a number of tiles that cannot be.
         """
         row_count, column_count = parse_tiles(tiles)
+        # More tiles than features would make empty ones.
         for count, size, what in ((row_count, rows, "output"), (column_count, columns, "input")):
             if count > size:
                 raise ValueError(
@@ -104,23 +106,23 @@ class Grid:
         )
 
     def names(self) -> Iterator[tuple[str, int, int]]:
-        """(name of the tile's module, row, column), row after row: the order in which tiles are
-        used.
-        """
+        """Yield (name of the tile's module, row, column), row after row, as tiles are used."""
         for row in range(self.rows):
             for column in range(self.columns):
                 yield f"tile_{row}_{column}", row, column
 
 
 def parse_tiles(tiles: Tiles) -> tuple[int, int]:
-    """(tiles along rows, along columns).
+    """Parse `tiles` to (along rows, along columns).
 
     Raises: ValueError for what is not one or two positive whole numbers.
     """
+    # Rows by default: a tile of whole rows gives whole outputs, and nothing is summed over tiles.
     pair = (tiles, 1) if isinstance(tiles, int) else tiles
     whole = (
         isinstance(pair, (tuple, list))
         and len(pair) == 2
+        # `type`, not isinstance: True is an int.
         and all(type(count) is int and count > 0 for count in pair)
     )
     if not whole:
@@ -132,6 +134,8 @@ def parse_tiles(tiles: Tiles) -> tuple[int, int]:
 
 
 def _ends(size: int, count: int) -> tuple[int, ...]:
+    # Aligned only where every tile gets a multiple: a size that is none would leave a ragged end,
+    # and too many tiles would leave some empty.
     step = (
         ALIGNED_FEATURES
         if size % ALIGNED_FEATURES == 0 and size // ALIGNED_FEATURES >= count
@@ -141,24 +145,26 @@ def _ends(size: int, count: int) -> tuple[int, ...]:
 
 
 def whole_name(name: str) -> str | None:
-    """The state-dict key of the whole weight that a parameter name is a tile of; None if it is no
-    tile's name.
+    """Return the state-dict key of the whole weight for the name of a tile's parameter.
+
+    None for any other name.
     """
     found = _TILE_NAME.fullmatch(name)
     return f"{found['module']}weight" if found is not None else None
 
 
 def tile_index(name: str) -> tuple[int, int]:
-    """(row, column) in its grid of the tile whose parameter has this name."""
+    """Parse (row, column) of a tile from the name of its parameter."""
     found = _TILE_NAME.fullmatch(name)
     assert found is not None, name
     return int(found["row"]), int(found["column"])
 
 
 class Tile(nn.Module):
-    """One tile of a weight. weight: [rows, columns] of its place. Calling it runs a function on the
-    weight, so that whoever hooks modules (the engine gathers parameters around a module's call)
-    sees each tile being used, alone.
+    """Tile of a weight: a module with one parameter, [rows, columns] of its place.
+
+    A call runs a function on the weight. The engine gathers parameters around calls of modules, so
+    it gathers each tile alone.
     """
 
     def __init__(self, weight: nn.Parameter, place: Place) -> None:
@@ -167,9 +173,9 @@ class Tile(nn.Module):
         self.place = place
 
     def forward(self, compute: Callable[..., Any], *tokens: torch.Tensor) -> Any:
-        """`compute(weight, *tokens)`.
+        """Return `compute(weight, *tokens)`.
 
-        tokens: what ties the call into the graph; hooks look for tensors among arguments.
+        tokens: tie the call into the graph. They are arguments, since hooks look for tensors there.
         """
         return compute(self.weight, *tokens)
 
@@ -193,16 +199,20 @@ class TiledWeight(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Answer metadata, pass `requires_grad` on to the tiles, refuse the rest: storage that is
-        not there crashes in C.
+        """Answer metadata, pass `requires_grad` on to the tiles, and refuse the rest.
+
+        There is no storage, and an operation that reached for it would crash in C.
         """
         weight = args[0] if args and isinstance(args[0], TiledWeight) else None
+        # Who freezes `layer.weight` means what learns, and that is the tiles.
         if weight is not None and func in (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__):
             flag = bool((kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True))
             for tile in weight._tiles:
                 tile.requires_grad_(flag)
+            # On the wrapper, too: it answers `requires_grad` itself.
             with DisableTorchFunctionSubclass():
                 return func(weight, flag)
+        # None is right while no tile has a gradient. A whole one does not exist: refused below.
         if (
             weight is not None
             and func == _TENSOR.grad.__get__
@@ -218,7 +228,7 @@ class TiledWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        """Refuse calls from C++ that pass `__torch_function__` by."""
         raise _refusal(func)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -237,31 +247,35 @@ def _refusal(func: Any) -> ParameterReleased:
 
 
 class TiledModule(nn.Module):
-    """A module whose weight is a grid of tiles. Base of TiledLinear and TiledEmbedding."""
+    """Module whose weight is a grid of tiles. Base of TiledLinear and TiledEmbedding."""
 
     grid: Grid
 
     def __init__(self, tiles: Sequence[nn.Parameter], grid: Grid) -> None:
         super().__init__()
         self.grid = grid
+        # Set while a load is under way, so that one mistake is named once (`_name_whole`).
         self._wrong_shape = False
         for weight, (name, row, column) in zip(tiles, grid.names(), strict=True):
             place = grid.place(row, column)
+            # On the meta device: the shape is wanted, not the memory of a whole weight.
             assert weight.shape == place.of(torch.empty(grid.whole_shape, device="meta")).shape
             self.add_module(name, Tile(weight, place))
         self.register_load_state_dict_post_hook(_name_whole)
 
     def tiles(self) -> Iterator[tuple[Tile, int, int]]:
-        """(tile, row, column), row after row."""
+        """Yield (tile, row, column), row after row."""
+        # In the order of the grid, in which tiles are summed: it is part of the numerics.
         for name, row, column in self.grid.names():
             tile = self._modules[name]
             assert isinstance(tile, Tile)
             yield tile, row, column
 
     def tile_parameters(self) -> list[nn.Parameter]:
-        """The tiles' parameters, row after row, as `parameters()` yields them (at rest in an
-        offloaded model).
+        """List the tiles' parameters, row after row, as `parameters()` yields them (sharded ones in
+        an offloaded model).
         """
+        # From `_parameters`: an attribute would gather an offloaded parameter.
         return [
             parameter
             for tile, _, _ in self.tiles()
@@ -274,6 +288,7 @@ class TiledModule(nn.Module):
         """Shape [rows, columns], dtype, device and `requires_grad` of the weight; its values are in
         the tiles.
         """
+        # All tiles have one dtype and one device.
         first = self.tile_parameters()[0]
         with torch.no_grad():
             made = make_wrapper(
@@ -308,8 +323,10 @@ class TiledModule(nn.Module):
         With keep_vars=True: the tiles, under their own names.
         """
         destination = super().state_dict(*args, **kwargs)
+        # With keep_vars the caller wants the parameters themselves, and those are the tiles.
         if kwargs.get("keep_vars", len(args) > 2 and args[2]):
             return destination
+        # torch still takes these by position.
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         found = [
             (f"{prefix}{name}.weight", self.grid.place(row, column))
@@ -317,6 +334,7 @@ class TiledModule(nn.Module):
         ]
         if all(key in destination for key, _ in found):
             parts = [(destination.pop(key), place) for key, place in found]
+            # The module's own entries go behind the weight: the order of keys is the untiled one's.
             others = {
                 key: destination.pop(key) for key in list(destination) if _is_own(key, prefix)
             }
@@ -327,11 +345,15 @@ class TiledModule(nn.Module):
     def _merged(
         self, destination: dict[str, Any], parts: list[tuple[torch.Tensor, Place]]
     ) -> torch.Tensor:
-        """The whole weight: a copy; the same tensor for all modules that share the tiles (tied
-        weights).
+        """Merge tiles to the whole weight, a copy.
+
+        Modules that share the tiles (tied weights) get the same tensor.
         """
+        # By state dict and tiles: tied weights are one tensor within a state dict, and two state
+        # dicts have copies of their own.
         key = (id(destination), *map(id, self.tile_parameters()))
         known = _merged_tensors.get(key)
+        # Looked for in the dict, too: an id is used again once its object is gone.
         if known is not None and any(value is known for value in destination.values()):
             return known
         first = parts[0][0]
@@ -360,9 +382,11 @@ class TiledModule(nn.Module):
                 f"{tuple(whole.shape)} from checkpoint, the shape "
                 f"in current model is {self.grid.whole_shape}."
             )
-            self._wrong_shape = True  # said; not that the tiles are missing, too
+            # Named once: `_name_whole` leaves out that the tiles are missing, too.
+            self._wrong_shape = True
         elif whole is not None:
             for name, row, column in self.grid.names():
+                # torch then selects each submodule's entries from this dict, by prefix.
                 state_dict[f"{prefix}{name}.weight"] = (
                     self.grid.place(row, column).of(whole).contiguous()
                 )
@@ -371,45 +395,47 @@ class TiledModule(nn.Module):
         )
 
 
+# Weak: a state dict that its caller drops takes its whole weights with it.
 _merged_tensors: weakref.WeakValueDictionary[tuple[int, ...], torch.Tensor] = (
     weakref.WeakValueDictionary()
 )
 
 
 def _is_own(key: str, prefix: str) -> bool:
-    """Tell whether a key is of the module of this prefix itself (its bias)."""
+    """Check whether a key is of the module of this prefix itself (its bias)."""
     return (
         key.startswith(prefix) and "." not in key[len(prefix) :] and key != f"{prefix}_extra_state"
     )
 
 
 def _name_whole(module: nn.Module, incompatible: Any) -> None:
-    """After a load of this module: tiles that had no value are missing as one `weight`, those of a
-    wrong shape are not.
+    """List the missing tiles of a loaded module as one missing `weight`.
+
+    Tiles of a weight of a wrong shape are left out: that error has been listed.
     """
     assert isinstance(module, TiledModule)
     missing: list[str] = incompatible.missing_keys
     wrong, module._wrong_shape = module._wrong_shape, False
-    # Modules are told one after the other, so the tiles that are listed now are this module's.
+    # torch calls this for one module after the other, so the tiles listed now are this module's.
     missing[:] = dict.fromkeys(
         whole_name(name) or name for name in missing if not (wrong and whole_name(name))
     )
 
 
 def tile_modules(model: nn.Module) -> Iterator[Tile]:
-    """Every distinct tile of a model, in registration order."""
+    """Yield every distinct tile of a model, in registration order."""
     return (module for module in model.modules() if isinstance(module, Tile))
 
 
 def keep_uncompiled(model: nn.Module) -> None:
-    """Have torch.compile leave the model's tiled modules alone: what is around them is compiled, up
-    to and from them.
+    """Keep torch.compile out of the model's tiled modules. Code before and after them is compiled.
 
     Each tile is gathered by hooks that cannot be compiled, so there is nothing to gain inside. Not
     done where tiled modules are made: it imports torch's compiler, which takes long.
     """
     for kind in {type(module) for module in model.modules() if isinstance(module, TiledModule)}:
         forward: Any = kind.forward
+        # Once for each class: a second model would wrap the wrapper.
         if not getattr(forward, "_infinity_uncompiled", False):
             disabled: Any = dynamo_disable(forward)
             disabled._infinity_uncompiled = True
@@ -417,18 +443,21 @@ def keep_uncompiled(model: nn.Module) -> None:
 
 
 def copy_tiles(weight: torch.Tensor, grid: Grid) -> list[nn.Parameter]:
-    """The tiles of a weight [rows, columns] as parameters of their own, copies with its
-    `requires_grad` and attributes.
+    """Copy the tiles of a weight [rows, columns] into parameters of their own.
+
+    They have its `requires_grad` and its attributes.
     """
     tiles: list[nn.Parameter] = []
     for _, row, column in grid.names():
         with torch.no_grad():
+            # A clone: a view would keep the whole weight alive as long as one tile lives.
             values = (
                 grid.place(row, column)
                 .of(weight.detach())
                 .clone(memory_format=torch.contiguous_format)
             )
         tile = nn.Parameter(values, requires_grad=weight.requires_grad)
+        # Attributes that others have put on the weight.
         tile.__dict__.update(weight.__dict__)
         tiles.append(tile)
     return tiles

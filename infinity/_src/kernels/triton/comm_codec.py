@@ -163,7 +163,7 @@ def _encode(
         left = tl.where(finite[:, None], x - _clamped(code.to(tl.float32) * scale), 0.0)
         store_float(error_ptr + index, left, mask, ERROR_BF16)
     # Padding is zero, so that the same values are the same bytes.
-    code = tl.where(mask, code, 0)  # padding
+    code = tl.where(mask, code, 0)
     if BITS == 8:
         tl.store(codes_ptr + index, code.to(tl.uint8), mask=index < codes_bytes)
     else:
@@ -175,7 +175,8 @@ def _encode(
     # NaN by its bits, as in the reference.
     stored = (tl.where(finite, scale_bits, NAN_BITS) >> 16).to(tl.int16)
     tl.store(scales_ptr + group, stored, mask=group * GROUP < numel)
-    if first + GROUPS * GROUP >= numel:  # the last program: what no group reaches
+    # Only the last program: its scales beyond the last group are padding, and zero, too.
+    if first + GROUPS * GROUP >= numel:
         pad = (numel + GROUP - 1) // GROUP + tl.arange(0, SCALES_PADDED)
         tl.store(scales_ptr + pad, tl.zeros((SCALES_PADDED,), tl.int16), mask=pad < scales_numel)
 
@@ -196,7 +197,8 @@ def _decoded(
     group = first_group + tl.arange(0, GROUPS)
     if BITS == 8:
         codes = address.to(tl.pointer_type(tl.int8))
-        if ALIGNED:  # said of the pointer: what is known of a number is lost when it becomes one
+        # Said of the pointer: what is known of a number is lost when it becomes one.
+        if ALIGNED:
             codes = tl.multiple_of(codes, 16)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         code = tl.load(codes + at, mask=at < codes_bytes, other=0).to(tl.int32)

@@ -152,7 +152,7 @@ def _partials(
         logit_sum += row_sums(tl.where(inside, logits, 0.0), BLOCK_M, LOG2_BLOCK)
         logits = tl.where(inside, logits, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(logits, axis=1))
-        # -inf - -inf would be NaN, and exp(-inf) is 0
+        # -inf - -inf would be NaN, and exp(-inf) is 0.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         found = row_sums(tl.exp(logits - shift[:, None]), BLOCK_M, LOG2_BLOCK)
         # The sum so far is brought to the new maximum: exponentials never overflow.
@@ -215,7 +215,7 @@ def _dlogits(
     scale = tl.load(scale_ptr + rows, mask=there, other=0.0)[:, None]
     hit = tl.where(columns[None, :] == target[:, None], taken, 0.0)
     found = (tl.exp(logits - lse[:, None]) - hit - smooth) * scale
-    # an ignored row with an infinite logit would leave NaN behind
+    # An ignored row with an infinite logit would leave NaN behind.
     found = tl.where(scale == 0.0, 0.0, found)
     out_ptrs = out_ptr + rows[:, None] * column_count + columns[None, :]
     inside = there[:, None] & (columns < column_count)[None, :]

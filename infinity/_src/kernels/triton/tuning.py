@@ -36,7 +36,7 @@ import triton.language as tl
 from infinity._src.kernels import choice
 
 Grid = Callable[[dict[str, Any]], tuple[int, ...]]
-"""From a kernel's arguments to how many programs run it."""
+"""Number of programs that run a kernel, as a function of its arguments."""
 
 CONFIGS_MAX = 8
 """Configurations of a kernel, at most: each is compiled and measured once."""
@@ -44,7 +44,7 @@ CONFIGS_MAX = 8
 _using: list[int] = []
 """The index of the configuration that `using` forces; the innermost last."""
 
-# Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own
+# Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own.
 _lock = threading.RLock()
 
 
@@ -166,9 +166,11 @@ def configs(dtype: torch.dtype) -> list[Any]:
 
 
 def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
-    """Dimensions rounded up to powers of two, and what else changes a kernel's speed (transposes
-    and the like), as one integer: what the choice of a configuration is kept under, beside the
-    dtypes. Three dimensions and some flags fit 31 bits.
+    """Encode, as one integer, the key under which a measured configuration is kept.
+
+    dims: rounded up to powers of two. form: flags of what else changes a kernel's speed (transposes
+    and the like). Dtypes are part of the key, too, but not of the integer. Three dimensions and
+    some flags fit 31 bits.
     """
     key = 0
     for dim in dims:
@@ -181,8 +183,9 @@ def shape_key(*dims: int, form: tuple[bool, ...] = ()) -> int:
 
 @contextlib.contextmanager
 def using(index: int) -> Iterator[None]:
-    """Inside, every tuned kernel runs its configuration of this index (modulo their number),
-    unmeasured. For tests.
+    """Force the configuration of this index (modulo their number) on every tuned kernel inside.
+
+    Nothing is measured. For tests.
     """
     _using.append(index)
     try:
@@ -192,7 +195,7 @@ def using(index: int) -> Iterator[None]:
 
 
 class Tuned:
-    """A kernel with its configurations.
+    """Kernel with its configurations.
 
     The kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use.
     restore: names of arguments that the kernel reads and writes.
@@ -208,12 +211,12 @@ class Tuned:
         self._autotuner: Any = None
 
     def __call__(self, grid: Grid, device: torch.device, *args: Any, **kwargs: Any) -> None:
-        """Run it; `grid`: its number of programs from the kernel's arguments, block sizes among
-        them.
+        """Run the kernel. grid: returns the number of programs for the kernel's arguments, block
+        sizes among them.
         """
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
-                # Triton launches on the current device
+                # Triton launches on the current device.
                 stack.enter_context(torch.cuda.device(device))
             if _using or choice.interpreted():
                 config = self.configurations[

@@ -98,7 +98,7 @@ _MOMENT_DTYPES = {
 
 
 class Launches:
-    """A step's launches: per chunk one for each pair of algorithm and gradient dtype.
+    """Launches of a step: per chunk one for each pair of algorithm and gradient dtype.
 
     Their tables lie on the device.
     """
@@ -110,7 +110,7 @@ class Launches:
         hypers: npt.NDArray[np.void],
         device: torch.device,
     ) -> None:
-        """Arguments as `chunk_update.UpdatePlan` has checked and resolved them.
+        """Arguments as `update.UpdatePlan` has checked and resolved them.
 
         Two copies to the device, without waiting.
         """
@@ -143,7 +143,7 @@ class Launches:
         )
 
     def run(self, index: int, sections: Sequence[torch.Tensor], base: int) -> None:
-        """The update of chunk `index`, in place.
+        """Update chunk `index` in place.
 
         base: the address that relative gradients count from.
         """
@@ -174,7 +174,7 @@ class _Launch(NamedTuple):
 
 
 def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], bool]:
-    """A row per segment, the row of each program, and whether all is aligned."""
+    """Make the table: a row per segment, the row of each program, and whether all is aligned."""
     counts = -(-segs["numel"] // BLOCK_NUMEL)
     table = np.empty((len(segs), COLUMNS.value), np.int64)
     for column, name in enumerate(("start", "numel", "element", "grad", "hyper", "relative")):
@@ -186,8 +186,9 @@ def _table(segs: npt.NDArray[np.void]) -> tuple[npt.NDArray[np.int64], npt.NDArr
 
 
 def _typed(state_format: Format, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Sections as their items: two of the master, two moments, scales; what the format has not is
-    its first.
+    """View sections as their items: two of the master, two moments, scales.
+
+    The first section stands for those that the format lacks.
     """
     master = _MASTER_DTYPES[state_format.master]
     moments = _MOMENT_DTYPES[state_format.moments][: state_format.count]
@@ -227,7 +228,7 @@ def _update(
     if ALIGNED:
         start = tl.multiple_of(start, 16)
     left = numel - done
-    # whole: no masks, so that loads and stores are as wide as they can be
+    # A whole block has no masks, so that loads and stores are as wide as they can be.
     if left >= GROUPS * GROUP:
         _block(s0, s1, s2, s3, scales, start + done, address, done, element + done, left, hyper,
                MASTER, MOMENTS, COUNT, ALGORITHM, GRAD, ALIGNED, GROUPS, WHOLE=True)  # fmt: skip
@@ -333,7 +334,8 @@ def _gradient(
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.float32))
-    if ALIGNED:  # said of the pointer: what is known of a number is lost when it becomes one
+    # Said of the pointer: what is known of a number is lost when it becomes one.
+    if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     g = _load(pointer + done + within, mask, WHOLE)
     g = float_of_bf16(g) if GRAD == GRAD_BF16 else g.to(tl.float32)
@@ -508,7 +510,7 @@ def _store_moment(
             rounded = tl.where((rounded == 0) & (bits != 0), 1, rounded)
         _store(section + at, rounded.to(tl.int16), mask, WHOLE)
     else:
-        # nobody's must not raise the scale; -0.0 has no code
+        # Elements beyond the segment must not raise the scale; -0.0 has no code.
         value = tl.where(mask, value, 0.0) + 0.0
         u = float_of((drawn << (23 - width)) | (0x3F800000 | ((1 << (23 - width)) >> 1)))
         code, scale = _q8(value, u, MOMENT, GROUPS)
