@@ -2,7 +2,7 @@
 
     with Checkpoint.open(directory) as checkpoint:
         checkpoint.step, checkpoint.params["model.norm.weight"]        no data is read for these
-        StateReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
+        ChunkReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
 
 A data file is read by an executor of its own. Every section of a padded row is a chunk of that
 executor, plain bytes, so that the padding up to 4096 has checksums as well, and one section (the
@@ -298,7 +298,7 @@ class _RankRows:
         return self._flat(flat)[1][chunk]
 
 
-class StateReader:
+class ChunkReader:
     """Chunks of a checkpoint in memory, read ahead; the last `capacity` are cached. sections: those
     that are read (None: all).
     """
