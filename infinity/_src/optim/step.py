@@ -38,6 +38,7 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
@@ -488,9 +489,7 @@ def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
         return True
     if mode == "skip":
         return False
-    names = ", ".join(param.name for param in bad[:3]) + (
-        f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    )
+    names = listed((param.name for param in bad), most=3)
     raise NonFiniteGradient(
         f"gradients of {names} are not finite; no state was touched. Policy(on_nonfinite='skip') "
         "skips such steps, "
