@@ -54,13 +54,14 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # how some Pythons pickle the members of an enum; it stays a record, as all of these
+    # Some Pythons pickle the members of an enum by it. It becomes a record like the others, and is
+    # never called.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
 )  # fmt: skip
+# Harmless values that need no record.
 _VALUES: dict[str, Any] = {
-    # Harmless values that need no record.
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     **{
@@ -127,7 +128,8 @@ class DCPFiles(NamedTensors):
             self._take(root)
         except OSError:
             raise
-        except Exception as error:  # whatever a damaged or hostile pickle makes the unpickler raise
+        # A damaged or hostile pickle makes the unpickler raise anything.
+        except Exception as error:
             raise ValueError(f"{path} is refused: {error}") from error
 
     @property
@@ -175,7 +177,8 @@ class DCPFiles(NamedTensors):
                     slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
                 )
             ] = part
-        assert whole is not None, name  # boxes cover the tensor
+        # The boxes cover the tensor, so there was one at least.
+        assert whole is not None, name
         return whole
 
     def read_object(self, name: str) -> Any:

@@ -455,7 +455,8 @@ def to_json(value: Any) -> Any:
         raise ValueError(
             f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
         )
-    item = getattr(value, "item", None)  # numpy scalars
+    # Numbers of numpy become plain ones.
+    item = getattr(value, "item", None)
     if callable(item) and type(item()) in (bool, int, float):
         return item()
     raise ValueError(

@@ -490,7 +490,8 @@ class RowChunks:
         sums: npt.NDArray[np.uint32],
     ) -> None:
         self._executor = executor
-        self._sums = sums  # the executor has their address
+        # Kept, since the executor has their address.
+        self._sums = sums
         # An address for sections that lie elsewhere; nothing reads it.
         self._absent = np.zeros(64, dtype=np.uint8)
         self._padded = rows["padded"] != 0

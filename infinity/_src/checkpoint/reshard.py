@@ -121,8 +121,9 @@ def convert(
     # The parameter alone, whatever else was saved.
     if target.master is Master.RAW:
         return [given[0]]
+    # Bit for bit: nothing is decoded where the format stays.
     if states and source is target:
-        return list(given)  # bit for bit
+        return list(given)
     # RAW has no master of its own: the parameter is all that there is.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
@@ -445,7 +446,8 @@ def _format_of(flat: FlatEntry, state: str | None) -> Format:
     if state is None or held.master is Master.RAW:
         return held
     found = state_format(state, dtype_of(flat.dtype), held.count)
-    assert found is not None, flat.dtype  # it has states
+    # The flat has states, so its dtype has a format.
+    assert found is not None, flat.dtype
     return found
 
 

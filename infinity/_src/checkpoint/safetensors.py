@@ -690,7 +690,8 @@ class ExportJob:
                     values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
                     if len(row) == 1:
                         yield from values
-                    else:  # tiles beside each other: their rows alternate in the file
+                    else:
+                        # Tiles side by side: their rows alternate in the file.
                         tiles.append(torch.cat(list(values)).view(saved.entry.shape))
                 if tiles:
                     yield torch.cat(tiles, dim=1)
