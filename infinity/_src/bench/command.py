@@ -155,7 +155,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="infinity bench",
         description=_DESCRIPTION,

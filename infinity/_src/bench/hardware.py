@@ -124,7 +124,7 @@ def _suitable(path: Path, free_bytes_min: int) -> bool:
 
 
 def describe(drives: Sequence[dict[str, Any]]) -> str:
-    """One line for people: "/mnt/nvme0 (ext4 on nvme0n1, Samsung ...)"."""
+    """Format drives in one line: "/mnt/nvme0 (ext4 on nvme0n1, Samsung ...)"."""
     parts = []
     for found in drives:
         device = " ".join(part for part in (found["device"], found["model"]) if part)

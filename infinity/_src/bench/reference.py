@@ -41,7 +41,7 @@ class Reference(Protocol):
     name: str
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """One phase ("read", "write", "mixed") over all files at once. Blocks."""
+        """Measure one phase ("read", "write", "mixed") over all files at once. Blocks."""
         ...
 
 

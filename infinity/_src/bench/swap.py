@@ -114,7 +114,7 @@ class PhaseFigures:
         )
 
     def drive(self, number: int) -> Spread:
-        """One drive's part while all are at work."""
+        """Return one drive's bandwidths while all are at work."""
         return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
 
     def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
@@ -197,8 +197,8 @@ class SwapFigures:
         return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures ready for JSON; rates are in 10^9 bytes per second, medians where there is
-        one number.
+        """Return the figures ready for JSON; rates are in 10^9 bytes per second, medians where
+        there is one number.
         """
         return {
             "read_gbps": self.read.spread.gbps,
@@ -228,7 +228,7 @@ class SwapFigures:
 
 
 def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
-    """One drive's counters over the whole measurement, ready for JSON."""
+    """Return one drive's counters over the whole measurement, ready for JSON."""
     latencies = {"read_latency": drive.read_latency, "write_latency": drive.write_latency}
     return {
         "path": str(Path(drive.path).absolute()),

@@ -46,7 +46,7 @@ class Point:
         return self.block_bytes * self.depth
 
     def rate(self, kind: str) -> float:
-        """The median, bytes per second."""
+        """Return the median rate of a kind, in bytes per second."""
         return statistics.median(self.rates[kind])
 
     def as_dict(self) -> dict[str, Any]:

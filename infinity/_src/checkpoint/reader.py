@@ -538,7 +538,7 @@ class RowChunks:
         return records
 
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
-        """One submission for these sections of a row."""
+        """Submit the jobs of these sections of a row at once."""
         padded = bool(self._padded[row])
         # Padded: every section is a chunk of its own, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)

@@ -453,7 +453,7 @@ class Exporter(Protocol):
     comm: Comm
 
     def read(self, param: Param) -> torch.Tensor:
-        """The current value of one parameter on the CPU; collective on several ranks."""
+        """Read the current value of one parameter to the CPU; collective on several ranks."""
 
 
 def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:

@@ -213,9 +213,12 @@ def measured_copies(
     states: Copied = Copied(),
     sums_h2d: float = 0.0,
 ) -> Copies:
-    """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those
-    took (states of updates on the GPU, gradients of these included); sums_h2d: sums of gradients
-    that went up to be added to. The rest is taken for gathers and gradients."""
+    """Sort the counted bytes of a step as `copies` does.
+
+    activations, states: the parts of `copied` that these took (states of updates on the GPU,
+    gradients of these included). sums_h2d: sums of gradients that went up to be added to. The rest
+    is taken for gathers and gradients.
+    """
     # No part may exceed the whole, or what is left for gathers and gradients would be negative.
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))

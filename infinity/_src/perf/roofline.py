@@ -105,8 +105,8 @@ class AtRest:
         )
 
     def scaled(self, *, params: float = 1.0, optim: float = 1.0, grads: float = 1.0) -> AtRest:
-        """Each kind times a factor; frozen parameters go with `params`. Factors are 1 - φ of what
-        is resident, or counts.
+        """Multiply each kind by a factor; frozen parameters go with `params`. Factors are 1 - φ of
+        what is resident, or counts.
         """
         return AtRest(
             self.params * params, self.optim * optim, self.grads * grads, self.frozen * params
@@ -126,8 +126,8 @@ class MoveCounts:
 
 
 def move_counts(update: str, micro_batches: int) -> MoveCounts:
-    """The table of the module's docstring. Raises: ValueError for an unknown mode or less than one
-    micro-batch.
+    """Look up the table of the module's docstring. Raises: ValueError for an unknown mode or less
+    than one micro-batch.
     """
     if update not in UPDATES:
         raise ValueError(
@@ -226,9 +226,12 @@ def measured_traffic(
     activations: Moved = Moved(),
     frozen: float = 0.0,
 ) -> Traffic:
-    """Sort the counted bytes of a step by kind: `moved` over the drives; of it `params_read`
-    for gathers alone, and what spilled gradients and activations took. The rest is taken for
-    states. frozen: what one forward reads of `params_read` that no optimizer holds."""
+    """Sort the counted bytes of a step by kind.
+
+    moved: over the drives. params_read: of these, read for gathers alone. grads, activations: of
+    these, moved for spilled gradients and for activations. The rest is taken for states. frozen: of
+    `params_read`, the bytes that one forward reads of parameters that no optimizer holds.
+    """
     move_counts(update, micro_batches)  # checks both
     # Reads are counted where they begin and `moved` where they end, so what is in flight may make
     # parts larger than the whole.
@@ -286,8 +289,8 @@ def _in_its_time(
 
 
 def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> float:
-    """The most that turning points can save: at each, up to `kept_bytes` of gathered units need no
-    second read.
+    """Return the most bytes that turning points can save: at each, up to `kept_bytes` of gathered
+    units need no second read.
 
     A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1
     times. After the last backward comes an update, which moves every state whatever stays gathered;
@@ -370,7 +373,7 @@ class Limits:
     other_s: float = 0.0
 
     def eta(self, measured_s: float) -> tuple[float, float]:
-        """(of the floor, of the schedule's limit): limit / measured."""
+        """Return η, limit / measured: (of the floor, of the schedule's limit)."""
         return self.floor_s / measured_s, self.schedule_s / measured_s
 
 

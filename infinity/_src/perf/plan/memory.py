@@ -396,7 +396,7 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 
 def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
-    """The most that values of parameters take on the device of a rank."""
+    """Count the bytes of gathered parameters on the device of a rank, at most."""
     whole = float(shape.gathered_bytes(machine.world))
     if job.whole_params(machine.world):
         return whole
