@@ -197,6 +197,7 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
             notes.append(f"{drive.path}: {drive.direct_reason}")
         # Where no block was asked for, the drive's own is no surprise.
         asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
+        # 0: the backend does not say.
         if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
             block = format_size(min(drive.block_bytes, figures.block_bytes))
             notes.append(

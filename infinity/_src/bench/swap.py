@@ -446,6 +446,7 @@ class Bench:
         with aio.Slab(ALIGNMENT_BYTES) as page:
             for drive in self.chunks.drives:
                 for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
+                    # In the middle of a chunk, at a multiple of what O_DIRECT wants.
                     offset = (
                         int(chunk) * CHUNK_BYTES
                         + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -543,6 +544,7 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
 
 def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
     """Verify with an executor that compares every checksum, whatever `streams` does."""
+    # Any other setting has opened `streams` to compare everything.
     if bench.task.checksums != "sample":
         return bench.verify(streams, phase, everything=everything)
     with bench.streams(

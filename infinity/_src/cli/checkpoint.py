@@ -104,6 +104,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
+    # A directory's name may hold brackets, which rich would take for markup.
     what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)

@@ -145,7 +145,7 @@ def copies(
 
     >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
     >>> exact.total.h2d, exact.total.d2h
-    (4, 2)
+    (4.0, 2.0)
 
     Raises: ValueError for an unknown `update_on`.
     """

@@ -350,6 +350,7 @@ def _of_gpus(
         "pcie_per_gpu": figure(
             "pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"
         ),
+        # No argument gives it: it counts for updates on the device only.
         "hbm_per_gpu": kind.hbm_bytes_per_s,
         "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
         "pcie_host": host,
@@ -364,6 +365,7 @@ def _of_gpus(
             f"{_rate(between)} each way" if between else "through the CPU's memory",
         )
     if gpus > 2:
+        # Up to two GPUs have a link each, and nothing is assumed about the host.
         links = host_links(gpus) * found["pcie_per_gpu"]
         assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
         sources["pcie_host"] = "given" if host is not None else assumed

@@ -144,6 +144,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     copied = _copies(machine, job, sizes, between)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
     if machine.nodes > 1:
+        # All ranks of a node share its link to the others.
         link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
         busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     terms = {
@@ -303,6 +304,8 @@ def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
     """
     if not job.policy.hpz or job.policy.update == "delayed":
         return moved
+    # A deferred update hands trained parameters to the first gather. After one in backward that
+    # gather reads them.
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
     # Of the two gathers in the window of update="backward", that of the last backward takes the
     # node's copy and reads no drive.
@@ -415,6 +418,7 @@ def _busy_times(
 def _ram(
     plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float
 ) -> Need:
+    # Parts are those of one rank, and the memory is the node's.
     ranks = machine.ranks
     found = {
         name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
