@@ -23,7 +23,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint import reader as reader_module
 from infinity._src.checkpoint.directory import read_generation
-from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, DataReader, StateReader, _RankRows
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, DataReader, _RankRows
 from infinity._src.checkpoint.verify import Damage, VerifyJob
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam, Ticket
@@ -134,7 +134,7 @@ def test_damage_of_a_chunk_that_is_not_asked_for_is_told_when_it_is(
         file.write_bytes(
             whole[:section_at] + bytes([whole[section_at] ^ 4]) + whole[section_at + 1 :]
         )
-        reader = StateReader(checkpoint, 1)
+        reader = ChunkReader(checkpoint, 1)
         reader.start([first])
         reader.get(second)  # pushes the damaged one out
         with pytest.raises(ChecksumError):
@@ -150,7 +150,7 @@ def test_an_interrupt_while_a_chunk_makes_room_leaves_its_memory_held(
 
     with Checkpoint.open(several) as checkpoint:
         first, second = first_two(checkpoint)
-        reader = StateReader(checkpoint, 1)
+        reader = ChunkReader(checkpoint, 1)
         reader.start([first])
         with monkeypatch.context() as patched:
             patched.setattr(reader_module, "_wait_out", interrupted)
@@ -181,7 +181,7 @@ def test_a_fetch_that_fails_half_way_waits_for_what_it_began(
     monkeypatch.setattr(DataReader, "fetch", second_file_is_gone)
     monkeypatch.setattr(_RankRows, "rows", lambda self, flat, chunk: [0, 0])
     with Checkpoint.open(several) as checkpoint:
-        reader = StateReader(checkpoint, 1)
+        reader = ChunkReader(checkpoint, 1)
         with monkeypatch.context() as patched:
             patched.setattr(JobTicket, "wait", note)
             with pytest.raises(AioError, match="no such file"):

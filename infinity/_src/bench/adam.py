@@ -100,8 +100,10 @@ class _States:
         self.state = state
         self.numel = numel
         self._kept: list[tuple[npt.NDArray[Any], ...]] = []
+        # A part is made and repeated: random numbers take a core for a GB/s (bench.streams).
         noise = np.random.default_rng(0).standard_normal(min(numel, 1 << 20)).astype(np.float32)
         master = np.resize(noise, numel)
+        # Far from denormals, which cost a kernel about 17 times a normal element (bench/README.md).
         moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
         grad = np.resize(noise[::-1], numel).astype(np.float32)
         self.grad: npt.NDArray[Any]
@@ -113,15 +115,17 @@ class _States:
             casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
             native.lib.inf_split_master(*casts, numel)
             self.sections = [hi, lo, *moments]
+            # The upper half of an fp32 is a bf16, rounded to zero.
             self.grad, self.kind = (grad.view(np.uint32) >> 16).astype(np.uint16), GradDtype.BF16
 
     @property
     def traffic(self) -> int:
         """Bytes that an update reads and writes per parameter."""
+        # States are read and written, the gradient is only read.
         return 2 * sum(_itemsizes(self.state)) + self.grad.itemsize
 
     def update(self) -> Callable[[], object]:
-        """The update kernel alone."""
+        """Return a call of the update kernel alone."""
         function = native.lib.inf_update
         sections = native.ffi.new(
             "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
@@ -134,7 +138,7 @@ class _States:
         return run
 
     def fused_pass(self) -> Callable[[], object]:
-        """Make the work of the executor: verify, update, checksum, piece by piece."""
+        """Return a call that does the executor's work: verify, update, checksum, piece by piece."""
         lib, ffi = native.lib, native.ffi
         pieces = piece_count(self.numel)
         sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
@@ -159,12 +163,14 @@ class _States:
         addresses = ffi.new(
             "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
         )
+        # The pass compares checksums before it updates, so the first ones must be there.
         for section in range(len(sizes)):
             lib.inf_section_store(chunk, section, addresses[section], addresses[section])
         arguments = (
             chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1,
             ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
         )  # fmt: skip
+        # The kernel knows them only by address.
         self._kept.append((sums, scratch, record, seg, hypers))
 
         def run() -> None:
@@ -215,6 +221,7 @@ def measure_adam(
     if numel < threads * PIECE_NUMEL:
         raise ValueError(f"numel={numel} is too small; use at least {threads * PIECE_NUMEL}")
     say = progress or (lambda _phase, _share: None)
+    # The instruction set is a choice of the process, not of this measurement.
     before = native.isa()
     torch_arm, version = _torch_arm(numel, threads)
     with ThreadPoolExecutor(threads) as pool:
@@ -230,7 +237,9 @@ def measure_adam(
 
 
 def _arms(numel: int, threads: int) -> list[Arm]:
-    """Every kernel of every instruction set, `numel` parameters for each thread."""
+    """Make an arm of every kernel of every instruction set, with `numel` parameters for each
+    thread.
+    """
     found = []
     for state, name in ((Format.SPLIT, "exact"), (Format.FP32, "fp32")):
         # The pass compares the checksums that it stored last: the update alone must have states of
@@ -257,7 +266,8 @@ def _arms(numel: int, threads: int) -> list[Arm]:
 
 
 def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
-    """([torch's own optimizer], torch's version), or nothing where torch cannot be imported."""
+    """Return ([torch's own optimizer], torch's version), or nothing where torch cannot be imported.
+    """
     try:
         import torch
     except ImportError:
@@ -269,15 +279,17 @@ def _torch_arm(numel: int, threads: int) -> tuple[list[Arm], str]:
     optimizer = torch.optim.AdamW(
         [parameter], lr=_LR, betas=_BETAS, eps=_EPS, weight_decay=_DECAY, fused=True
     )
+    # The first step makes the states, and is not timed.
     optimizer.step()
     return [
+        # fp32: a parameter and two moments, read and written, and the gradient.
         Arm("torch.optim.AdamW(fused)", "", "fp32", numel, 2 * 12 + 4, [optimizer.step])
     ], torch.__version__
 
 
 def _additions(numel: int, threads: int) -> list[Arm]:
-    """Measure the memory's bandwidth: additions in place, of a number and of an array; the faster
-    one is the limit.
+    """Make the arms of the memory's bandwidth: additions in place, of a number and of an array. The
+    faster one is the limit.
     """
     one = np.float32(1.0)
 
@@ -286,6 +298,7 @@ def _additions(numel: int, threads: int) -> list[Arm]:
 
     arrays = [(np.ones(numel, np.float32), np.ones(numel, np.float32)) for _ in range(threads)]
     return [
+        # Each reads and writes 4 B of the left side; the second reads 4 B of the right side, too.
         Arm("a += 1", "", "", numel * threads, 8, [add(left, one) for left, _ in arrays]),
         Arm("a += b", "", "", numel * threads, 12, [add(left, right) for left, right in arrays]),
     ]
@@ -299,13 +312,15 @@ def _measure(
     say: Progress,
     limit: Sequence[Arm] = (),
 ) -> tuple[list[Row], float]:
-    """(a row per arm, the limit's bytes per second or 0)."""
+    """Time the arms in turns. Returns (a row per arm, the limit's bytes per second or 0)."""
     rates: list[list[float]] = [[] for _ in arms]
     shares: list[list[float]] = [[] for _ in arms]
     limits: list[float] = []
+    # A run from memory is long enough to be timed alone.
     repeats = [1 if limit else _repeats(pool, arm) for arm in arms]
     for number in range(rounds):
         if limit:
+            # In every round, since the share of an arm is of the bandwidth beside it.
             limits.append(max(one.numel * one.traffic / _seconds(pool, one, 1) for one in limit))
         for index, arm in enumerate(arms):
             say(f"{where} {number + 1}/{rounds}", index / len(arms))
@@ -338,7 +353,8 @@ def _repeats(pool: ThreadPoolExecutor, arm: Arm) -> int:
 
 
 def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
-    """Wall time of one run of all parts at once."""
+    """Return the wall time of one run of all parts at once."""
+    # In every run: the arm before had another instruction set.
     if arm.isa:
         native.select_isa(arm.isa)
 
@@ -347,6 +363,7 @@ def _seconds(pool: ThreadPoolExecutor, arm: Arm, repeats: int) -> float:
             part()
 
     start_s = time.perf_counter()
+    # A single part runs here, without the hand-over to a thread.
     if len(arm.parts) == 1:
         loop(arm.parts[0])
     else:

@@ -155,13 +155,14 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="infinity bench",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Without a name the arguments are those of swap. Help is of the whole command.
     if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
         arguments.insert(0, "swap")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
@@ -172,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         add(commands.add_parser(name, help=text, description=text))
     options = parser.parse_args(arguments)
+    # With the name of the benchmark, so that a record says what ran.
     options.command = arguments
     return run(options)
 
@@ -183,6 +185,7 @@ def run(options: argparse.Namespace) -> int:
     # With JSON on standard output the tables go to standard error.
     console = Console(stderr=options.json is not None and str(options.json) == "-")
     try:
+        # Before minutes of measuring, whose figures would then be lost.
         check_target(options.json, "--json")
         check_target(options.plot, "--plot")
         check_plot(options.plot)
@@ -192,6 +195,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         console.print("interrupted; nothing is left on the drive")
         return 130
+    # Before OSError, which it is: a fault of a drive is no mistake on the command line.
     except AioError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 1
@@ -206,6 +210,7 @@ def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     directories = (
         [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
     )
+    # Before anybody asks for their free space.
     check_directories(directories)
     task = SwapTask(
         directories=tuple(directories),
@@ -270,6 +275,7 @@ def _size(text: str) -> int:
     try:
         return parse_size(text)
     except ValueError as error:
+        # argparse shows the text of this type only.
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
@@ -287,6 +293,7 @@ def _integers(text: str) -> tuple[int, ...]:
 
 
 def _default_size(directories: Sequence[Path]) -> int:
-    """4 GiB, but at most an eighth of what is free on the fullest drive."""
+    """Return 4 GiB, or an eighth of what is free on the fullest drive for each if that is less."""
     free = min(shutil.disk_usage(directory).free for directory in directories)
+    # Never less than `SwapTask` accepts: it then says what is missing.
     return max(min(DEFAULT_SIZE_BYTES, free // 8 * len(directories)), 4 * CHUNK_BYTES)

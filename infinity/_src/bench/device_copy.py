@@ -26,8 +26,8 @@ _MOVED_BYTES = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One block size, memory and direction. `of_best`: of the best pinned rate in this direction in
-    this run.
+    """One block size, memory and direction. `of_best`: the rate over the best pinned one in this
+    direction in this run.
     """
 
     memory: str
@@ -93,6 +93,7 @@ def measure_copy(
         for block in blocks
     ]
     buffers = {memory: _Buffers(memory, max(blocks)) for memory in MEMORIES}
+    # Every round has all copies, so that drift of the link meets all alike.
     for number in range(rounds):
         for index, key in enumerate(keys):
             memory, direction, block = key
@@ -116,20 +117,23 @@ class _Buffers:
 
         self._torch = torch
         pinned = memory == "pinned"
-        # One pair for each direction: both ways at once must not touch the same memory.
+        # One pair for each direction: both ways at once must not touch the same memory. It is
+        # written, since untouched zeros need not have pages of their own.
         self._host = [torch.zeros(size_bytes, dtype=torch.uint8).add_(7) for _ in range(2)]
         if pinned:
             self._host = [one.pin_memory() for one in self._host]
         self._device = [torch.zeros(size_bytes, dtype=torch.uint8, device="cuda") for _ in range(2)]
         self._streams = [torch.cuda.Stream() for _ in range(2)]
+        # Untimed: the first copies also set up streams and touch the memory.
         for direction in DIRECTIONS:
             self.rate(direction, size_bytes, size_bytes)
 
     def rate(self, direction: str, block: int, moved_bytes: int) -> float:
-        """Bytes per second, both directions counted."""
+        """Return the bytes per second, both directions counted."""
         torch = self._torch
         ways = {"to the device": (0,), "from the device": (1,), "both ways": (0, 1)}[direction]
         count = max(moved_bytes // block // len(ways), 1)
+        # Copies only start here: nothing of an earlier one may be under way.
         torch.cuda.synchronize()
         start_s = time.perf_counter()
         for _ in range(count):

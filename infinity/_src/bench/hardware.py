@@ -13,6 +13,7 @@ import psutil
 
 from infinity.aio._file_system import file_system_type
 
+# Swap there would take the memory that it is meant to spare.
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -22,31 +23,34 @@ def machine() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cpu": cpu_model(),
+        # Those of this process: a container may have fewer than the machine.
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "architecture": platform.machine(),
         "python": platform.python_version(),
+        # The kernel lists all choices and has the current one in brackets.
         "huge_pages": huge_pages.partition("[")[2].partition("]")[0],
     }
 
 
 def cpu_model() -> str:
-    """The CPU's name as /proc/cpuinfo has it, else the architecture."""
+    """Return the CPU's name as /proc/cpuinfo has it, else the architecture."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return platform.machine()
     for line in text.splitlines():
         key, _, value = line.partition(":")
+        # x86 has the first. Some ARM boards have the second, and others neither.
         if key.strip() in {"model name", "Model"}:
             return value.strip()
     return platform.machine()
 
 
 def drive(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """File system and block device under `directory`; fields that sysfs does not tell are empty or
-    None.
+    """Describe the file system and block device under `directory`; fields that sysfs does not tell
+    are empty or None.
     """
     device = Path(directory).stat().st_dev
     block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
@@ -97,6 +101,7 @@ def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
     named = os.environ.get("INFINITY_NVME_DIR")
     if named:
         return [Path(part) for part in named.split(os.pathsep) if part]
+    # An empty variable counts as unset, as the XDG specification has it.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     temporary = Path("/var/tmp")  # noqa: S108 - swap files there are nameless and private
     candidates = [cache, Path.cwd(), temporary]
@@ -119,7 +124,7 @@ def _suitable(path: Path, free_bytes_min: int) -> bool:
 
 
 def describe(drives: Sequence[dict[str, Any]]) -> str:
-    """One line for people: "/mnt/nvme0 (ext4 on nvme0n1, Samsung ...)"."""
+    """Format drives in one line: "/mnt/nvme0 (ext4 on nvme0n1, Samsung ...)"."""
     parts = []
     for found in drives:
         device = " ".join(part for part in (found["device"], found["model"]) if part)

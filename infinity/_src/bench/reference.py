@@ -41,20 +41,21 @@ class Reference(Protocol):
     name: str
 
     def measure(self, kind: str, seconds: float) -> Sample:
-        """One phase ("read", "write", "mixed") over all files at once. Blocks."""
+        """Measure one phase ("read", "write", "mixed") over all files at once. Blocks."""
         ...
 
 
 def open_reference(
     name: str, files: Sequence[aio.SwapFile], content: Content, *, block_bytes: int, depth: int
 ) -> Reference | None:
-    """The reference named `name` (one of REFERENCES) over `files`, which it fills first; None for
-    "off".
+    """Open the reference named `name` (one of REFERENCES) over `files`, which it fills first; None
+    for "off".
 
     Raises ValueError when fio is asked for by name and missing.
     """
     if name == "off":
         return None
+    # The probe fills the files for fio, too: reading a hole asks no drive.
     probe = PlainIo(files, content, block_bytes=block_bytes, depth=depth)
     probe.fill()
     missing = why_no_fio()
@@ -98,7 +99,7 @@ class Fio:
         self.name = _fio_version()
 
     def command(self, kind: str, seconds: float) -> list[str]:
-        """The command line; fio reaches the nameless files through the descriptors that it
+        """Return the command line. fio reaches the nameless files through the descriptors that it
         inherits.
         """
         milliseconds = max(round(seconds * 1e3), 1)  # of seconds fio reads whole ones only
@@ -143,6 +144,7 @@ class Fio:
         for job in report["jobs"]:
             moved.append(job["read"]["io_bytes"] + job["write"]["io_bytes"])
             took.append(max(job["read"]["runtime"], job["write"]["runtime"]) / 1e3)
+            # fio gives percent of the job's time, which is in milliseconds.
             cpu_s += (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1e3
         return Sample(tuple(moved), tuple(took), cpu_s)
 
@@ -159,7 +161,7 @@ def _fio_version() -> str:
 
 
 def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
-    """fio's report. Ends fio whatever ends the wait."""
+    """Run fio and return its report. Ends fio whatever ends the wait."""
     # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. It
     # stays in our session: one of its own would be scheduled as a group of its own, and get more
     # than we do of a machine that others use too.
@@ -179,6 +181,7 @@ def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
         if process.poll() is None:
             process.kill()
             process.wait()
+    # fio may print warnings before its JSON.
     begin = out.find("{")
     if process.returncode or begin < 0:
         text = (problem.strip() or out[:begin].strip() or "no output").splitlines()
@@ -207,6 +210,7 @@ class PlainIo:
 
     def fill(self) -> None:
         """Write everything once, so that nothing that is read later is a hole. Blocks."""
+        # Not the blocks that ours wrote: a drive might deduplicate them.
         self._content.renew(0)
         self._content.renew(1)
         self._measure("write", None)
@@ -242,6 +246,7 @@ class PlainIo:
         before, start_s = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
         for worker in workers:
             worker.start()
+        # One deadline for all workers, whichever is waited for.
         try:
             for worker in workers:
                 worker.join(

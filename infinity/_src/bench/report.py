@@ -21,12 +21,9 @@ checksums, backend, backend_reason, direct, huge_page_share, registered, verifie
 one. `infinity.bench.adam/1`: isas, threads, torch, rows. `infinity.bench.copy/1`: device (null
 without one), rows.
 
-The tables that people read.
-
-A picture of a record: bars beside their limit, a sweep as a map, kernels as bars, copies as lines.
-Needs matplotlib.
-
-One bar that goes through the phases, on a terminal only.
+Also here: tables for people; a picture of a record (bars beside their limit, a sweep as a map,
+kernels as bars, copies as lines), which needs matplotlib; one progress bar for all phases, on a
+terminal only.
 """
 
 from __future__ import annotations
@@ -68,7 +65,7 @@ def make_record(
     command: Sequence[str],
     directories: Sequence[Path] = (),
 ) -> dict[str, Any]:
-    """The record of one benchmark: envelope and figures."""
+    """Make the record of one benchmark: envelope and figures."""
     machine = hardware.machine()
     if directories:
         machine["drives"] = [hardware.drive(directory) for directory in directories]
@@ -83,13 +80,14 @@ def make_record(
 
 
 def checkout() -> dict[str, Any]:
-    """commit and dirty of the git checkout that this package runs from; None for each where it does
-    not.
+    """Return commit and dirty of the git checkout that this package runs from; None for each where
+    it does not.
     """
     root = Path(__file__).resolve().parents[3]
     unknown = {"commit": None, "dirty": None}
     if not (root / ".git").exists():
         return unknown
+    # core.fsmonitor may name a program, which a mere question must not start.
     git = ["git", "-C", str(root), "-c", "core.fsmonitor=false"]
     try:
         commit = subprocess.run(
@@ -103,7 +101,8 @@ def checkout() -> dict[str, Any]:
             timeout=10,
         )
     except (OSError, subprocess.SubprocessError):
-        return unknown  # no git here, or a checkout of somebody else
+        # No git here, or a checkout of somebody else.
+        return unknown
     return {"commit": commit.stdout.strip(), "dirty": bool(status.stdout.strip())}
 
 
@@ -131,6 +130,7 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
     if str(path) == "-":
         sys.stdout.write(text)
         return
+    # In the same directory: a file is replaced in one step on one file system only.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")
@@ -195,7 +195,9 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
     for drive in figures.drives:
         if not drive.direct and drive.direct_reason:
             notes.append(f"{drive.path}: {drive.direct_reason}")
+        # Where no block was asked for, the drive's own is no surprise.
         asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
+        # 0: the backend does not say.
         if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
             block = format_size(min(drive.block_bytes, figures.block_bytes))
             notes.append(
@@ -207,7 +209,7 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
 
 
 def show_drives(console: Console, figures: SwapFigures) -> None:
-    """Each drive's share where there are several, and latencies where they are known."""
+    """Show each drive's share where there are several, and latencies where they are known."""
     if len(figures.drives) > 1:
         table = _table("GB/s of each drive, all at work", *(f"{kind}, share" for kind in KINDS))
         for number, directory in enumerate(figures.directories):
@@ -232,7 +234,7 @@ def show_drives(console: Console, figures: SwapFigures) -> None:
 
 
 def show_sweep(console: Console, sweep: SweepFigures) -> None:
-    """Mixed bandwidth of every pair, and the choice."""
+    """Show the mixed bandwidth of every pair, and the choice."""
     depths = sorted({point.depth for point in sweep.points})
     table = _table("Mixed GB/s by block size and depth", *(f"depth {depth}" for depth in depths))
     for block in sorted({point.block_bytes for point in sweep.points}):
@@ -260,7 +262,7 @@ def show_sweep(console: Console, sweep: SweepFigures) -> None:
 
 
 def show_adam(console: Console, figures: AdamFigures) -> None:
-    """The kernels, from cache and from memory."""
+    """Show the kernels, from cache and from memory."""
     for where, title in (("cache", "from cache"), ("memory", "from memory")):
         rows = [row for row in figures.rows if row.where == where]
         names = ("state", "ISA", "Gparam/s", "GB/s") + (("of memory",) if where == "memory" else ())
@@ -287,7 +289,7 @@ def show_adam(console: Console, figures: AdamFigures) -> None:
 
 
 def show_copy(console: Console, figures: CopyFigures) -> None:
-    """Copies by block size, or that there is no device."""
+    """Show the copies by block size, or say that there is no device."""
     if not figures.device:
         _line(console, f"{figures.reason}; copies were not measured")
         return
@@ -341,6 +343,7 @@ def draw(record: Mapping[str, Any], path: Path | None) -> None:
     """Draw a record of `infinity._src.bench.report` into `path`; None draws nothing."""
     if path is None:
         return
+    # Optional, so only here; and without pyplot, which would look for a display.
     from matplotlib.figure import Figure
 
     sweep = record.get("sweep")
@@ -374,6 +377,7 @@ def _swap(axes: Any, record: Mapping[str, Any]) -> None:
                 alpha=0.75,
                 label=name if place == 0 else None,
             )
+            # Every round as a dot: drives drift, which a median hides.
             axes.plot([at] * len(figures["rounds"]), figures["rounds"], "k.", markersize=4)
     axes.set_xticks(range(len(phases)), list(phases))
     axes.set_ylabel("GB/s")
@@ -398,6 +402,7 @@ def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
     image = axes.imshow(grid, aspect="auto", origin="lower")
     for row, line in enumerate(grid):
         for column, value in enumerate(line):
+            # NaN, which is not equal to itself: a pair that was not measured.
             if value == value:
                 axes.text(
                     column, row, f"{value:.2f}", ha="center", va="center", color="w", fontsize=8
@@ -418,6 +423,7 @@ def _sweep(figure: Any, axes: Any, sweep: Mapping[str, Any]) -> None:
 
 
 def _adam(axes: Any, record: Mapping[str, Any]) -> None:
+    # barh draws from the bottom up.
     rows = record["rows"][::-1]
     names = [
         " ".join(part for part in (row["name"], row["state"], row["isa"], row["where"]) if part)
@@ -452,8 +458,8 @@ _REFRESH_S = 0.25
 
 
 def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
-    """A context that gives what phases call with their name and done share; None where there is no
-    terminal.
+    """Return the context of a progress bar. It gives the function that phases call with their name
+    and done share; None where there is no terminal.
     """
     return _Bar(console) if console.is_terminal else nullcontext()
 
@@ -474,6 +480,7 @@ class _Bar:
 
     def _say(self, phase: str, share: float) -> None:
         now_s = time.monotonic()
+        # A new phase is drawn at once.
         if phase == self._phase and now_s - self._drawn_s < _REFRESH_S:
             return
         self._phase, self._drawn_s = phase, now_s

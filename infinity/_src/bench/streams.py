@@ -148,8 +148,8 @@ class Streams:
     def jobs(
         self, kind: aio.JobKind, mask: int = 1, pointers: Any = 0
     ) -> list[npt.NDArray[np.void]]:
-        """For each drive one job per chunk, in order. `pointers`: one address, or several that are
-        taken in turn.
+        """Make one job per chunk for each drive, in order. `pointers`: one address, or several that
+        are taken in turn.
         """
         count = self.chunks.count
         found = []
@@ -158,6 +158,7 @@ class Streams:
             jobs["chunk"] = ids[:count]
             jobs["kind"] = kind
             jobs["mask"] = mask
+            # No gate gives the addresses: they are in the jobs.
             jobs["base"] = -1
             jobs["ptr"][:, 0] = np.resize(np.asarray(pointers, dtype=np.uint64), count)
             found.append(jobs)
@@ -185,6 +186,7 @@ class Streams:
             except BaseException as error:  # noqa: BLE001 - raised again by the caller
                 ended[number] = error
             finally:
+                # One drive has ended, so the others would no longer be measured with all at work.
                 stop.set()
 
         before_s = _cpu_s()
@@ -200,6 +202,7 @@ class Streams:
                 for thread in threads:
                     thread.join()
             finally:
+                # Also after Ctrl-C: the caller closes the executor that the threads use.
                 stop.set()
                 for thread in threads:
                     thread.join()
@@ -223,7 +226,7 @@ class Streams:
         stop: threading.Event,
         step: Step | None,
     ) -> tuple[int, float]:
-        """(jobs done, seconds) of one drive."""
+        """Run the stream of one drive. Returns (jobs done, seconds)."""
         # A wave of twice the slots: small ones cost a wake-up of this thread each, which is half of
         # the CPU time then. Three keep every slot busy, also where this thread waits for a core,
         # and still let a deadline mean something.
@@ -239,6 +242,7 @@ class Streams:
                 flying.popleft().wait()
             if step is not None:
                 step(sent / len(jobs))
+        # Bytes that were sent count, so their time does.
         while flying:
             flying.popleft().wait()
         return sent, time.monotonic() - start
@@ -268,7 +272,7 @@ class Content:
         self._slab = aio.Slab(2 * self.half * CHUNK_BYTES)
         self._random = np.random.default_rng()
         words = self._slab.array(np.uint64)
-        # 64 KiB of generated numbers at a time, or the first measurement would wait for a second
+        # 8 MiB of generated numbers at a time, or the first measurement would wait for a second
         # array of this size.
         for start in range(0, len(words), 1 << 20):
             part = words[start : start + (1 << 20)]
@@ -279,10 +283,11 @@ class Content:
         words = self._slab.array(
             np.uint64, offset=half * self.half * CHUNK_BYTES, count=self.half * CHUNK_BYTES // 8
         )
+        # Never 0, which would leave every word as it was.
         words ^= self._random.integers(1, 2**64, dtype=np.uint64)
 
     def addresses(self, half: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
-        """Addresses of the chunks of a half."""
+        """Return the addresses of the chunks of a half."""
         first = self._slab.address + half * self.half * CHUNK_BYTES
         return np.arange(first, first + self.half * CHUNK_BYTES, CHUNK_BYTES, dtype=np.uint64)
 

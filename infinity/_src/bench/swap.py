@@ -80,7 +80,7 @@ class PhaseFigures:
 
     @property
     def limit(self) -> Spread | None:
-        """The limit, all drives together."""
+        """Bandwidths of the limit, all drives together."""
         return (
             Spread(tuple(sample.rate for sample in self.limit_samples))
             if self.limit_samples
@@ -90,6 +90,7 @@ class PhaseFigures:
     @property
     def of_limit_rounds(self) -> tuple[float, ...]:
         """Achieved / limit of each round: drives drift, so only rates of one round compare."""
+        # Without a limit there are no pairs.
         pairs = zip(self.samples, self.limit_samples, strict=False)
         return tuple(ours.rate / limit.rate for ours, limit in pairs)
 
@@ -113,7 +114,7 @@ class PhaseFigures:
         )
 
     def drive(self, number: int) -> Spread:
-        """One drive's part while all are at work."""
+        """Return one drive's bandwidths while all are at work."""
         return Spread(tuple(sample.drive_rates[number] for sample in self.samples))
 
     def as_dict(self, directories: Sequence[str]) -> dict[str, Any]:
@@ -192,11 +193,12 @@ class SwapFigures:
             directory: (self.read.drive(number).median, self.write.drive(number).median)
             for number, directory in enumerate(self.directories)
         }
+        # The block as it was asked for: every executor fits it to its own drives.
         return IoSettings(self.block_bytes_asked, self.depth, bandwidths, self.backend)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures ready for JSON; rates are in 10^9 bytes per second, medians where there is
-        one number.
+        """Return the figures ready for JSON; rates are in 10^9 bytes per second, medians where
+        there is one number.
         """
         return {
             "read_gbps": self.read.spread.gbps,
@@ -226,7 +228,7 @@ class SwapFigures:
 
 
 def drive_as_dict(drive: DriveStats) -> dict[str, Any]:
-    """One drive's counters over the whole measurement, ready for JSON."""
+    """Return one drive's counters over the whole measurement, ready for JSON."""
     latencies = {"read_latency": drive.read_latency, "write_latency": drive.write_latency}
     return {
         "path": str(Path(drive.path).absolute()),
@@ -291,14 +293,17 @@ class SwapTask:
                 f"block_bytes={self.block_bytes} is more than a chunk has; use at most "
                 f"{CHUNK_BYTES} (4.5 MiB)"
             )
+        # Checks both, as the engine does.
         aio.IoSettings(block_bytes=self.block_bytes, depth=self.depth)
         check_reference(self.limit)
         check_directories(self.directories)
+        # The reference has files of its own, as large as ours.
         check_room(self.directories, self.size_bytes * (1 if self.limit == "off" else 2))
 
     @property
     def chunks_per_drive(self) -> int:
         """Chunks on each drive."""
+        # Two at least: a mixed phase reads one half and writes the other.
         return max(self.size_bytes // CHUNK_BYTES // len(self.directories), 2)
 
 
@@ -326,6 +331,7 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
     """Raises ValueError when `size_bytes` in all, equal parts in each directory, do not fit."""
     wanted: dict[int, int] = {}
     free: dict[int, tuple[int, Path]] = {}
+    # Directories on one device share its room.
     for directory in directories:
         device = directory.stat().st_dev
         wanted[device] = wanted.get(device, 0) + size_bytes // len(directories)
@@ -363,6 +369,7 @@ class Bench:
         files = []
         for directory in self.task.directories:
             files.append(aio.SwapFile.create(directory))
+            # At once: the next file may fail.
             self._stack.callback(files[-1].close)
         return files
 
@@ -373,7 +380,7 @@ class Bench:
         self._stack.close()
 
     def streams(self, *, block_bytes: int | None, depth: int, verify: str) -> Streams:
-        """An executor over the chunks."""
+        """Open an executor over the chunks."""
         return Streams(
             self.chunks,
             block_bytes=block_bytes,
@@ -397,6 +404,7 @@ class Bench:
             half = done // per_drive % 2
             before = flying[half]
             if before is not None:
+                # Its bytes are in slots then, and the half is free although the writes go on.
                 before.wait_filled()
                 content.renew(half)
             parts = np.concatenate([one[done : done + per_drive] for one in jobs])
@@ -438,6 +446,7 @@ class Bench:
         with aio.Slab(ALIGNMENT_BYTES) as page:
             for drive in self.chunks.drives:
                 for chunk in np.linspace(0, self.chunks.count - 1, _SAMPLE_CHUNKS).astype(np.int64):
+                    # In the middle of a chunk, at a multiple of what O_DIRECT wants.
                     offset = (
                         int(chunk) * CHUNK_BYTES
                         + CHUNK_BYTES // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
@@ -464,11 +473,12 @@ class Bench:
     def phases(
         self, streams: Streams, checksums: str
     ) -> dict[str, list[np.ndarray[tuple[int], np.dtype[np.void]]]]:
-        """The jobs of each kind and drive."""
+        """Make the jobs of each kind and drive."""
         if checksums == "off":
             reads = streams.jobs(aio.JobKind.FETCH, 1 | aio.MASK_MOVE_ONLY)
             writes = streams.jobs(aio.JobKind.STORE, 1 | aio.MASK_MOVE_ONLY)
         else:
+            # Reads go to the other half, so that what is written stays as it was made.
             halves = self.content.addresses(0), self.content.addresses(1)
             reads = streams.jobs(aio.JobKind.FETCH, 1, halves[1])
             writes = streams.jobs(aio.JobKind.STORE, 1, halves[0])
@@ -493,17 +503,23 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
     """
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
+        # Also with checksums off: those of the fill are compared once, and only the rounds move
+        # slots as they are.
         verify = "sample" if task.checksums == "sample" else "full"
         with bench.streams(
             block_bytes=task.block_bytes, depth=task.depth, verify=verify
         ) as streams:
             fill = bench.fill(streams)
             verified = _verify(bench, streams, "verify", everything=task.verify_all)
+            # As fitted to the drives: the limit must send requests of the same length.
             block_bytes = streams.request_bytes
             limit = bench.limit(task.limit, block_bytes=block_bytes, depth=task.depth)
+            # Rounds without checksums write what lies in the slots.
             streams.warm()
             ours, theirs = measure_rounds(bench, streams, limit)
+            # After the rounds, which have written over what was filled.
             bench.check_no_holes()
+            # Without checksums in the rounds the stored ones are of the fill, and compare no more.
             if task.verify_all and task.checksums != "off":
                 verified += _verify(bench, streams, "verify again", everything=True)
             stats = streams.executor.stats()
@@ -528,6 +544,7 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
 
 def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> int:
     """Verify with an executor that compares every checksum, whatever `streams` does."""
+    # Any other setting has opened `streams` to compare everything.
     if bench.task.checksums != "sample":
         return bench.verify(streams, phase, everything=everything)
     with bench.streams(
@@ -539,7 +556,8 @@ def _verify(bench: Bench, streams: Streams, phase: str, *, everything: bool) -> 
 def measure_rounds(
     bench: Bench, streams: Streams, limit: Reference | None
 ) -> tuple[dict[str, list[Sample]], dict[str, list[Sample]]]:
-    """(ours, the limit's) samples of each kind, one per round; the arm that goes first alternates.
+    """Return (our, the limit's) samples of each kind, one per round; the arm that goes first
+    alternates.
     """
     task, say = bench.task, bench.say
     phases = bench.phases(streams, task.checksums)

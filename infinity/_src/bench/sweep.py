@@ -23,6 +23,7 @@ IN_FLIGHT_MAX_BYTES = 128 * MIB
 """Pairs with more in flight per drive are left out: no drive needs it, and it is all pinned memory.
 """
 CLOSE = 0.03
+"""Share of the best bandwidth that a choice may lose for fewer bytes in flight."""
 
 _LOOK_S = 0.3
 _FINALISTS = 4
@@ -45,7 +46,7 @@ class Point:
         return self.block_bytes * self.depth
 
     def rate(self, kind: str) -> float:
-        """The median, bytes per second."""
+        """Return the median rate of a kind, in bytes per second."""
         return statistics.median(self.rates[kind])
 
     def as_dict(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class SweepFigures:
 
 
 def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]:
-    """The pairs worth trying. Raises ValueError when none is."""
+    """List the pairs to try. Raises ValueError when none is left."""
     found = [
         (block, depth)
         for block in blocks
@@ -93,7 +94,7 @@ def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]
 
 
 def choose(points: Sequence[Point]) -> Point:
-    """The best of the points that were measured most; see the module."""
+    """Choose the best of the points that were measured longest, as the module says."""
     finalists = [point for point in points if point.final] or list(points)
     top = max(point.rate("mixed") for point in finalists)
     close = [point for point in finalists if point.rate("mixed") >= (1 - CLOSE) * top]
@@ -109,6 +110,7 @@ def measure_sweep(
 
     Leaves nothing behind. Raises as `measure_swap`.
     """
+    # A task checks itself: a wrong block or depth is found before anything is written.
     for block in blocks:
         dataclasses.replace(task, block_bytes=block)
     for depth in depths:
@@ -124,6 +126,7 @@ def measure_sweep(
             bench.verify(streams, "verify", everything=task.verify_all)
         points = [Point(block, depth, {kind: [] for kind in KINDS}) for block, depth in wanted]
         _look(bench, points)
+        # Pairs that came out equal to another one were not measured.
         points = [point for point in points if point.rates["mixed"]]
         _final(bench, points, default)
         bench.check_no_holes()
@@ -131,8 +134,8 @@ def measure_sweep(
 
 
 def _look(bench: Bench, points: Sequence[Point]) -> None:
-    """A short look at every pair, there and back again, so that drift meets both ends; equal pairs
-    are left unmeasured.
+    """Measure every pair for a short time, there and back again, so that drift meets both ends. Of
+    equal pairs one is measured.
     """
     owner: dict[object, Point] = {}
     for number, point in enumerate([*points, *reversed(points)]):
@@ -151,9 +154,7 @@ def _look(bench: Bench, points: Sequence[Point]) -> None:
 
 
 def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> None:
-    """The best few, and beside them what is used without a sweep, in turns, so that drift meets all
-    of them.
-    """
+    """Measure the best few and the default in turns, so that drift meets all of them."""
     ranked = sorted(points, key=lambda point: -point.rate("mixed"))[:_FINALISTS]
     ranked += [
         point
@@ -161,6 +162,7 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
         if (point.block_bytes, point.depth) == default and point not in ranked
     ]
     for point in ranked:
+        # Short looks must not weigh among the longer rounds.
         point.final = True
         for rates in point.rates.values():
             rates.clear()
@@ -174,6 +176,7 @@ def _final(bench: Bench, points: Sequence[Point], default: tuple[int, int]) -> N
 
 
 def _measure(bench: Bench, streams: Streams, point: Point, seconds: float) -> None:
+    # Slots of a new executor hold nothing, and these writes send what lies in the slots.
     streams.warm()
     phases = bench.phases(streams, "off")
     for kind in KINDS:

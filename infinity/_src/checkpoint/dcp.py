@@ -54,13 +54,14 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # how some Pythons pickle the members of an enum; it stays a record, as all of these
+    # Some Pythons pickle the members of an enum by it. It becomes a record like the others, and is
+    # never called.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
 )  # fmt: skip
+# Harmless values that need no record.
 _VALUES: dict[str, Any] = {
-    # Harmless values that need no record.
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
     **{
@@ -127,7 +128,8 @@ class DCPFiles(NamedTensors):
             self._take(root)
         except OSError:
             raise
-        except Exception as error:  # whatever a damaged or hostile pickle makes the unpickler raise
+        # A damaged or hostile pickle makes the unpickler raise anything.
+        except Exception as error:
             raise ValueError(f"{path} is refused: {error}") from error
 
     @property
@@ -140,7 +142,7 @@ class DCPFiles(NamedTensors):
         return self.tensors.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self.tensors[name].shape
 
     def is_floating_point(self, name: str) -> bool:
@@ -175,7 +177,8 @@ class DCPFiles(NamedTensors):
                     slice(low, low + size) for low, size in zip(box.offsets, box.sizes, strict=True)
                 )
             ] = part
-        assert whole is not None, name  # boxes cover the tensor
+        # The boxes cover the tensor, so there was one at least.
+        assert whole is not None, name
         return whole
 
     def read_object(self, name: str) -> Any:
@@ -294,7 +297,7 @@ def _tile(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
 
 
 def _field(record: Any, kind: str, name: str, wanted: type) -> Any:
-    """A field of a record, of the type that it must have."""
+    """Return a field of a record, of the type that it must have."""
     if not isinstance(record, Record) or record.kind != kind or not isinstance(record.state, dict):
         raise ValueError(f"where a {kind} should be there is a {_kind(record)}")
     value = record.state.get(name)
@@ -463,7 +466,7 @@ class ModelPart(NamedTensors):
         ]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one tensor."""
+        """Return the shape of one tensor."""
         return self._files.shape(self._prefix + name)
 
     def is_floating_point(self, name: str) -> bool:
@@ -471,7 +474,7 @@ class ModelPart(NamedTensors):
         return self._files.is_floating_point(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor. Blocks. Raises: OSError, ValueError."""
+        """Read one tensor. Blocks. Raises: OSError, ValueError."""
         return self._files.read(self._prefix + name)
 
 
@@ -582,8 +585,8 @@ def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Te
 def tensors_of(
     whole: Whole, every: Mapping[Param, Held], keys: tuple[str, str], *, with_master: bool
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """The states of one parameter, or of a weight in tiles, as a checkpoint has them, one at a
-    time. Collective. Blocks.
+    """Yield the states of one parameter, or of a weight in tiles, as a checkpoint has them, one at
+    a time. Collective. Blocks.
 
     every: the parameters that an optimizer holds; of one that it does not hold there are none.
     Numbers are the first tile's. Raises: ValueError where an optimizer holds some tiles of a weight

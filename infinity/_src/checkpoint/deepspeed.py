@@ -115,7 +115,7 @@ class DeepSpeedWeights(NamedTensors):
         return [*self._parts, *self._whole, *self._aliases]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a weight."""
+        """Return the shape of a weight."""
         name = self._aliases.get(name, name)
         return self._parts[name].shape if name in self._parts else tuple(self._whole[name].shape)
 
@@ -244,7 +244,7 @@ def _dict(path: Path, value: Any) -> dict[str, Any]:
 
 
 def _stage(value: Any) -> Any:
-    """The number in an enum of DeepSpeed, which was read as a record."""
+    """Return the number in an enum of DeepSpeed, which was read as a record."""
     return value.args[0] if getattr(value, "args", None) else value
 
 

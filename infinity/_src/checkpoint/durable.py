@@ -100,14 +100,16 @@ class DurableRun:
         self._pipeline = pipeline
         self._extra = extra
         before = files.before
-        self._generation = self._save = 0  # agreed when the first commit begins
+        # Ranks agree on both when the first commit begins.
+        self._generation = self._save = 0
         # A run that is there is not overwritten before it was restored, or given up by the user.
         self._waits_for = before[0].step if before is not None and policy.durable != "new" else None
         self._captured: _Small | None = None
         self._committed: _Small | None = None
         self._written = -1  # `StateStore.writes` at the last commit
         self._pinned = PinnedLayers(files, space, self._store, self._executor)
-        self._linked = False  # on all ranks, as soon as it is on one
+        # True on all ranks as soon as one rank has linked.
+        self._linked = False
         self._stepped = False
         self._cleaned = False
         # The formats, and the layout that was made for them.
@@ -204,8 +206,8 @@ class DurableRun:
 
     def _described(self) -> _Small:
         """Return the small state to commit, without `extra`."""
+        # One optimizer holds many parameters, and is described once.
         holders = {
-            # One optimizer holds many parameters, and is described once.
             id(holder): holder
             for unit in self._units
             for param in unit.params
@@ -426,7 +428,8 @@ class DurableRun:
         """
         # Each rank removes its own files, so none removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
-        everything = rank == 0 and first  # also what ranks have left that are no more
+        # Rank 0 also removes the files of ranks that a larger run before this one had.
+        everything = rank == 0 and first
         self._remove(
             lambda path, number: number < manifest.generation and (everything or is_of(path, rank))
         )
@@ -439,7 +442,8 @@ class DurableRun:
                 log.warning(
                     "%s: states that nothing names could not be removed: %s", self.files.home, error
                 )
-                return  # the next commit tries again
+                # The next commit tries again.
+                return
         self._cleaned = True
 
     def _remove(self, goes: Callable[[Path, int], bool]) -> None:
@@ -471,7 +475,8 @@ def _rows_of(
         rows[name] = now[name]
     # `other_bytes`: of the states alone, while `run_bytes` of a chunk may hold gradients too.
     rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
-    rows["section_at"][:, records.format.written_count :] = -1  # gradients are no part of a run
+    # Gradients are no part of a run.
+    rows["section_at"][:, records.format.written_count :] = -1
     rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
     # Each place has its own table of checksums; the live one's is taken.
     second = (now["sums_ptr"] != records.first_sums).astype(np.int64)

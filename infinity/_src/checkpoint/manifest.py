@@ -136,7 +136,7 @@ class Layout:
 
     @functools.cached_property
     def encoded(self) -> bytes:
-        """The layout as JSON."""
+        """Return the layout as JSON."""
         return _dumps(
             {"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics}
         )
@@ -455,7 +455,8 @@ def to_json(value: Any) -> Any:
         raise ValueError(
             f"a tensor of {value.nbytes} bytes is no small value: {TENSOR_BYTES_MAX} bytes at most"
         )
-    item = getattr(value, "item", None)  # numpy scalars
+    # Numbers of numpy become plain ones.
+    item = getattr(value, "item", None)
     if callable(item) and type(item()) in (bool, int, float):
         return item()
     raise ValueError(
@@ -484,12 +485,12 @@ def from_json(value: Any) -> Any:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" of torch.bfloat16."""
+    """Return a dtype's name: "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """torch.bfloat16 of "bfloat16". Raises: ValueError."""
+    """Return the dtype of a name: torch.bfloat16 of "bfloat16". Raises: ValueError."""
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype {name!r} is not known to this torch")

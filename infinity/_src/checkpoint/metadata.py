@@ -43,7 +43,8 @@ def layout_of(flats: Sequence[Flat], store: StateStore, policy: Policy) -> Layou
     entries = []
     for flat in flats:
         state_format = store[flat].format
-        if state_format.grad:  # spilled gradients are no part of a checkpoint
+        # Spilled gradients are no part of a checkpoint.
+        if state_format.grad:
             state_format = state_format.with_grad(GradSection.NONE)
         params = tuple(
             ParamEntry(param.names, tuple(param.shape), param.offset) for param in flat.params
@@ -143,8 +144,8 @@ def buffer_bytes(model: torch.nn.Module) -> bytes | None:
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the persistent buffers to the CPU, contiguous, by their first names."""
+    # Copies: training goes on while the save writes.
     return {
-        # A copy: training goes on while the save writes.
         name: buffer.detach().to("cpu", copy=True).contiguous()
         for name, buffer in persistent_buffers(model).items()
     }

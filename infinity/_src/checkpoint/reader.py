@@ -2,7 +2,7 @@
 
     with Checkpoint.open(directory) as checkpoint:
         checkpoint.step, checkpoint.params["model.norm.weight"]        no data is read for these
-        StateReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
+        ChunkReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
 
 A data file is read by an executor of its own. Every section of a padded row is a chunk of that
 executor, plain bytes, so that the padding up to 4096 has checksums as well, and one section (the
@@ -298,7 +298,7 @@ class _RankRows:
         return self._flat(flat)[1][chunk]
 
 
-class StateReader:
+class ChunkReader:
     """Chunks of a checkpoint in memory, read ahead; the last `capacity` are cached. sections: those
     that are read (None: all).
     """
@@ -490,7 +490,8 @@ class RowChunks:
         sums: npt.NDArray[np.uint32],
     ) -> None:
         self._executor = executor
-        self._sums = sums  # the executor has their address
+        # Kept, since the executor has their address.
+        self._sums = sums
         # An address for sections that lie elsewhere; nothing reads it.
         self._absent = np.zeros(64, dtype=np.uint8)
         self._padded = rows["padded"] != 0
@@ -537,7 +538,7 @@ class RowChunks:
         return records
 
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
-        """One submission for these sections of a row."""
+        """Submit the jobs of these sections of a row at once."""
         padded = bool(self._padded[row])
         # Padded: every section is a chunk of its own, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)

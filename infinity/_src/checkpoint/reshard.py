@@ -32,11 +32,11 @@ from infinity._src.checkpoint.directory import (
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, dtype_of, section_bytes
 from infinity._src.checkpoint.reader import (
     Checkpoint,
+    ChunkReader,
     ChunkRef,
     Chunks,
     Piece,
     SavedParam,
-    StateReader,
 )
 from infinity._src.checkpoint.run_files import check_no_run
 from infinity._src.checkpoint.writer import (
@@ -82,7 +82,7 @@ class Part:
 
 
 def compose(
-    reader: StateReader,
+    reader: ChunkReader,
     part: Part,
     target: Format,
     dtype: torch.dtype,
@@ -92,7 +92,7 @@ def compose(
     states: bool,
 ) -> None:
     """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as
-    `StateReader.get`.
+    `ChunkReader.get`.
 
     section: gives the memory of (section, first element, elements). states: as `convert`.
     """
@@ -121,8 +121,9 @@ def convert(
     # The parameter alone, whatever else was saved.
     if target.master is Master.RAW:
         return [given[0]]
+    # Bit for bit: nothing is decoded where the format stays.
     if states and source is target:
-        return list(given)  # bit for bit
+        return list(given)
     # RAW has no master of its own: the parameter is all that there is.
     if states and source.master is not Master.RAW:
         master, moments = decode_sections(source, [torch.from_numpy(array) for array in given])
@@ -358,7 +359,7 @@ class _RankShards:
 
     def store_all(self, writer: DataWriter) -> None:
         """Compose and write. Blocks. Raises what a read or a write met."""
-        reader = StateReader(self._of.checkpoint, CHUNKS_KEPT)
+        reader = ChunkReader(self._of.checkpoint, CHUNKS_KEPT)
 
         def finish(turn: _Turn, _buffer: Bytes) -> None:
             # A failed write ends it now, not after the last chunk.
@@ -399,7 +400,7 @@ class _RankShards:
                 yield _Turn(row, by_chunk.get(chunk, []))
                 row += 1
 
-    def _compose(self, reader: StateReader, buffer: Bytes, turn: _Turn) -> None:
+    def _compose(self, reader: ChunkReader, buffer: Bytes, turn: _Turn) -> None:
         row = turn.row
         flat = self._of.flats[self._rows[row]["flat"]]
         # Padding between parameters, and of sections up to 4096: checksums cover it, so it is zero.
@@ -445,7 +446,8 @@ def _format_of(flat: FlatEntry, state: str | None) -> Format:
     if state is None or held.master is Master.RAW:
         return held
     found = state_format(state, dtype_of(flat.dtype), held.count)
-    assert found is not None, flat.dtype  # it has states
+    # The flat has states, so its dtype has a format.
+    assert found is not None, flat.dtype
     return found
 
 

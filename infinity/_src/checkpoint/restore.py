@@ -21,7 +21,7 @@ import torch
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
 from infinity._src.checkpoint.progress import ProgressLine
-from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
@@ -386,7 +386,7 @@ class RestoreJob:
             shown=self._comm.rank == 0,
         )
         # Without an optimizer only section 0, the parameter, is read.
-        reader = StateReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
+        reader = ChunkReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
 
         def store(turn: _Turn, buffer: ChunkBuffer) -> Ticket:
             return buffer.store(turn.sections(held))
@@ -433,7 +433,7 @@ class RestoreJob:
                 yield _Turn(self._states.store[flat], chunk, tuple(parts))
 
     def _compose(
-        self, reader: StateReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]
+        self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]
     ) -> None:
         """Put a chunk together in a buffer."""
         target, flat = turn.records.format, turn.records.flat

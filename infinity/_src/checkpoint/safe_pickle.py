@@ -98,7 +98,8 @@ def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
             )
     except OSError:
         raise
-    except Exception as error:  # zip, pickle, struct: whatever damaged bytes make torch raise
+    # Damaged bytes make torch raise errors of zip, pickle, struct and others.
+    except Exception as error:
         raise ValueError(reason_of(str(error))) from error
 
 

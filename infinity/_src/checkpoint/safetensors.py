@@ -31,7 +31,7 @@ from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publ
 from infinity._src.checkpoint.load import has_master
 from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, read_buffers
-from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, SavedParam, StateReader
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
@@ -453,7 +453,7 @@ class Exporter(Protocol):
     comm: Comm
 
     def read(self, param: Param) -> torch.Tensor:
-        """The current value of one parameter on the CPU; collective on several ranks."""
+        """Read the current value of one parameter to the CPU; collective on several ranks."""
 
 
 def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
@@ -666,14 +666,14 @@ class ExportJob:
 
     def _write(self, tensors: Sequence[_SavedTensor], path: Path) -> None:
         # Without masters section 0 alone is read: 2 of 12 bytes.
-        reader = StateReader(self._checkpoint, CHUNKS_KEPT, self._sections())
+        reader = ChunkReader(self._checkpoint, CHUNKS_KEPT, self._sections())
         try:
             write_file(path, tensors, self._values_of(tensors, reader))
         finally:
             reader.close()
 
     def _values_of(
-        self, tensors: Sequence[_SavedTensor], reader: StateReader
+        self, tensors: Sequence[_SavedTensor], reader: ChunkReader
     ) -> Iterator[torch.Tensor]:
         """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
         # The same order as below, LOOK_AHEAD chunks earlier.
@@ -690,7 +690,8 @@ class ExportJob:
                     values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
                     if len(row) == 1:
                         yield from values
-                    else:  # tiles beside each other: their rows alternate in the file
+                    else:
+                        # Tiles side by side: their rows alternate in the file.
                         tiles.append(torch.cat(list(values)).view(saved.entry.shape))
                 if tiles:
                     yield torch.cat(tiles, dim=1)
@@ -699,7 +700,7 @@ class ExportJob:
         self,
         saved: SavedParam,
         dtype: torch.dtype,
-        reader: StateReader,
+        reader: ChunkReader,
         upcoming: list[ChunkRef],
         ahead: Iterator[ChunkRef],
     ) -> Iterator[torch.Tensor]:

@@ -100,9 +100,8 @@ class Snapshot:
         self._flat_of = [shards[index].flat for index in rows["flat"]]
         # Guards the queue: training waits in `before_write` while the save's thread copies.
         self._changed = threading.Condition()
-        self._queue: dict[Flat, deque[int]] = {
-            flat: deque() for flat in order
-        }  # rows to be read, in this order
+        # Rows to be read, flat by flat in the order given.
+        self._queue: dict[Flat, deque[int]] = {flat: deque() for flat in order}
         for row, flat in enumerate(self._flat_of):
             self._queue[flat].append(row)
         # Not the same as the queue: a row that was taken is read only later.
@@ -333,7 +332,8 @@ class Saver:
         target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
-        undo = contextlib.ExitStack()  # closed when the save has ended
+        # Closed when the save has ended.
+        undo = contextlib.ExitStack()
         try:
             captured = self._capture(model, given, extra)
             # inf.restore would find the run there instead of the checkpoint.
@@ -347,7 +347,8 @@ class Saver:
                 mine = [float(next_generation(target)), float(secrets.randbits(48)), 0.0]
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem, mine[2] = error, 1.0
-        with undo:  # lets the directory go if the save does not start
+        # Lets the directory go if the save does not start.
+        with undo:
             # Rank 0's numbers, since the others give zeros; and how many ranks have a problem.
             agreed = self.comm.all_reduce_sum(mine)
             if problem is not None:

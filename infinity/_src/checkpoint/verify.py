@@ -88,8 +88,8 @@ def find_checkpoints(directory: Path) -> list[Path]:
     found: list[Path] = []
     if not directory.is_dir():
         return found
+    # A run inside is found through its parent (`run_directory`), and must not be listed twice.
     below = sorted(
-        # A run inside is found through its parent (`run_directory`), and must not be listed twice.
         path for path in directory.iterdir() if path.is_dir() and path.name != RUN_DIRECTORY
     )
     for path in (directory, *below):
@@ -264,7 +264,8 @@ class VerifyJob:
             try:
                 world = read_manifest(self.directory / name).world
             except (AioError, ValueError):
-                continue  # told when it is verified
+                # Verifying tells of it.
+                continue
             # Any readable manifest tells how many ranks there are.
             return all(manifest_name(generation, rank) in names for rank in range(world))
         return bool(names)
@@ -282,7 +283,8 @@ class VerifyJob:
                 reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
                 self._tell(path, 0, error.length, f"the manifest of rank {rank}", reason)
                 world = max(world, self._ranks())
-            except ValueError as error:  # of a later version, or damaged just there
+            # A later version wrote it, or it is damaged just there.
+            except ValueError as error:
                 self._tell(path, 0, path.stat().st_size, f"the manifest of rank {rank}", str(error))
                 world = max(world, self._ranks())
             else:
@@ -410,7 +412,8 @@ class VerifyJob:
                 # All buffers read: nothing is written that would need one.
                 ahead=AHEAD,
                 read=read,
-                transform=lambda _item, _buffer: None,  # the executor has compared the checksums
+                # The executor has compared the checksums.
+                transform=lambda _item, _buffer: None,
                 finish=lambda item, _buffer: done(item[1]),
                 read_failed=failed,
             )

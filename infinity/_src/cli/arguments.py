@@ -91,6 +91,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     )
     place.add_argument(
         "--grads",
+        # Gradients wait for the step in CPU memory, or on drives.
         choices=tiers[1:],
         default="cpu",
         help="nvme: gradients that --ram does not hold spill (cpu)",
@@ -112,13 +113,14 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None:
-    """`Policy.resident` of what --resident was given. Raises: ValueError."""
+    """Parse what --resident was given, for `Policy.resident`. Raises: ValueError."""
     resident: dict[str, float | str] = {}
     for text in texts or ():
         kind, equals, part = text.partition("=")
         if not equals or kind in resident:
             raise ValueError(f"--resident {text}: give each kind once, as params=0.5 or optim=8GiB")
         try:
+            # A number is a share. Any other text is a size, which `Policy` parses.
             resident[kind] = float(part)
         except ValueError:
             resident[kind] = part
@@ -164,6 +166,7 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--delayed-warmup",
+        # None by default, so that `infinity train` can refuse it beside other updates.
         type=int,
         metavar="STEPS",
         help="steps that --update delayed takes as deferred first (40)",
@@ -291,6 +294,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--gpu-mem", metavar="SIZE", help="memory of one GPU")
     machine.add_argument(
         "--ram",
+        # The plan may be for another machine, so there is nothing to take a share of.
         required=True,
         metavar="SIZE",
         help="CPU memory that offloading may hold, all ranks together",
@@ -355,6 +359,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)"
     )
+    # None by default: what fits depends on the model.
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")
@@ -412,6 +417,7 @@ def _add_tiers(job: argparse._ArgumentGroup) -> None:
     tiers = ("device", "cpu", "nvme")
     job.add_argument(
         "--params",
+        # None by default: the stage decides.
         choices=tiers,
         help="the lowest tier of parameters (nvme; device with --zero 1 and 2)",
     )
@@ -551,6 +557,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     reshard.add_argument(
         "--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)"
     )
+    # ls lists all generations, so there is none to choose.
     for action in (verify, export, reshard):
         action.add_argument(
             "--generation", type=int, metavar="N", help="not the newest (whole) one, but this"

@@ -48,13 +48,15 @@ from infinity.errors import InfinityError
 
 LIST_SCHEMA = "infinity.checkpoint.ls/1"
 VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
-_PIPED_WIDTH = 10_000  # tables take what they need of it
+_PIPED_WIDTH = 10_000
+"""Columns of a file or pipe; tables take as many as they need."""
 
 
 def run_checkpoint(options: argparse.Namespace, console: Console | None = None) -> int:
     """Do as `options` say. Exit status: 0 well, 1 when `verify` found damage, 2 for a mistake or an
     error.
     """
+    # With --json standard output is the record's alone; everything for people goes to stderr.
     to_stdout = bool(getattr(options, "json", False))
     console = console or _console(stderr=to_stdout)
     actions = {"ls": _list, "verify": _verify, "export": _export, "reshard": _reshard}
@@ -102,6 +104,7 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
             "damage": [dataclasses.asdict(each) for each in damage],
         })  # fmt: skip
         return 1 if damage else 0
+    # A directory's name may hold brackets, which rich would take for markup.
     what = f"generation {job.generation} of {escape(str(place))}"
     if damage:
         show_damage(console, damage)
@@ -167,7 +170,7 @@ def _opened(options: argparse.Namespace) -> Checkpoint:
 
 
 def _console(*, stderr: bool) -> Console:
-    """A terminal's width decides on a terminal. In a file and a pipe no name is broken: it could
+    """Make a console. A terminal has its width. In a file and a pipe no name is broken, or it could
     not be searched for.
     """
     console = Console(stderr=stderr)
@@ -176,7 +179,8 @@ def _console(*, stderr: bool) -> Console:
 
 @contextmanager
 def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, and nothing elsewhere; advanced by bytes."""
+    """Show a bar on a terminal, and nothing elsewhere. The yielded function advances it by bytes.
+    """
     if not console.is_terminal:
         yield lambda _size: None
         return
@@ -197,6 +201,7 @@ def _write_json(record: dict[str, Any]) -> None:
 
 
 def _rate(verb: str, size_bytes: int, seconds: float) -> str:
+    # A small checkpoint may be read in less than the clock resolves.
     rate = format_size(int(size_bytes / max(seconds, 1e-9)))
     return f"{format_size(size_bytes)} {verb} in {seconds:.1f} s, {rate}/s"
 
@@ -245,6 +250,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
             text = f"generation {each.number} is not whole: {each.why_not}"
             console.print(text, style="red", highlight=False, markup=False, soft_wrap=True)
     if generations:
+        # Newest first: `list_generations` sorts them.
         console.print(_files(generations[0]))
 
 
@@ -274,8 +280,9 @@ def _taken(file: ListedFile) -> str:
 
 
 def _state(generation: Generation) -> str:
-    """The policy's state, and how much of the model has it."""
+    """Format the policy's state, and the elements that rest in each format."""
     kinds = "; ".join(f"{name} ({numel:,})" for name, numel in generation.formats.items())
+    # One format holds everything, so its number of elements says nothing new.
     if len(generation.formats) == 1:
         kinds = next(iter(generation.formats))
     return f"{generation.state}: {kinds}" if kinds else "-"

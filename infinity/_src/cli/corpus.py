@@ -25,6 +25,7 @@ Tokenize = Callable[[list[str]], list[list[int]]]
 """Lines to token ids, without special tokens."""
 
 _LINES_AT_ONCE = 1024
+"""Lines in one call of the tokenizer. After each call the tokens may be enough."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +38,8 @@ class Corpus:
     def batches(
         self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1
     ) -> Iterator[torch.Tensor]:
-        """Training batches [batch, seq] without end: every window once per pass, each pass in an
-        order of its own.
+        """Return training batches [batch, seq] without end: every window once per pass, each pass
+        in an order of its own.
 
         On several ranks each gets its rows of a batch of `ranks * batch`: together they are what
         one rank gets of that size.
@@ -51,8 +52,10 @@ class Corpus:
         order: list[int] = []
         while True:
             chosen: list[int] = []
+            # A batch may take windows of two passes, so that no window is left out of a pass.
             while len(chosen) < batch:
                 if not order:
+                    # Every pass has its own order, which is the same in every run with this seed.
                     generator = torch.Generator().manual_seed(seed + passes)
                     order = torch.randperm(len(self.train), generator=generator).tolist()
                     passes += 1
@@ -60,16 +63,18 @@ class Corpus:
             yield self.train[chosen]
 
     def held_out_batches(self, batch: int) -> Iterator[torch.Tensor]:
-        """The held-out windows in order, in batches of at most `batch`."""
+        """Yield the held-out windows in order, in batches of at most `batch`."""
         yield from self.held_out.split(batch)
 
     def held_out_rows(
         self, batch: int, *, rank: int = 0, ranks: int = 1
     ) -> Iterator[tuple[torch.Tensor, bool]]:
-        """The rows of one rank of the held-out windows, and whether they count: ranks compute
-        together, so one that has no rows of the last batch gets some that another has."""
+        """Yield one rank's rows of the held-out windows, and whether they count. Ranks compute
+        together, so a rank without rows of the last batch gets some that another has.
+        """
         for found in self.held_out_batches(ranks * batch):
             rows = found[rank * batch : (rank + 1) * batch]
+            # A rank that skipped the batch would leave the others waiting in a collective.
             yield (rows, True) if len(rows) else (found[:1], False)
 
 
@@ -97,7 +102,7 @@ def build_corpus(options: argparse.Namespace, tokenize: Tokenize, *, ranks: int 
 
 
 def read_lines(options: argparse.Namespace) -> list[str]:
-    """The text's lines that are not blank. Raises: ValueError naming file and cause."""
+    """Return the text's lines that are not blank. Raises: ValueError naming file and cause."""
     if options.query is not None and options.sqlite is None:
         raise ValueError("--query goes with --sqlite FILE")
     try:
@@ -154,8 +159,8 @@ def _read_jsonl(path: Path, column: str) -> list[str]:
 
 
 def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[str]]:
-    """(training lines, held-out lines): the last lines that make up `share` of the characters, at
-    least one line.
+    """Return (training lines, held-out lines). Held out are the last lines that make up `share` of
+    the characters, at least one line.
     """
     if not 0 < share < 1:
         raise ValueError(f"--holdout {share} must lie between 0 and 1")
@@ -174,11 +179,14 @@ def split_held_out(lines: Sequence[str], share: float) -> tuple[list[str], list[
 
 
 def windows(lines: Sequence[str], tokenize: Tokenize, seq: int, count_max: int) -> torch.Tensor:
-    """The first `count_max` windows [count, seq] of the lines' tokens; fewer when the text ends."""
+    """Return the first `count_max` windows [count, seq] of the lines' tokens; fewer when the text
+    ends.
+    """
     tokens: list[int] = []
     for start in range(0, len(lines), _LINES_AT_ONCE):
         if len(tokens) >= count_max * seq:
             break
+        # Line ends were split off, and are a part of the text that the model reads.
         for ids in tokenize([f"{line}\n" for line in lines[start : start + _LINES_AT_ONCE]]):
             tokens.extend(ids)
     count = min(len(tokens) // seq, count_max)

@@ -40,6 +40,7 @@ from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import DeviceCopyError
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
+# At 12 B per parameter, the states of a model below a billion parameters.
 _FREE_BYTES_LOW = 10 * GIB
 # The pools of training in the `exact` state: 2 bytes per element for parameters alone, 12 for all
 # states.
@@ -90,6 +91,7 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     yield _backend(engine)
     yield _kernels()
     yield _huge_pages(engine)
+    # Probed first and shown later: the executor is tried in the first directory that is usable.
     found = list(_directories(directories))
     usable = next((probe.path for probe, _ in found if probe is not None and probe.usable), None)
     executor = probe_executor(usable, small=_SMALL, large=_LARGE) if usable is not None else None
@@ -201,17 +203,20 @@ def _memory() -> Finding:
 
 
 def _numa() -> Finding:
-    """On which node the pools and threads of a training on each device would be."""
+    """Report the node on which the pools and threads of a training on each device would be."""
     try:
         import torch
     except ImportError:
         return Finding("NUMA", "unknown")  # the line on the GPU says why
+    # Here, and not above: it imports torch, without which doctor still says all the rest.
     from infinity._src.memory import numa
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [torch.device("cuda", index) for index in range(count)]
     found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
+    # Without a GPU the CPU computes: one line for it.
     found = found or [numa.choose_node(None, number=0, ranks=1)]
+    # A dictionary keeps the order of devices. Those of one node share a line.
     return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 
@@ -261,6 +266,7 @@ def _directory(probe: DirectoryProbe) -> Finding:
             "the file system cannot preallocate: a drive that fills up fails a write in the middle "
             "of training"
         )
+    # The probe fits requests to the queue of the drive; smaller ones mean a short queue.
     if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
         warnings.append(
             f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit "
@@ -306,6 +312,7 @@ def _copies_fail(device_count: int) -> str:
     try:
         native.load()
         for ordinal in range(device_count):
+            # Opening the driver tries it: a version would only allow a guess.
             DeviceDriver(ordinal)
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"

@@ -35,6 +35,7 @@ class Pretrained:
 
     def tokenize(self, lines: list[str]) -> list[list[int]]:
         """Token ids of each line, without special tokens."""
+        # Windows run over the ends of lines: a special token in between would be learned as text.
         found: list[list[int]] = self.tokenizer(lines, add_special_tokens=False)["input_ids"]
         return found
 
@@ -66,12 +67,13 @@ def find_pretrained(path: Path) -> Pretrained:
 def offload_pretrained(
     source: Pretrained, policy: inf.Policy, dtype: torch.dtype, *, checkpointing: bool = False
 ) -> torch.nn.Module:
-    """The model of `source` in `dtype`, offloaded. Blocks until all of it is at rest."""
+    """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest."""
     if source.gguf is None and _has_safetensors(source.directory):
         model = _on_meta(source.directory, dtype)
         _prepare(model, checkpointing)
         try:
             return inf.offload(model, policy, load=source.directory)
+        # A BudgetError is a ValueError, too. Loading the model whole would only need more memory.
         except InfinityError:
             raise
         except ValueError as error:
@@ -83,6 +85,7 @@ def offload_pretrained(
 
 def _prepare(model: Any, checkpointing: bool) -> None:
     model.train()
+    # The cache of keys and values serves generation only.
     model.config.use_cache = False
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -96,6 +99,7 @@ def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
     transformers = quiet_transformers()
     config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     _refuse_quantized(config, directory)
+    # No memory yet: `inf.offload` fills the module unit by unit.
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=False
@@ -114,7 +118,7 @@ def _refuse_quantized(config: Any, directory: Path) -> None:
 
 
 def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
-    """The model with ordinary dense parameters of `dtype`, in memory."""
+    """Load the model into memory, with ordinary dense parameters of `dtype`."""
     transformers = quiet_transformers()
     extra = {"gguf_file": source.gguf} if source.gguf else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -138,7 +142,7 @@ def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
 def continue_text(
     model: Any, tokenizer: Any, prompt: str, tokens: int, device: torch.device
 ) -> str:
-    """`prompt` and the model's greedy continuation by at most `tokens` tokens, computed on
+    """Return `prompt` and the model's greedy continuation by at most `tokens` tokens, computed on
     `device`.
     """
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(device)
@@ -172,6 +176,7 @@ def save_pretrained(model: Any, tokenizer: Any, directory: Path, *, first: bool 
 def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write the files beside the weights."""
     directory.mkdir(parents=True, exist_ok=True)
+    # Training has switched the cache off. Whoever loads the result generates with it.
     use_cache = model.config.use_cache
     model.config.use_cache = True
     try:
@@ -186,7 +191,8 @@ def _save_beside(model: Any, tokenizer: Any, directory: Path) -> None:
 
 
 def quiet_transformers() -> Any:
-    """transformers, quiet, and never on the network: models are read from disk only."""
+    """Return transformers, quiet, and never on the network: models are read from disk only."""
+    # Before the import, which reads them. A user's own setting stays.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:

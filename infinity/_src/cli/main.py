@@ -15,12 +15,13 @@ from infinity._src.cli import arguments
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+    """Build the parser of the whole command line."""
     parser = argparse.ArgumentParser(
         prog="infinity", description="Train models whose states rest in CPU memory and on NVMe."
     )
     parser.add_argument("--version", action="version", version=f"infinity {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    # Only for the list of commands: `main` hands its arguments to the parser of bench.
     commands.add_parser(
         "bench", help="what drives, update kernels and copies give on this machine", add_help=False
     )
@@ -53,6 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     given = list(sys.argv[1:] if argv is None else argv)
+    # Before the parser, which would refuse the arguments of bench.
     if given[:1] == ["bench"]:
         return bench.main(given[1:])
     parser = build_parser()

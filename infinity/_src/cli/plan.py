@@ -45,15 +45,18 @@ from infinity.aio import IoSettings
 
 
 SEQUENCE = 4096
+"""Tokens of a sequence where neither arguments nor model nor the step have fewer."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
     """Plan as `options` say. Exit status: 0 when it fits, 1 when it does not, 2 for a mistake."""
+    # With "--json -" standard output is the record's alone; everything for people goes to stderr.
     to_stdout = options.json is not None and str(options.json) == "-"
     console = console or Console(stderr=to_stdout)
     try:
         machine = read_machine(options)
+        # On one rank the engine also finds nested units; on several it does not.
         shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.world == 1)
         job = read_job(options, shape, machine)
         prediction = predict(shape, machine, job)
@@ -83,8 +86,8 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
 
 
 def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelShape:
-    """The shape of the Hugging Face model at `path`: a directory or its config.json. Nothing but
-    that file is read.
+    """Read the shape of the Hugging Face model at `path`: a directory or its config.json. Nothing
+    but that file is read.
 
     Raises: ValueError naming what is wrong with it.
     """
@@ -108,6 +111,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
         raise ValueError(
             f"{file}: {type(config).__name__} is no language model that transformers can train"
         )
+    # Quantized weights cannot be trained, so a plan is of the unquantized model.
     config.quantization_config = None
     try:
         with torch.device("meta"):
@@ -115,6 +119,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
     except (ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
         raise ValueError(f"{file}: the model cannot be built: {error}") from error
     if file.name == "config.json":
+        # Every configuration has the same file name; its directory has the model's.
         name = file.absolute().parent.name
     else:
         name = file.stem
@@ -122,10 +127,10 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
 
 
 def read_machine(options: argparse.Namespace) -> Machine:
-    """The machine that the arguments describe. Raises: ValueError naming argument, value and fix.
-    """
+    """Describe the machine of the arguments. Raises: ValueError naming argument, value and fix."""
     for name in ("flops", "flops_peak", "tbw", "link_gbps"):
         value = getattr(options, name)
+        # Checked here, before units are converted: the message shows the number that was given.
         if value is not None and not 0 < value < math.inf:
             raise ValueError(f"--{name.replace('_', '-')} {value}: give a positive number")
     bench = IoSettings.load(options.bench) if options.bench is not None else None
@@ -150,18 +155,20 @@ def read_machine(options: argparse.Namespace) -> Machine:
         bench_name=str(options.bench or ""),
         ranks=options.ranks,
         nodes=options.nodes,
+        # The only rate in bits, as networks are rated.
         link_bytes_per_s=options.link_gbps * 1e9 / 8 if options.link_gbps is not None else None,
     )
 
 
 def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -> Job:
-    """The job that the arguments describe; without --micro-batches the fewest that fit a device."""
+    """Describe the job of the arguments, by default with the fewest micro-batches that fit."""
     if options.tokens_per_step < 1:
         raise ValueError(f"--tokens-per-step {options.tokens_per_step} must be at least 1")
     if options.micro_batches is not None and options.micro_batches < 1:
         raise ValueError(f"--micro-batches {options.micro_batches} must be at least 1")
     sequence = options.seq
     if sequence is None:
+        # 0 positions: the configuration does not say how many there are.
         sequence = min(SEQUENCE, shape.positions or SEQUENCE, options.tokens_per_step)
     if sequence < 1:
         raise ValueError(f"--seq {sequence} must be at least 1")
@@ -193,6 +200,7 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         if value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
     tiers = {
+        # Stages 1 and 2 keep whole parameters on every device.
         "params": options.params or ("nvme" if options.zero == 3 else "device"),
         "optim": options.optim,
     }
@@ -203,7 +211,8 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
     policy = inf.Policy(
         **tiers,
         **ranks,
-        nvme=["."],  # no directory is opened, and a tier on NVMe must name one
+        # A tier on NVMe must name a directory. A plan opens none, so any will do.
+        nvme=["."],
         resident=parse_resident(options.resident),
         grads=options.grads,
         activations=options.activations,
@@ -235,6 +244,7 @@ def _size(text: str | None, option: str) -> float | None:
         size = float(parse_size(text))
     except ValueError as error:
         raise ValueError(f"{option} {text}: {error}") from None
+    # parse_size takes 0 for a size, and no figure of a machine may be 0.
     if not size:
         raise ValueError(f"{option} {text}: give a size above 0, such as '64GiB'")
     return size
@@ -247,15 +257,17 @@ def _first_line(error: Exception) -> str:
 
 
 def _rate(text: str | None, option: str) -> float | None:
-    """GB/s as a plain number, or a size per second."""
+    """Read a rate: GB/s as a plain number, or a size per second."""
     if text is None:
         return None
     try:
         value = float(text) * 1e9
     except ValueError:
         try:
+            # A size in the units of drives and links, as people copy it: 6.8GB/s.
             value = float(parse_size(text.removesuffix("/s")))
         except ValueError:
+            # Refused below, with the text as it was given.
             value = 0.0
     if not value > 0 or math.isinf(value):
         raise ValueError(
@@ -275,7 +287,8 @@ JOB_FIELDS = (
     "update_on", "tiles", "loss_tiles", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback",
 )  # fmt: skip
 """Fields of a job and its policy in a record, in this order."""
-SAME_MAX = 0.005  # a gain or loss that is none
+SAME_MAX = 0.005
+"""Relative gain or loss that counts as none: it would be shown as 1.00x."""
 
 
 def show_plan(
@@ -301,6 +314,7 @@ def show_plan(
             "would work."
         )
         for reason in found.why_not:
+            # Reasons hold brackets of Python calls, which rich would take for markup.
             console.print(f"  {reason}", highlight=False, markup=False, soft_wrap=True)
     console.print(_needs(found))
     console.print(_places(found))
@@ -323,6 +337,7 @@ def show_plan(
     if assumed:
         console.print("Not given, and so taken to be:")
         for name, source in assumed:
+            # Sources have the names of a machine's figures; people need those of the arguments.
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
@@ -337,6 +352,7 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     """Format the plan's subject in a sentence."""
     job, policy, machine = found.job, found.job.policy, found.machine
     kept = ", two generations" if policy.generations > 1 else ""
+    # Durable runs always keep two generations.
     kept = ", durable" if policy.durable else kept
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
     tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
@@ -378,6 +394,7 @@ def _needs(found: Prediction) -> Table:
         "NVMe": found.nvme,
     }
     for name, need in names.items():
+        # Nothing rests there.
         if not need.parts:
             continue
         there = format_size(need.there_is) if need.there_is is not None else "not given"
@@ -431,6 +448,7 @@ def _step(found: Prediction) -> Table:
             "copied from GPUs", f"{format_size(copied.d2h)}, {_per_param(found, copied.d2h)}"
         )
     for name, seconds in found.terms_s.items():
+        # Terms that the machine or the job does not have are 0.
         if seconds:
             table.add_row(f"{name}, alone", f"{_seconds(seconds)} s")
     table.add_row("limit of any schedule", f"{_seconds(found.limits.floor_s)} s")
@@ -457,7 +475,8 @@ def _step(found: Prediction) -> Table:
 
 
 def _seconds(value: float) -> str:
-    """Two decimals; none above a thousand, and three digits where two decimals would say nothing.
+    """Format seconds: two decimals, none above a thousand, and three digits where two decimals
+    would say nothing.
     """
     if value >= 1000:
         return f"{value:,.0f}"
@@ -473,6 +492,7 @@ def _batches(count: int) -> str:
 
 
 def _per_param(found: Prediction, size: float) -> str:
+    # Relative to parameters of 2 B, so that models of every dtype compare.
     whole = found.at_rest.params + found.at_rest.frozen
     return f"{size / whole * 2:.2f} B for every 2 B of parameters" if whole else "-"
 
@@ -486,13 +506,14 @@ def _days(days: float) -> str:
 
 
 def _sides(sides: Sequence[Prediction]) -> Table:
-    """Table of a step with updates on the CPU, and on the GPUs."""
+    """Format a step with updates on the CPU beside one with updates on the GPUs."""
     table = _table(
         "Where updates run", "update_on", *(repr(side.job.policy.update_on) for side in sides)
     )
     table.add_row("s/step expected", *(_seconds(side.step_s) for side in sides))
     table.add_row("copied to GPUs", *(format_size(side.copied.h2d) for side in sides))
     table.add_row("copied from GPUs", *(format_size(side.copied.d2h) for side in sides))
+    # A dictionary keeps the order of terms, and one side may have terms that the other lacks.
     for name in dict.fromkeys(name for side in sides for name in side.terms_s):
         if name not in ("compute", "drives"):  # the same for both
             terms = [side.terms_s.get(name, 0.0) for side in sides]
@@ -504,12 +525,13 @@ def _sides(sides: Sequence[Prediction]) -> Table:
 
 
 def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]) -> None:
-    """A row for each change that changes something; the names of the others."""
+    """Print a row for each change that changes something, and the names of the others."""
     same, rows, never = [], [], []
     for change in changes:
         gain = _gain(found, change.prediction)
         if not change.prediction.fits:
             never.append(change.name)
+        # Where the plan itself does not fit, every change that fits is worth its row.
         elif gain is not None and abs(gain - 1) < SAME_MAX:
             same.append(change.name)
         else:
@@ -613,6 +635,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "mfu": found.mfu,
         "bound_by": found.bottleneck,
         "written_bytes_per_day": found.written_per_day,
+        # JSON has no infinity.
         "drive_days": None if math.isinf(found.days) else found.days,
     }
 
@@ -620,9 +643,11 @@ def _record(found: Prediction) -> dict[str, Any]:
 def _job(found: Prediction) -> dict[str, Any]:
     job, policy = found.job, found.job.policy
     dtype = policy.grad_dtype
+    # Some fields are the job's own and some its policy's; a record has them side by side.
     record = {name: getattr(job if hasattr(job, name) else policy, name) for name in JOB_FIELDS}
     return record | {
         "resident": policy.resident_parts or None,
+        # JSON has no dtypes, so it gets their names.
         "grad_dtype": str(dtype).removeprefix("torch.") if dtype else None,
     }
 
@@ -638,8 +663,8 @@ TIERS = ("device", "cpu", "nvme")
 
 
 def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
-    """Bytes of one rank: a row for each state, a column for each stage with its tiers. chosen: the
-    stage that is planned.
+    """Format the bytes of one rank: a row for each state, a column for each stage with its tiers.
+    chosen: the stage that is planned.
     """
     table = Table(
         title="What each rank holds: device + CPU memory + NVMe",
@@ -653,6 +678,7 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
             justify="right",
             overflow="fold",
         )
+    # Stages have different states; each has a row, in the order of the first that has it.
     for name in dict.fromkeys(name for each in ranks for name in each.states):
         table.add_row(name, *(describe_tiers(each.states.get(name, Tiers())) for each in ranks))
     table.add_row("together", *(describe_tiers(each.total) for each in ranks), style="bold")
@@ -660,13 +686,13 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
 
 
 def describe_tiers(size: Tiers) -> str:
-    """Bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
+    """Format the bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
     told = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
     return " + ".join(told) or "-"
 
 
 def exchange_table(found: Prediction) -> Table:
-    """Table of the bytes that each rank receives in a step; the last column counts as ZeRO++ does
+    """Format the bytes that each rank receives in a step; the last column counts as ZeRO++ does
     (`Exchanges.volume`).
     """
     exchanged, machine = found.exchanged, found.machine
@@ -683,10 +709,12 @@ def exchange_table(found: Prediction) -> Table:
         f"volume {'between nodes' if several else ''}, M = {plain}",
     ):
         table.add_column(
+            # Without other nodes the heading of the volume has a blank before its comma.
             column.replace(" ,", ","), justify="right" if column else "left", overflow="fold"
         )
     parts = [(each.name, str(each.count), (each,)) for each in exchanged.each]
     for name, times, found_ in [*parts, ("together", "", exchanged.each)]:
+        # Sums and volume are those of `Exchanges`, of one kind at a time.
         part = dataclasses.replace(exchanged, each=found_)
         sizes = [part.inside, *([part.across, machine.ranks * part.across] if several else [])]
         cells = [format_size(size) if size else "-" for size in sizes]
@@ -695,7 +723,7 @@ def exchange_table(found: Prediction) -> Table:
 
 
 def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
-    """For JSON: bytes by stage, state and tier."""
+    """Make the record of bytes by stage, state and tier for JSON."""
     return {
         str(each.stage): {name: dataclasses.asdict(size) for name, size in each.states.items()}
         | {"together": dataclasses.asdict(each.total)}
@@ -704,7 +732,7 @@ def rank_record(ranks: Sequence[RankBytes]) -> dict[str, Any]:
 
 
 def exchange_record(found: Exchanges) -> dict[str, Any]:
-    """For JSON: what one rank receives in a step."""
+    """Make the record of the bytes that one rank receives in a step for JSON."""
     return {
         "plain_bytes": found.plain_bytes,
         "inside_bytes": found.inside,

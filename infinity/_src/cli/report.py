@@ -106,13 +106,15 @@ class Steady:
 
 
 def steady(records: Sequence[StepRecord]) -> Steady:
-    """Means over `records` without the first (with it, if there is no other). Raises: ValueError
-    without records.
+    """Compute means over `records` without the first (with it, if there is no other). Raises:
+    ValueError without records.
     """
     if not records:
         raise ValueError("no step was done")
     later = records[1:] or records
+    # Never the first step, which traces and fills pools.
     alone = [record.first_forward_s for record in records[1:] if record.alone]
+    # A step that began with nothing pending bears no update, and would make the mean too short.
     used = [record for record in later if not record.alone] or later
     total_s = sum(record.step_s for record in used)
 
@@ -127,6 +129,7 @@ def steady(records: Sequence[StepRecord]) -> Steady:
         io_wait_s=mean("io_wait_s"),
         bytes_read=mean("bytes_read"),
         bytes_written=mean("bytes_written"),
+        # Tokens over time: a mean of the steps' rates would weigh short steps more.
         tokens_per_s=sum(record.tokens for record in used) / total_s if total_s else 0.0,
         params_read=mean("params_read"),
         last_backward_s=mean("last_backward_s"),
@@ -145,8 +148,11 @@ def step_limits(
     alone: bool = True,
     frozen_bytes: float = 0.0,
 ) -> Limits:
-    """The limits of a step for what it moved. alone: with the undisturbed first forward, where
-    there was one. frozen_bytes: on the drives, of parameters that no optimizer holds."""
+    """Compute the limits of a step for the bytes that it moved.
+
+    alone: with the undisturbed first forward, where there was one. frozen_bytes: on the drives, of
+    parameters that no optimizer holds.
+    """
     moved = measured_traffic(
         Moved(mean.bytes_read, mean.bytes_written),
         mean.params_read,
@@ -157,6 +163,7 @@ def step_limits(
         frozen=frozen_bytes,
     )
     first_s = mean.alone_s if alone and mean.alone_s is not None else mean.first_forward_s
+    # From the loop's own first forward, which is a part of its compute_s; `first_s` is not.
     between_s = max(mean.compute_s - mean.first_forward_s - mean.last_backward_s, 0.0)
     compute = Compute(first_s, mean.last_backward_s, between_s)
     return limits(moved, compute, drives, update)
@@ -190,6 +197,7 @@ class Summary:
     def as_dict(self) -> dict[str, Any]:
         """For metrics.jsonl."""
         record = dataclasses.asdict(self)
+        # Comparable between models, and with the table of `perf.roofline`.
         record["read_bytes_per_param"] = self.mean.bytes_read / self.params
         record["written_bytes_per_param"] = self.mean.bytes_written / self.params
         if self.limits is not None:
@@ -252,6 +260,7 @@ def show_summary(console: Console, summary: Summary) -> None:
     for label, text in drive_rows(mean, engine):
         table.add_row(label, text)
     console.print(table)
+    # A model writes what it likes: rich would take its brackets for markup.
     if summary.texts is not None:
         console.print("[bold]before:[/bold]", end=" ")
         console.print(summary.texts[0], markup=False, highlight=False)
@@ -260,7 +269,7 @@ def show_summary(console: Console, summary: Summary) -> None:
 
 
 def limit_rows(summary: Summary) -> list[tuple[str, str]]:
-    """The limits, η against them, and what compute they hold."""
+    """Format the limits, η against them, and the compute that they contain."""
     limit, mean = summary.limits, summary.mean
     if limit is None:
         return []
@@ -290,7 +299,8 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
 
 
 def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Rows about the drives: latencies, what is wrong with one, how long they will last."""
+    """Format the rows about the drives: latencies, what is wrong with one, how long they will last.
+    """
     rows = []
     for drive in engine.get("drives", ()):
         times = [
@@ -299,10 +309,12 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
         ]
         text = "p50 / p99 of requests: read {} / {} ms, write {} / {} ms".format(*times)
         text += f"; {drive['depth_mean']:.0f} in flight"
+        # Empty texts where nothing is wrong: the filter drops them.
         wrong = (drive["failed"], drive["direct_reason"], drive["slow"])
         rows.append((f"drive {drive['path']}", "; ".join([text, *filter(None, wrong)])))
     if not rows or not mean.step_s:
         return rows
+    # Ratings count decimal terabytes; a day has 86,400 s.
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
     written = format_size(mean.bytes_written)
     text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
@@ -325,6 +337,7 @@ def plot_loss(
 ) -> bool:
     """Draw training and held-out loss over steps; False when matplotlib is not installed."""
     try:
+        # Optional, so only here; and without pyplot, which would look for a display.
         from matplotlib.figure import Figure
     except ImportError:
         return False
@@ -355,19 +368,20 @@ def plot_loss(
 
 
 class StepDisplay(Protocol):
-    """Shows steps as they end."""
+    """Display of steps as they end."""
 
     def show(self, record: StepRecord) -> None:
-        """One step is done."""
+        """Show a step that has ended."""
 
     def say(self, text: str) -> None:
-        """A line beside the steps."""
+        """Print a line beside the steps."""
 
 
 @contextmanager
 def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
-    """A display for `steps` steps that fits where `console` writes."""
+    """Yield a display for `steps` steps that fits the place where `console` writes."""
     if not console.is_terminal:
+        # A bar in a file or pipe would be its control sequences.
         yield _Lines(console, steps)
         return
     columns = (
@@ -382,8 +396,9 @@ def step_display(console: Console, steps: int) -> Iterator[StepDisplay]:
 
 
 def describe_step(record: StepRecord) -> str:
-    """Loss, tokens/s, traffic and memory of a step, in one line."""
+    """Format loss, tokens/s, traffic and memory of a step in one line."""
     moved = record.bytes_read + record.bytes_written
+    # A step of no time has no rate; dividing by inf gives 0.
     seconds = record.step_s or float("inf")
     parts = [f"loss {record.loss:.4f}", f"{record.tokens / seconds:.0f} tok/s"]
     if moved:
@@ -401,6 +416,7 @@ class _Bar:
         self._progress.update(self._task, completed=record.step, figures=describe_step(record))
 
     def say(self, text: str) -> None:
+        # By way of the bar's console, which prints above the bar.
         self._progress.console.print(text, highlight=False, soft_wrap=True)
 
 

@@ -45,10 +45,13 @@ class Joined:
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
-        """The sum of each value over all ranks, in double, in the order of ranks. Collective."""
+        """Return the sum of each value over all ranks, in double, in the order of ranks.
+        Collective.
+        """
         if self.world == 1:
             return list(values)
         mine = torch.tensor(values, dtype=torch.float64)
+        # No all_reduce: the order of its sum, and so its bits, depend on the backend.
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         total = torch.zeros_like(mine)
@@ -68,21 +71,24 @@ class Joined:
         if self.world == 1:
             return True
         try:
+            # These are this rank's own. Any other error may only mean that another rank has gone.
             if not isinstance(error, (ValueError, AioError, KeyboardInterrupt)):
                 deadline = time.monotonic() + _PATIENCE_S
                 while time.monotonic() < deadline and not self.store.check([_STOPPED]):
                     time.sleep(0.05)
+            # The first that sets the key tells; the store compares and sets in one operation.
             return bool(
                 self.store.compare_set(_STOPPED, "", str(self.rank)) == str(self.rank).encode()
             )
         except (RuntimeError, OSError):
-            return True  # the store went with its node: nobody else can be asked
+            # The store went with its node, so nobody else can be asked.
+            return True
 
 
 @contextlib.contextmanager
 def joined(device: str | None, environment: Mapping[str, str] | None = None) -> Iterator[Joined]:
-    """This process's place among the ranks that torchrun has started; alone without it. Blocks
-    until all have come.
+    """Join the ranks that torchrun has started, and yield this process's place among them; alone
+    without torchrun. Blocks until all have come.
 
     device: as the user wrote it; None or "cuda": the GPU with this rank's number in its node, if
     there is a GPU.
@@ -95,7 +101,9 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
         return
     cuda = torch.device(found.device).type == "cuda"
     if cuda:
+        # NCCL takes the current device, which would be GPU 0 on every rank.
         torch.cuda.set_device(torch.device(found.device))
+    # NCCL moves no CPU tensors, and `sums` and names of collectives are such.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S)
     )
@@ -106,7 +114,7 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
 
 
 def place_of(device: str | None, environment: Mapping[str, str]) -> Joined:
-    """The place that the environment names, and the device that this rank computes on. Raises:
+    """Find the place that the environment names, and the device that this rank computes on. Raises:
     ValueError, as `joined`.
     """
     numbers: dict[str, int] = {}

@@ -74,13 +74,15 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
         _check(options)
         with joined(options.device) as ranks:
             return _train(options, console, ranks)
-    except ValueError as error:  # the same on all ranks, which have not met yet
+    except ValueError as error:
+        # The same on all ranks, which have not met yet: the first prints it for all.
         if os.environ.get("RANK", "0") == "0":
             _say_error(console, error)
         return 2
 
 
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
+    # True once this rank has asked whether it prints the error: it must not print it twice.
     told = False
     # What torch.distributed raises where another rank has gone.
     lost = (RuntimeError,) if ranks.world > 1 else ()
@@ -111,8 +113,8 @@ def _say_error(
     options: argparse.Namespace | None = None,
     ranks: Joined | None = None,
 ) -> None:
-    """One line, which names the rank where there are several. Errors that nobody foresaw have their
-    traceback, too.
+    """Print an error in one line, which names the rank where there are several. Errors that nobody
+    foresaw have their traceback, too.
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
@@ -121,7 +123,8 @@ def _say_error(
     several = ranks is not None and ranks.world > 1
     if not isinstance(error, (ValueError, InfinityError, OSError)):
         if not several:
-            return  # it goes on to whoever called
+            # It goes on to the caller, and is shown there with its traceback.
+            return
         console.print(
             "".join(traceback.format_exception(error)),
             markup=False,
@@ -129,6 +132,7 @@ def _say_error(
             soft_wrap=True,
         )
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
+    # Some exceptions have no text at all.
     text = str(error) or type(error).__name__
     console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
 
@@ -165,8 +169,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
-    """The policy that the arguments describe, for a model that computes on `device`. Raises:
-    ValueError.
+    """Make the policy of the arguments, for a model that computes on `device`. Raises: ValueError.
     """
     return inf.Policy(
         params=options.params,
@@ -179,6 +182,8 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         state=options.state,
         update=options.update,
         generations=options.generations,
+        # The default of `Policy`. The argument's is None, by which `_check` sees whether it was
+        # given.
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
         device=device,
         zero=options.zero,
@@ -194,11 +199,13 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
 
 
 def learning_rate(step: int, warmup: int, steps: int) -> float:
-    """Share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a tenth at
-    the last step.
+    """Return the share of the peak rate at `step` (from 0): linear warm-up, then linear decay to a
+    tenth at the last step.
     """
     if step < warmup:
+        # Never 0: the first step trains, too.
         return (step + 1) / (warmup + 1)
+    # No step is left for the decay, which would divide by 0.
     if steps - 1 <= warmup:
         return 1.0
     return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
@@ -248,8 +255,10 @@ class _Run:
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
+        # Before the model is loaded, while nothing else uses the drives.
         self.drives = self._measure_drives()
-        torch.manual_seed(options.seed + ranks.rank)  # as with DDP, ranks draw dropout of their own
+        # As with DDP, ranks draw dropout of their own.
+        torch.manual_seed(options.seed + ranks.rank)
         self._say(f"loading {options.model}")
         self.model: Any = hf_model.offload_pretrained(
             self.pretrained,
@@ -285,11 +294,13 @@ class _Run:
         )
         text_before = self._continue()
         self._measure_held_out(0)
+        # Loading may need more than training, so each has a peak of its own.
         peak_before = peak_rss_bytes()
         reset_peak_rss()
         try:
             with step_display(self.console, options.steps) as display:
                 self._train(display)
+            # The last update belongs to the training, and to its peak.
             self.handle.flush()
             peak_training = peak_rss_bytes()
             self._measure_held_out(options.steps)
@@ -315,6 +326,8 @@ class _Run:
         for step in range(1, options.steps + 1):
             alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
             if alone:
+                # Nothing is pending when the step begins, and no byte of the last update is charged
+                # to it.
                 self.handle.flush()
                 last = self.handle.stats()
             start = time.monotonic()
@@ -322,6 +335,7 @@ class _Run:
             norm = None
             if options.clip:
                 norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
+            # Before the scheduler moves on: the rate of this step.
             rate = float(self.scheduler.get_last_lr()[0])
             self.optimizer.step()
             self.scheduler.step()
@@ -361,16 +375,20 @@ class _Run:
             display.show(record)
             if evaluates:
                 display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
+            # Bytes and waits of an evaluation belong to no step.
             last = self.handle.stats() if evaluates else now
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
-        """Forward and backward of every micro-batch; (times, mean loss)."""
+        """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
+        """
         phase = _Phase()
         total = 0.0
         count = self.options.accumulate
         for index in range(count):
             ids = next(batches).to(self.device)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
+            # Only the last micro-batch is outside `no_sync`: by that the engine knows that it is
+            # the last.
             with nullcontext() if index == count - 1 else self.handle.no_sync():
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 self._synchronize()
@@ -380,10 +398,12 @@ class _Run:
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
             phase.compute_s += passes_s
+            # Overwritten by each micro-batch, so that the last one's stays.
             phase.last_backward_s = passes_s - forward_s
             phase.waited_s += waited
             if index == 0:
                 phase.first_forward_s = forward_s
+            # After the clock was read: this waits for the device.
             total += float(loss.detach())
         return phase, self.ranks.sums(total / count)[0] / self.ranks.world
 
@@ -393,7 +413,7 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
     def _measure_held_out(self, step: int) -> float:
-        """Mean loss per window of the held-out part; recorded."""
+        """Return the mean loss per window of the held-out part, and record it."""
         self.model.eval()
         total, count = 0.0, 0.0
         rows = self.corpus.held_out_rows(
@@ -402,6 +422,7 @@ class _Run:
         with torch.no_grad():
             for batch, counts in rows:
                 ids = batch.to(self.device)
+                # The last batch may have fewer windows, and every window shall count the same.
                 loss_sum = float(self.model(input_ids=ids, labels=ids, use_cache=False).loss) * len(
                     ids
                 )
@@ -428,8 +449,8 @@ class _Run:
         )
 
     def _measure_drives(self) -> dict[str, float] | None:
-        """Bandwidth of the drives in use, in GB/s, all ranks at once: what each gets of them; None
-        when nothing rests on NVMe.
+        """Measure the bandwidth of the drives in use, in GB/s; None when nothing rests on NVMe. All
+        ranks measure at once, so each sees what it gets beside the others.
         """
         if not self.policy.directories:
             return None
@@ -486,6 +507,7 @@ class _Run:
         known = self.drives is not None and all(
             math.isfinite(value) for value in self.drives.values()
         )
+        # `step_limits` has no term for an update on the device, which is apart from the passes.
         if self.drives is not None and known and self.policy.update_on == "cpu":
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
@@ -513,18 +535,22 @@ class _Run:
 
 
 def peak_rss_bytes() -> int:
-    """The most memory this process has had resident since its start or `reset_peak_rss` (VmHWM)."""
+    """Return the peak of resident memory since the process began, or since `reset_peak_rss`
+    (VmHWM).
+    """
     for line in (
         Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
     ):
         if line.startswith("VmHWM:"):
+            # proc(5) gives kB, and means 1024 bytes.
             return int(line.split()[1]) * 1024
     return int(psutil.Process().memory_info().rss)
 
 
 def reset_peak_rss() -> bool:
-    """Let VmHWM start again from what is resident now; False where the kernel does not allow it."""
+    """Reset VmHWM to the memory that is resident now; False where the kernel does not allow it."""
     try:
+        # proc(5): 5 resets the peak, and touches no page.
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         return False

@@ -65,8 +65,10 @@ class BackwardUpdate(DeferredUpdate):
     ) -> None:
         super().__init__()
         self._on_nonfinite = on_nonfinite
-        self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}  # None: it has spilled
-        self._fresh_bytes = 0  # of gradients outside of slots, waiting or in flight
+        # Gradients that are complete; None for one that has spilled.
+        self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}
+        # Bytes of gradients outside of slots, waiting or in flight.
+        self._fresh_bytes = 0
         # Backward may run this far ahead of the updates before it waits for them.
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
@@ -76,7 +78,8 @@ class BackwardUpdate(DeferredUpdate):
         )
         self._windows = GradWindows(units, device, dtype_of) if device.copies else None
         self._accumulating = False  # inside no_sync
-        self._accumulated = False  # ever: gradients have memory
+        # True once micro-batches were accumulated: gradients have memory from then on.
+        self._accumulated = False
         self._fresh_bytes_peak = 0
 
     @property
@@ -138,7 +141,8 @@ class BackwardUpdate(DeferredUpdate):
         # Bound first: torch reads `p.grad` through the slot's proxy.
         slot = self._grads.slot(param)
         ready = self._ready.setdefault(param.unit, {})
-        if param in ready:  # several drains in one backward: reentrant checkpointing
+        # Reentrant checkpointing drains a gradient several times in one backward.
+        if param in ready:
             if self._windows is not None and param.unit in self._windows:
                 raise _second_gradient(param)
             # Micro-batches before this one have left a sum in the slot; the update reads it there.
@@ -232,7 +236,8 @@ class BackwardUpdate(DeferredUpdate):
         if None in ready.values():
             self._grads.flush_spilled(unit)
         gradients = {param: grad for param, grad in ready.items() if grad is not None}
-        self._updated.update(ready)  # from here on a step that breaks off is half done
+        # From here on a step that breaks off is half done.
+        self._updated.update(ready)
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [
             grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED
@@ -294,7 +299,7 @@ class BackwardUpdate(DeferredUpdate):
 
     def _check_finite(self, gradients: Mapping[Param, torch.Tensor | None]) -> None:
         """Raise NonFiniteGradient for a gradient that is not finite on some rank. Collective."""
-        # Without the collective: ranks have the same policy.
+        # No rank enters the collective below, since all have the same policy.
         if self._on_nonfinite == "ignore":
             return
         finite = [_is_finite(param, grad) for param, grad in gradients.items()]

@@ -79,7 +79,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def __init__(self, params: Iterable[Any], defaults: dict[str, Any]) -> None:
         self._records: dict[int, Param] = {}
         self._groups: dict[Param, dict[str, Any]] = {}
-        self._moments: dict[Param, tuple[str, ...]] = {}  # as the group said when it was added
+        # The names that the group had when it was added: states have that format from then on.
+        self._moments: dict[Param, tuple[str, ...]] = {}
         self._engines: dict[StepEngine, list[Param]] = {}
         self._frozen: list[Param] = []  # in a group, but without states
         self._built = False
@@ -261,9 +262,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             # A copy: the count advances only when the rows of all parameters could be made.
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            log = [
-                entry for entry in param.grad.log if entry[1] != 1.0
-            ]  # of clipping that had nothing to clip
+            # Clipping that had nothing to clip leaves factors of 1.
+            log = [entry for entry in param.grad.log if entry[1] != 1.0]
             row = self.hyper(param, state, log)
             # The key names step and parameter, not time or thread: stochastic rounding gives the
             # same bits in every run.

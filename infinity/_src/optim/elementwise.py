@@ -220,13 +220,15 @@ class Elementwise(Optimizer):
         except AioError as error:
             engine.pipeline.set_fault(half_done(error))
             engine.pipeline.raise_fault()
-        except BaseException as error:  # Ctrl-C, or the class's own error
+        # Ctrl-C, or the class's own error.
+        except BaseException as error:
             engine.pipeline.set_fault(half_done(error))
             raise
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1
-            if number.after is None:  # this rank holds none of it: the numbers go on all the same
+            # This rank holds no element of the parameter, and its numbers go on as on the others.
+            if number.after is None:
                 self._step(
                     param,
                     torch.zeros(1),
@@ -298,7 +300,8 @@ class Elementwise(Optimizer):
         master.grad = None
         state = inner.state[master]
         for name, moment in zip(names, moments, strict=True):
-            if state[name] is not moment:  # some classes replace a state instead of writing into it
+            # Some classes replace a state instead of writing into it.
+            if state[name] is not moment:
                 moment.copy_(state[name])
         if number.after is None:
             number.after = {name: state.get(name) for name in self._traits[param].scalars}

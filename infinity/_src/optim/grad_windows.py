@@ -45,9 +45,8 @@ class GradWindows:
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._turn = 0
-        self._reads: list[Ticket | None] = [
-            None
-        ] * WINDOW_UNITS  # of each window, the update that reads it
+        # For each window the update that reads it.
+        self._reads: list[Ticket | None] = [None] * WINDOW_UNITS
         self._window_of: dict[Unit, int] = {}
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
@@ -161,5 +160,6 @@ class GradWindows:
             try:
                 ticket.wait_filled()
             except AioError:
-                break  # it is the pipeline's to raise, and reads no more
+                # A failed update reads no more, and the pipeline raises its error.
+                break
         return self._memory[index * self._window_bytes : (index + 1) * self._window_bytes]

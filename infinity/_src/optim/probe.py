@@ -15,9 +15,11 @@ from typing import Any, NoReturn
 
 import torch
 
-NUMEL = 256  # halves are whole vectors of every CPU
+# Halves are whole vectors of every CPU.
+NUMEL = 256
 SIDE = 16
-STEPS = 8  # RAdam, for one, becomes another update in its sixth
+# RAdam, for one, becomes another update in its sixth step.
+STEPS = 8
 MOMENTS_MAX = 3
 
 

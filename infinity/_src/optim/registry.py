@@ -119,7 +119,7 @@ class OptimizerRegistry:
             # Slots still point into the old memory, which lives as long as they do.
             self._rebind_gradients()
         except BaseException:
-            # the states and their places stay, and are nobody's
+            # The states stay where they are, and no optimizer holds them.
             self._optimizers = optimizers_before
             raise
         if self._pipeline.transaction is not None:
@@ -165,9 +165,8 @@ class OptimizerRegistry:
             )
             raise
         finally:
-            self._pipeline.prepare_jobs(
-                self._flats
-            )  # what moved has other chunks, also where the rest did not
+            # Also after a failure: the flats that had moved by then have other chunks.
+            self._pipeline.prepare_jobs(self._flats)
 
     def _check(self, optimizer: object, params: list[Param]) -> None:
         """Raise ValueError if a parameter has another optimizer, or a dtype without a state format.

@@ -79,17 +79,20 @@ class SpeculativeUpdate(DeferredUpdate):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ready: set[Unit] = set()  # units that got gradients in this backward
-        self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
+        # Units that got gradients in this backward, then those whose gradients are on their way
+        # from the device.
+        self._ready: set[Unit] = set()
+        self._due: deque[Unit] = deque()
         self._ahead: dict[Unit, _Ahead] = {}
         self._backwards = 0  # since the last step
         self._expected = 0  # backwards of the step before; 0: none was taken yet
         self._marked = False  # handle.no_sync() says which backward is the last
-        self._counted = (
-            True  # in this backward: whether it is the first since gradients were cleared
-        )
-        self._lasts = 0  # backwards since the last step that were taken for the last before it
-        self._states_seen = False  # somebody looked at the states since the last backward began
+        # False until this backward's first gradient shows if gradients were cleared before it.
+        self._counted = True
+        # Backwards since the last step that were expected to be the last before the next one.
+        self._lasts = 0
+        # True if a caller has looked at the states since the last backward began.
+        self._states_seen = False
         self._accumulating = False  # inside no_sync
         self.history = History()
 
@@ -120,9 +123,9 @@ class SpeculativeUpdate(DeferredUpdate):
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         if not self._counted:
             self._counted = True
-            if (
-                param.at_rest.grad is None
-            ):  # a step that was left out (GradScaler) has cleared what was there
+            # A step that was left out (GradScaler) has cleared the gradients, so this backward is
+            # the first of the next step.
+            if param.at_rest.grad is None:
                 self._backwards = 1
         self._grads.accumulate(param, grad)
         # Also in micro-batches before the last: `_is_last` is asked when the unit is done.
@@ -139,19 +142,19 @@ class SpeculativeUpdate(DeferredUpdate):
         goes = self._is_last and self.history.speculates
         # Another backward comes before the step, so nothing is worth reading ahead yet.
         later = self._accumulating or self._backwards < self._expected
-        if goes:  # the first updates come in this backward
+        if goes:
+            # The first updates come in this backward.
             self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
-        elif not (
-            later and self.history.speculates
-        ):  # those that the next forward wants first; else another backward reads
+        elif not (later and self.history.speculates):
+            # The updates that the next forward wants first. With another backward to come and
+            # speculation on, that backward's updates are the first to read.
             self._pipeline.prefetch_states(Phase.TRAIN, given=False)
 
     def backward_end(self) -> None:
         while self._due:
             self._speculate(self._due.popleft())
-        for unit in sorted(
-            self._ready, key=lambda unit: unit.index
-        ):  # not of memory addresses, as a set: ranks must agree
+        # By index: a set's order follows memory addresses, and ranks must agree.
+        for unit in sorted(self._ready, key=lambda unit: unit.index):
             self._speculate(unit)
         self._ready.clear()
         self._lasts += self._is_last
@@ -195,7 +198,8 @@ class SpeculativeUpdate(DeferredUpdate):
         ahead = _Ahead(
             {param: item.hyper.tobytes() for param, item in work.items()}, unit.generation
         )
-        self._ahead[unit] = ahead  # first: an interrupt must not leave one that nobody knows of
+        # Before the start: an interrupt must not leave an update that nobody knows of.
+        self._ahead[unit] = ahead
         ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
         for param in params:
             assert param.grad is not None
@@ -213,7 +217,8 @@ class SpeculativeUpdate(DeferredUpdate):
     def withdraw(self) -> None:
         self._states_seen = True
         self._withdraw(list(self._ahead))
-        self._pipeline.begun = False  # what is written until the step comes is no part of it
+        # No write until the step comes is a part of it.
+        self._pipeline.begun = False
 
     def before_read(self, unit: Unit) -> None:
         # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
@@ -235,14 +240,16 @@ class SpeculativeUpdate(DeferredUpdate):
             for param in ahead.rows:
                 if param.grad is not None:
                     param.grad.guard(None)
-        self._pipeline.raise_fault()  # one that failed has undone all of them
+        # A failed update has undone all of them.
+        self._pipeline.raise_fault()
         unchanged = [unit for unit, ahead in gone.items() if unit.generation == ahead.age + 1]
         # Flips nothing: the committed places were never written.
         self._transaction.withdraw(list(gone))
         for unit in unchanged:
             unit.generation = gone[unit].age
+        # Last: after an interrupt the next call withdraws the units that are left.
         for unit in gone:
-            del self._ahead[unit]  # last: what an interrupt leaves is taken back by the next call
+            del self._ahead[unit]
         self._pipeline.updates_withdrawn += len(gone)
 
     def undone(self) -> None:
@@ -272,9 +279,9 @@ class SpeculativeUpdate(DeferredUpdate):
         self._withdraw(wrong)
         self._ahead.clear()
         if by_unit:
-            foreseen = self._lasts == 1 or not (
-                self._lasts or self._expected
-            )  # one that no step came for was in vain, too
+            # Right is exactly one backward taken for the last: an update that no step came for was
+            # in vain, too. Before the first step nothing is expected.
+            foreseen = self._lasts == 1 or not (self._lasts or self._expected)
             self.history.add(
                 foreseen
                 and not wrong

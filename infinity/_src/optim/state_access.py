@@ -323,7 +323,8 @@ def encode_value(form: Format, value: int, tensor: torch.Tensor, sections: Seque
         for section in encode_sections(form.with_grad(GradSection.NONE), master, moments)
     ]
     for index in sections_with(form, value):
-        if value and index == form.master_count + form.count:  # scales: one column is this moment's
+        # The section of scales has a column for each moment, and only this one's changes.
+        if value and index == form.master_count + form.count:
             columns = sections[index].view(np.int16).reshape(-1, form.count)
             columns[:, value - 1] = coded[index].reshape(-1, form.count)[:, value - 1]
         else:

@@ -38,6 +38,7 @@ from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
@@ -103,15 +104,17 @@ class StepPipeline:
         self._pending: list[Ticket] = []
         self._pending_max = PENDING_MIN
         self._fault: Exception | None = None
-        self._final = False  # and no rollback mends it
+        # True: the fault stays, since no rollback mends it.
+        self._final = False
         self.update_wait_s = 0.0
         self.steps = 0
         self.stepping: Any = None  # the optimizer whose step is being submitted
         self.transaction = transaction
-        self.updates_ahead = self.updates_withdrawn = (
-            0  # units updated ahead of their step, and kept or not
-        )
-        self.begun = False  # updates of the step that comes were submitted
+        # Units that were updated ahead of their step: those whose update the step kept, and those
+        # whose update was withdrawn.
+        self.updates_ahead = self.updates_withdrawn = 0
+        # True once updates of the coming step were submitted.
+        self.begun = False
 
     def prepare_jobs(self, flats: Sequence[Flat]) -> None:
         """Prepare the jobs of every flat. Call it again when formats or places changed."""
@@ -389,9 +392,10 @@ class StepPipeline:
         """
         if len(self._pending) >= self._pending_max:
             self.raise_fault()
+            # `done` is asked first: a ticket that fails between the two questions is kept.
             self._pending = [
                 ticket for ticket in self._pending if not ticket.done or ticket.failed
-            ]  # in this order
+            ]
             self._pending_max = max(2 * len(self._pending), PENDING_MIN)
 
     def start(
@@ -488,9 +492,7 @@ def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
         return True
     if mode == "skip":
         return False
-    names = ", ".join(param.name for param in bad[:3]) + (
-        f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    )
+    names = listed((param.name for param in bad), most=3)
     raise NonFiniteGradient(
         f"gradients of {names} are not finite; no state was touched. Policy(on_nonfinite='skip') "
         "skips such steps, "

@@ -71,7 +71,8 @@ class Transaction:
         self._durable: Durable | None = None
         # In the order of the counts; an undo runs them backwards.
         self._undo_callbacks: list[Callable[[], None]] = []
-        self._committing = False  # a commit has begun, and has not ended
+        # True while a commit has begun and not ended, also after it broke off.
+        self._committing = False
         self.undone_steps = 0
         self.commit_s = 0.0
 
@@ -89,7 +90,7 @@ class Transaction:
             # Before anything is written: a run that waits for its restore must not be overwritten.
             self._durable.check()
             if not (self._committing or self._durable.is_due()):
-                # the step that comes overwrites the one before, and is undone together with it
+                # The coming step overwrites the one before, and is undone together with it.
                 return
         self._commit_now()
 

@@ -53,7 +53,8 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step: in the window of the updates (as in `roofline.Traffic`), and in its rest.
+    """Copies of a step in two parts: those in the window of the updates (as in `roofline.Traffic`),
+    and the rest.
     """
 
     beside_states: Copied = Copied()
@@ -83,15 +84,16 @@ class Link:
     def __post_init__(self) -> None:
         for name in ("h2d_bytes_per_s", "d2h_bytes_per_s"):
             value = getattr(self, name)
+            # `not value > 0` is also true of NaN.
             if not value > 0 or value == float("inf"):
                 raise ValueError(f"{name}={value} must be a positive number of bytes per second")
 
     def busy_s(self, copied: Copied) -> float:
-        """The least time that this takes."""
+        """Return the least time that these copies take: that of the slower direction."""
         return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
 
     def busy_time(self, copies: Copies) -> BusyTime:
-        """The least time of each part of a step."""
+        """Return the least time of each part of a step."""
         return BusyTime(
             self.busy_s(copies.beside_states), self.busy_s(copies.rest), self.busy_s(copies.total)
         )
@@ -99,9 +101,11 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class BusyTime:
-    """Seconds that something is busy in a step at least: in the window of the updates, in the rest,
-    and if all of the step were one window (less than the two together where one is full in one
-    direction and the other in the other one)."""
+    """Least seconds that a resource is busy: in the window of the updates, and in the rest.
+
+    total_s: as if all of the step were one window. It is less than the sum of the two where one
+    part fills one direction and the other part the other direction.
+    """
 
     beside_states_s: float
     rest_s: float
@@ -109,7 +113,7 @@ class BusyTime:
 
     @classmethod
     def sum_of(cls, beside_states_s: float, rest_s: float = 0.0) -> BusyTime:
-        """Make the times of a resource without directions."""
+        """Return the times of a resource without directions."""
         return cls(beside_states_s, rest_s, beside_states_s + rest_s)
 
 
@@ -141,7 +145,7 @@ def copies(
 
     >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
     >>> exact.total.h2d, exact.total.d2h
-    (4, 2)
+    (4.0, 2.0)
 
     Raises: ValueError for an unknown `update_on`.
     """
@@ -152,30 +156,40 @@ def copies(
         )
     more = micro_batches - 1
     on_device = update_on == "device"
-    # Whether the last micro-batch's gradients leave.
+    # True if the last micro-batch's gradients leave the GPU: an update in backward there uses them
+    # up where they were made.
     waits = not on_device or update != "backward" or grads_kept
     states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
-        states += Copied(sizes.grads)  # they waited, and come back
+        # Gradients waited in the CPU's memory, and the update on the GPU needs them back.
+        states += Copied(sizes.grads)
     gathered = sizes.params + sizes.frozen
     if params_stay:
-        # As they were updated: by the CPU, else they are there.
+        # Parameters that stay are copied once, after an update on the CPU. An update on the GPU
+        # leaves them in place.
         first, gathers = Copied() if on_device else Copied(sizes.params), 0
     else:
+        # The update hands over to the next forward, so that gather alone belongs to its window. The
+        # other 2M - 1 gathers do not.
         first, gathers = Copied(gathered), 2 * micro_batches - 1
+    # For each further micro-batch the sum so far goes up, to be added to on the GPU.
     grads = Copied(more * sizes.grads, (more + waits) * sizes.grads)
     activations = Copied(sizes.activations, sizes.activations)
     total = first + Copied(gathers * gathered) + grads + activations.scaled(micro_batches) + states
     if update == "delayed":
+        # A delayed update has the whole next step as its window, so nothing is left for the rest.
         return Copies(total)
     if update == "backward":
-        # The last backward and the next forward: a gather each, one micro-batch's gradients and
-        # activations.
+        # The window is the last backward and the next forward: a gather each, the gradients and
+        # activations of one micro-batch.
         window = first + states + activations + Copied(gathered if gathers else 0.0)
         window += Copied(sizes.grads if more else 0.0, sizes.grads if waits else 0.0)
     elif on_device:
-        window = states  # inside opt.step(), beside no forward
+        # The update runs inside opt.step(), so no pass shares its window.
+        window = states
     else:
+        # The next forward is the window. Its activations go out there, and come back only in
+        # backward.
         window = first + states + Copied(0.0, sizes.activations)
     return _divided(total, window)
 
@@ -185,6 +199,8 @@ def _states(sizes: ModelBytes, update: str, params_stay: bool) -> Copied:
     saves: of parameters that stay, and of those that backward has gathered.
     """
     saved = sizes.params if update == "backward" or params_stay else 0.0
+    # Only h2d is saved where backward has gathered: parameters that do not stay are written back
+    # like every other state.
     return Copied(sizes.states - saved, sizes.states - (sizes.params if params_stay else 0.0))
 
 
@@ -197,9 +213,13 @@ def measured_copies(
     states: Copied = Copied(),
     sums_h2d: float = 0.0,
 ) -> Copies:
-    """`copies` of a step whose bytes were counted. activations, states: of `copied`, what those
-    took (states of updates on the GPU, gradients of these included); sums_h2d: sums of gradients
-    that went up to be added to. The rest is taken for gathers and gradients."""
+    """Sort the counted bytes of a step as `copies` does.
+
+    activations, states: the parts of `copied` that these took (states of updates on the GPU,
+    gradients of these included). sums_h2d: sums of gradients that went up to be added to. The rest
+    is taken for gathers and gradients.
+    """
+    # No part may exceed the whole, or what is left for gathers and gradients would be negative.
     back, up = (min(part, copied.h2d) for part in (activations.h2d, states.h2d))
     out, down = (min(part, copied.d2h) for part in (activations.d2h, states.d2h))
     grads = max(copied.d2h - out - down, 0.0) / micro_batches
@@ -208,17 +228,20 @@ def measured_copies(
     if update == "delayed":
         return Copies(copied)
     if update == "backward":
+        # Sums go up M - 1 times. The window has the last of them, two of 2M gathers, and the
+        # gradients and activations of one of M micro-batches.
         last = sums / (micro_batches - 1) if micro_batches > 1 else 0.0
         window = Copied(
             up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches
         )
     else:
+        # Of 2M gathers the window has one, that of the next forward.
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)
 
 
 def _divided(total: Copied, window: Copied) -> Copies:
-    """`window` of `total`, and the rest of it, which is never less than nothing."""
+    """Divide `total` into `window` and the rest, which is never negative."""
     window = Copied(min(window.h2d, total.h2d), min(window.d2h, total.d2h))
     return Copies(window, Copied(total.h2d - window.h2d, total.d2h - window.d2h))
 
@@ -231,7 +254,9 @@ def dram_s(
     *,
     added_bytes: float = 0.0,
 ) -> float:
-    """Time on the CPU's memory: what drives move goes in or out of it once, and so does what is
-    copied; an update on the CPU reads and writes every state and reads gradients (updated_bytes: 2
-    S + G). added_bytes: of gradients that the CPU adds up."""
+    """Return the time on the CPU's memory. Bytes of drives and copies pass it once. An update on
+    the CPU reads and writes every state and reads gradients (updated_bytes: 2 S + G).
+
+    added_bytes: of gradients that the CPU adds up.
+    """
     return (drive_bytes + copied_bytes + updated_bytes + added_bytes) / bytes_per_s

@@ -50,8 +50,8 @@ UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
-"""Terabytes written that a consumer drive of 1 TB is commonly rated for: says what a rate means
-where no rating is given.
+"""Terabytes written that a consumer drive of 1 TB is commonly rated for. It gives a rate of writing
+a meaning where no rating is given.
 """
 
 
@@ -78,10 +78,12 @@ class AtRest:
             size = section.itemsize / section.group_numel
             if section.name == "grad":
                 grads += size
+            # The first section is the parameter that computes (`hi` of the exact state).
             elif index == 0:
                 params += size
             else:
                 optim += size
+        # Frozen parameters have no optimizer states, and never a gradient to spill.
         return cls(params, optim, grads) if held else cls(frozen=params)
 
     @property
@@ -103,8 +105,8 @@ class AtRest:
         )
 
     def scaled(self, *, params: float = 1.0, optim: float = 1.0, grads: float = 1.0) -> AtRest:
-        """Each kind times a factor; frozen parameters go with `params`. Factors are 1 - φ of what
-        is resident, or counts.
+        """Multiply each kind by a factor; frozen parameters go with `params`. Factors are 1 - φ of
+        what is resident, or counts.
         """
         return AtRest(
             self.params * params, self.optim * optim, self.grads * grads, self.frozen * params
@@ -124,8 +126,8 @@ class MoveCounts:
 
 
 def move_counts(update: str, micro_batches: int) -> MoveCounts:
-    """The table of the module's docstring. Raises: ValueError for an unknown mode or less than one
-    micro-batch.
+    """Look up the table of the module's docstring. Raises: ValueError for an unknown mode or less
+    than one micro-batch.
     """
     if update not in UPDATES:
         raise ValueError(
@@ -133,13 +135,18 @@ def move_counts(update: str, micro_batches: int) -> MoveCounts:
         )
     if micro_batches < 1:
         raise ValueError(f"micro_batches={micro_batches} must be at least 1")
+    # With one micro-batch, an update in backward uses gradients where they are made, so none wait.
     spills = 0 if update == "backward" and micro_batches == 1 else micro_batches
     return MoveCounts(
+        # Delayed passes compute from a copy in memory, so they read no more with further
+        # micro-batches.
         params_read=2 if update == "delayed" else 2 * micro_batches,
         optim_read=1,
         states_written=1,
         grads_read=spills,
         grads_written=spills,
+        # In every mode: no update hands frozen parameters over, and the delayed copy has only what
+        # an optimizer holds.
         frozen_read=2 * micro_batches,
     )
 
@@ -197,7 +204,8 @@ def traffic(
     (14.0, 12.0)
     """
     how = move_counts(update, micro_batches)
-    # Passes over the parameters that the update itself reads.
+    # One read of the parameters is the update's own and counts among the states. With "backward"
+    # the update has them in memory: backward has gathered them.
     fed = 0 if update == "backward" else 1
     states = Moved(
         fed * on_nvme.params + on_nvme.optim * how.optim_read, on_nvme.states * how.states_written
@@ -218,9 +226,12 @@ def measured_traffic(
     activations: Moved = Moved(),
     frozen: float = 0.0,
 ) -> Traffic:
-    """Sort the counted bytes of a step by kind: `moved` over the drives; of it `params_read`
-    for gathers alone, and what spilled gradients and activations took. The rest is taken for
-    states. frozen: what one forward reads of `params_read` that no optimizer holds."""
+    """Sort the counted bytes of a step by kind.
+
+    moved: over the drives. params_read: of these, read for gathers alone. grads, activations: of
+    these, moved for spilled gradients and for activations. The rest is taken for states. frozen: of
+    `params_read`, the bytes that one forward reads of parameters that no optimizer holds.
+    """
     move_counts(update, micro_batches)  # checks both
     # Reads are counted where they begin and `moved` where they end, so what is in flight may make
     # parts larger than the whole.
@@ -241,7 +252,7 @@ def measured_traffic(
 
 
 def _parts_of(whole: float, *parts: float) -> list[float]:
-    """The parts, none larger than what those before it leave of the whole; then what is left."""
+    """Limit each part to what those before it leave of the whole; append what is left."""
     found = []
     for part in parts:
         found.append(min(part, whole))
@@ -260,16 +271,17 @@ def _in_its_time(
 ) -> Traffic:
     """Sort traffic by when it may move: what has to in the window of the updates, and the rest."""
     if update == "delayed":
+        # The update runs beside the whole next step, so all of it may move in the window.
         window = Moved(params_read) + states + grads + activations
     elif update == "backward":
-        # The last backward and the next first forward; of M micro-batches' activations, one is read
-        # and one is written there.
+        # The window is the last backward and the next first forward: two of 2M reads of parameters.
+        # Of M micro-batches' activations one is read there, by backward, and one is written.
         window = states + Moved(
             (params_read + activations.read) / micro_batches, activations.written / micro_batches
         )
     else:
-        # The update reads a spilled gradient once; the first forward writes its activations, and
-        # reads frozen parameters.
+        # The window is the first forward, which the update feeds: it reads frozen parameters only,
+        # and writes its activations. The update reads a spilled gradient once.
         window = states + Moved(
             grads.read / micro_batches + frozen, activations.written / micro_batches
         )
@@ -277,8 +289,8 @@ def _in_its_time(
 
 
 def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> float:
-    """The most that turning points can save: at each, up to `kept_bytes` of gathered units need no
-    second read.
+    """Return the most bytes that turning points can save: at each, up to `kept_bytes` of gathered
+    units need no second read.
 
     A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1
     times. After the last backward comes an update, which moves every state whatever stays gathered;
@@ -301,16 +313,18 @@ class Drives:
     def __post_init__(self) -> None:
         for name in ("read_bytes_per_s", "write_bytes_per_s"):
             value = getattr(self, name)
+            # `not value > 0` is also true of NaN.
             if not value > 0 or value == float("inf"):
                 raise ValueError(f"{name}={value} must be a positive number of bytes per second")
 
     def io_s(self, moved: Moved) -> float:
-        """The least time that this takes."""
+        """Return the least time that these bytes take."""
         read_s, write_s = moved.read / self.read_bytes_per_s, moved.written / self.write_bytes_per_s
+        # A drive that spends time on a read has it no more for a write, so the two add up.
         return read_s + write_s if self.shared else max(read_s, write_s)
 
     def scaled(self, factor: float) -> Drives:
-        """Multiply the bandwidths: another drive beside equal ones."""
+        """Multiply the bandwidths, as by another drive beside equal ones."""
         return dataclasses.replace(
             self,
             read_bytes_per_s=self.read_bytes_per_s * factor,
@@ -320,17 +334,19 @@ class Drives:
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """Seconds that a step's passes compute, waits left out: the first forward, the last backward,
-    all that is between.
+    """Seconds that the passes of a step compute, without waits: the first forward, the last
+    backward, and all that is between them.
     """
 
+    # The window of an update has the first forward, and with "backward" the last backward too. The
+    # limits need both by themselves.
     first_forward_s: float
     last_backward_s: float
     between_s: float = 0.0
 
     @classmethod
     def of(cls, forward_s: float, backward_s: float, micro_batches: int = 1) -> Compute:
-        """`micro_batches` equal passes."""
+        """Return the times of `micro_batches` equal passes."""
         return cls(forward_s, backward_s, (micro_batches - 1) * (forward_s + backward_s))
 
     @property
@@ -357,7 +373,7 @@ class Limits:
     other_s: float = 0.0
 
     def eta(self, measured_s: float) -> tuple[float, float]:
-        """(of the floor, of the schedule's limit): limit / measured."""
+        """Return η, limit / measured: (of the floor, of the schedule's limit)."""
         return self.floor_s / measured_s, self.schedule_s / measured_s
 
 
@@ -372,31 +388,35 @@ def limits(
     others: Iterable[BusyTime] = (),
     apart: bool = False,
 ) -> Limits:
-    """The limits of a step. drives None: nothing rests on NVMe.
+    """Return the limits of a step. drives: None where nothing rests on NVMe.
 
-    update_s: time of the update itself, beside the I/O of states. others: what is busy besides
-    (links between CPU and GPUs, the CPU's memory), each beside everything else of the same part of
-    the step.
-    movable_bytes: how many bytes of states memory lets move beside backward instead of beside the
-    first forward.
+    update_s: time of the update itself, beside the I/O of states.
+    others: further resources that are busy (links between CPU and GPUs, the CPU's memory), each
+    beside everything else of the same part of the step.
+    movable_bytes: bytes of states that memory lets move beside backward instead of beside the first
+    forward.
     apart: a deferred update is over before the next forward begins (`update_on="device"`).
     """
     others = tuple(others)
     other_s = max([update_s, *(other.total_s for other in others)])
     window_s = max([0.0, *(other.beside_states_s for other in others)])
     beyond_s = max([0.0, *(other.rest_s for other in others)])
+    # Without drives their terms become 0 and drop out of every max. `Drives` refuses inf.
     drives = drives or Drives(sys.float_info.max, sys.float_info.max)
     io_s = drives.io_s(moved.total)
     floor_s = max(compute.total_s, io_s, other_s)
     if update == "delayed":
+        # The whole step is one window, so all terms stand beside one another as in the floor.
         schedule_s = floor_s
     elif update == "backward":
+        # An update in backward may run from its gradient on until the next forward has ended.
         window_s = max(window_s, compute.first_forward_s + compute.last_backward_s)
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = max(window_s, states_s) + max(
             compute.between_s, beyond_s, drives.io_s(moved.rest)
         )
     elif apart:
+        # No pass computes while opt.step() updates, so the window hides nothing behind compute.
         states_s = max(drives.io_s(moved.beside_states), update_s)
         schedule_s = max(window_s, states_s) + max(
             compute.total_s, beyond_s, drives.io_s(moved.rest)
@@ -405,6 +425,8 @@ def limits(
         schedule_s = deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
             rest_io_s=drives.io_s(moved.rest),
+            # What links need in the window lengthens the forward, and more I/O of states hides
+            # behind it.
             first_forward_s=max(compute.first_forward_s, window_s),
             rest_s=max(compute.rest_s, beyond_s),
             movable_s=_movable_s(moved, drives, movable_bytes),
@@ -420,11 +442,11 @@ def deferred_s(
     rest_s: float,
     movable_s: float = 0.0,
 ) -> float:
-    """The limit of a deferred update when up to `movable_s` of the states' I/O may move beside the
-    rest.
+    """Return the limit of a deferred update when up to `movable_s` of the states' I/O may move
+    beside the rest.
 
-    As much is moved as helps: until the states hide behind the first forward, or the rest hides no
-    more.
+    As much is moved as helps: until the states hide behind the first forward, or the rest can hide
+    no more.
     """
     helpful_s = min(states_s - first_forward_s, rest_s - rest_io_s, movable_s)
     moved_s = max(helpful_s, 0.0)
@@ -432,14 +454,14 @@ def deferred_s(
 
 
 def _movable_s(moved: Traffic, drives: Drives, movable_bytes: float) -> float:
-    """Time of the movable bytes at the states' own mix of reads and writes."""
+    """Return the time of the movable bytes, in the states' own mix of reads and writes."""
     states = moved.states.read + moved.states.written
     if not states or movable_bytes <= 0:
         return 0.0
     return drives.io_s(moved.states) * min(movable_bytes / states, 1.0)
 
 
-# -- for planning
+# -- Planning --------------------------------------------------------------------------------------
 
 
 def compute_flops(
@@ -457,14 +479,18 @@ def compute_flops(
     2 per active parameter and token forward, 4 backward, and causal attention: 2 x sequence x width
     per layer and token.
     """
+    # Attention: scores and their product with the values take 2 x sequence x width each, and the
+    # causal mask leaves half of both.
     forward = tokens * (2.0 * active_params + 2.0 * layers * attention_width * sequence)
+    # Backward has two products for each one of forward: gradients of the input and of the weight.
     return forward, (3.0 if recompute else 2.0) * forward
 
 
 def days_of_life(written_bytes: float, step_s: float, rated_tb: float, drives: float = 1) -> float:
-    """Days until `drives` drives, each rated for `rated_tb` terabytes written, have had them at
-    this rate; inf without writes.
+    """Return the days until `drives` drives have been written as often as they are rated for,
+    `rated_tb` terabytes each; inf without writes.
     """
+    # Ratings are in decimal terabytes; a day has 86,400 s.
     return (
         rated_tb * 1e12 * drives * step_s / written_bytes / 86_400
         if written_bytes > 0

@@ -69,7 +69,8 @@ class StepTerms:
 
     @property
     def drives_known(self) -> bool:
-        """True where the limits hold the time of the drives. Else they are too low: there is no η.
+        """True if the limits contain the time of the drives. Without it they are too low, and there
+        is no η.
         """
         return self.bandwidths is not None or not (
             self.moved.total.read or self.moved.total.written
@@ -107,18 +108,21 @@ class StepTerms:
         bandwidths: Mapping[str, tuple[float, float]],
         frozen_bytes: float = 0.0,
     ) -> StepTerms | None:
-        """From what a clock and an executor counted. bandwidths: as in `IoSettings`, used where
-        they have every drive.
-        frozen_bytes: on the drives, of parameters that no optimizer holds.
+        """Make the terms from the counters of a clock and an executor; None before two steps have
+        ended.
 
-        None before two steps have ended.
+        bandwidths: as in `IoSettings`, used where they have every drive.
+        frozen_bytes: on the drives, of parameters that no optimizer holds.
         """
         steps = clock.steady_steps
         if not steps:
             return None
         found = clock.steady()
         phases = {name: found[name].per(steps) for name in PHASES}
+        # An evaluation is no part of a step: `step_s` leaves it out.
         training = [figures for name, figures in phases.items() if name != "evaluation"]
+        # The first forward of a step is a phase of its own; with the others it counts
+        # micro-batches.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())
         moved = Moved(total.bytes_read, total.bytes_written)
@@ -134,6 +138,7 @@ class StepTerms:
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
+        # Where nothing moved the drives are no term of the limits, known or not.
         measured = (
             bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
         )
@@ -142,7 +147,7 @@ class StepTerms:
             Copied(total.h2d_bytes, total.d2h_bytes),
             update,
             count,
-            # On a GPU they go by way of the link, wherever they wait.
+            # Activations cross the link to the GPU, whether they wait in RAM or on a drive.
             activations=Copied(total.activations_read_bytes, total.activations_written_bytes),
         )
         link = _link(total)
@@ -157,6 +162,7 @@ class StepTerms:
             loop=loop,
             alone=alone,
             bandwidths=measured,
+            # Interference counts as compute in `loop`, which makes limits too high and η too good.
             limits=limits(traffic, alone or loop, drives, update, others=links),
             limits_loop=limits(traffic, loop, drives, update, others=links),
             copied=copied,
@@ -164,7 +170,7 @@ class StepTerms:
         )
 
     def __str__(self) -> str:
-        """A table for people."""
+        """Format the terms as a table for people."""
         names = f"{'per step':14} {'time':>8} {'waited':>8} {'read':>10} {'written':>10}"
         head = f"{names} {'drives busy':>11}"
         rows = [head]
@@ -255,6 +261,7 @@ def _sizes(kinds: Mapping[str, float]) -> str:
 
 def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Compute:
     backward = phases["backward"]
+    # The clock times all backwards together, so the last one is taken for a mean one.
     last_s = backward.compute_s / max(backward.count, 1)
     return Compute(
         first_forward_s, last_s, phases["forward"].compute_s + backward.compute_s - last_s
@@ -262,21 +269,22 @@ def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Comp
 
 
 def _link(total: PhaseFigures) -> Link | None:
-    """Bandwidth of the link in each direction; a direction in which nothing was copied is as fast
-    as the other.
+    """Return the bandwidth of the link in each direction. A direction in which nothing was copied
+    is taken to be as fast as the other.
     """
     rates = [
         size / seconds
         for size, seconds in ((total.h2d_bytes, total.h2d_s), (total.d2h_bytes, total.d2h_s))
         if size > 0 and seconds > 0
     ]
+    # With one rate both indices name it.
     return Link(rates[0], rates[-1]) if rates else None
 
 
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:
-    """Bandwidths from samples (bytes read, bytes written, seconds busy) of drives under load, by
-    least squares over seconds = read / B_r + written / B_w; and whether reads and writes could be
-    told apart.
+    """Fit bandwidths to samples (bytes read, bytes written, seconds busy) of drives under load, by
+    least squares over seconds = read / B_r + written / B_w. Also returns whether reads and writes
+    could be told apart.
 
     They cannot where all samples have the same mix: then B_r = B_w is what the drive gave to that
     mix. None without samples. Time in which only a few requests were in flight counts as busy, so
@@ -290,11 +298,13 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     both = rr + 2 * rw + ww
     if both <= 0 or rt + wt <= 0:
         return None
-    one = both / (rt + wt)  # the best single bandwidth
+    # Least squares with B_r = B_w: the best single bandwidth.
+    one = both / (rt + wt)
     determinant = rr * ww - rw * rw
+    # Relative to its largest value, rr ww. Near 0 all samples have the same mix, and noise decides.
     if determinant > 1e-3 * rr * ww:
         per_read, per_written = (rt * ww - wt * rw) / determinant, (wt * rr - rt * rw) / determinant
-        # A factor of ten between the two is noise, not a drive.
+        # A factor of ten to the single bandwidth is noise, not a drive; so is a negative result.
         if per_read * 10 * one > 1 and per_written * 10 * one > 1:
             return Drives(1 / per_read, 1 / per_written), True
     return Drives(one, one), False
@@ -303,11 +313,14 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
 def bandwidths_of(
     drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
-    """Bandwidths of all drives together: `known` (by directory) where it has them all, else from
-    the last 64 seconds in which they were busy for at least half of a second: what this run got.
-    None when some drive had no such second."""
+    """Return the bandwidths of all drives together: `known` (by directory) where it has them all,
+    else what this run got in the last 64 seconds in which they were busy for at least half of a
+    second. None when some drive had no such second.
+    """
+    # A directory may be spelled in several ways, as through a link.
     by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
     pairs = [by_place.get(Path(drive.path).resolve()) for drive in drives]
+    # all() of no drives would be True.
     if pairs and all(pair is not None for pair in pairs):
         reads, writes = zip(*(pair for pair in pairs if pair is not None), strict=True)
         return Bandwidths(Drives(sum(reads), sum(writes)), "as Policy(io=) has them")
@@ -328,7 +341,9 @@ def bandwidths_of(
             return None
         total_read += fitted[0].read_bytes_per_s
         total_write += fitted[0].write_bytes_per_s
+        # One drive that mixes the two makes the sums of both directions uncertain.
         apart = apart and fitted[1]
+    # There are no drives.
     if not total_read:
         return None
     source = "bytes over busy time of this run"

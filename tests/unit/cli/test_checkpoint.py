@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.directory import DirectoryLock, read_generation, read_manifest
-from infinity._src.checkpoint.reader import Checkpoint, ChunkRef, StateReader
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef
 from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.checkpoint.safetensors import INDEX
 from infinity._src.engine import offload
@@ -85,7 +85,7 @@ def states_in(directory: Path) -> dict[str, list[bytes]]:
     """The bytes of every section of every parameter."""
     found: dict[str, list[bytes]] = {}
     with Checkpoint.open(directory) as checkpoint:
-        reader = StateReader(checkpoint, 2)
+        reader = ChunkReader(checkpoint, 2)
         for name, saved in checkpoint.params.items():
             parts: list[list[bytes]] = [[] for _ in saved.flat.sections]
             for piece in checkpoint.pieces(saved, 0, saved.entry.numel):

@@ -12,11 +12,12 @@ from infinity._src.perf.plan.predict import Prediction, predict
 from infinity._src.perf.plan.workload import Job, ModelShape
 
 MICRO_BATCHES_MAX = 1024
+"""Most micro-batches that `fewest_micro_batches` tries."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One thing changed, and what comes of it."""
+    """One change of a job or machine, and the prediction with it."""
 
     name: str
     prediction: Prediction
@@ -25,15 +26,16 @@ class Change:
 def one_change(
     shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
 ) -> list[Change]:
-    """The changes worth a thought, best tokens per second first among those that fit; those that do
-    not fit last.
+    """Predict the changes that are worth trying: those that fit first, sorted by tokens per second,
+    then those that do not fit.
 
-    choose_micro_batches: with each change as few of them as its activations allow; else as many as
-    now.
+    choose_micro_batches: take with each change the fewest micro-batches whose activations fit; else
+    as many as now.
     """
     machine, job = now.machine, now.job
     tried: list[tuple[str, Machine, Job]] = [
         ("twice the RAM", dataclasses.replace(machine, ram_bytes=2 * machine.ram_bytes), job),
+        # Both are doubled, so a micro-batch needs as much device memory as now.
         (
             "twice the tokens per step (twice the micro-batches)",
             machine,
@@ -47,9 +49,11 @@ def one_change(
     if machine.nodes > 1:
         tried.append(("one more node", dataclasses.replace(machine, nodes=machine.nodes + 1), job))
     tried += [(name, machine, other) for name, other in _other_exchanges(machine, job)]
+    # Only formats with fewer bytes: they buy time and room for a coarser rounding.
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
     tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
+    # Spilled gradients only add traffic, so they are a way to fit and nothing else.
     if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
     tried += [
@@ -58,10 +62,12 @@ def one_change(
     found = []
     for name, changed, other in tried:
         if other.tokens < changed.world * (1 if choose_micro_batches else other.micro_batches):
-            continue  # nothing to do for some of the devices
+            # Some devices would have no token.
+            continue
         chosen = fewest_micro_batches(shape, changed, other) if choose_micro_batches else other
         if chosen.micro_batches != other.micro_batches:
             count = f"{chosen.micro_batches} micro-batch{'es' if chosen.micro_batches > 1 else ''}"
+            # The name tells a number of micro-batches that is not the chosen one.
             name = f"{name.partition(' (twice the micro')[0]}, {count}"
         found.append(Change(name, predict(shape, changed, chosen)))
     return sorted(
@@ -70,7 +76,9 @@ def one_change(
 
 
 def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
-    """ZeRO++'s switches that are not set, and all of them, where there are several nodes."""
+    """List the switches of ZeRO++ that are not set, and all of them together, where there are
+    several nodes.
+    """
     if machine.nodes == 1:
         return []
     switches: dict[str, dict[str, Any]] = {"qgZ (rounds)": {"qgz": True}}
@@ -90,13 +98,17 @@ def _other_exchanges(machine: Machine, job: Job) -> list[tuple[str, Job]]:
 def _other_memory(
     shape: ModelShape, machine: Machine, job: Job, fits: bool
 ) -> list[tuple[str, Job]]:
-    """Changes that make a job fit its GPUs; where it does, those that leave room for tokens."""
+    """List the changes that make a job fit its GPUs, or, where it fits, those that leave room for
+    more tokens.
+    """
     if not fits:
         return [(way.name, way.job) for way in ways_to_fit(shape, machine, job)]
     found = []
     if machine.gpus and job.policy.activations == "device" and job.checkpointing:
         found.append(("activations on the CPU", job.replace(activations="cpu")))
     tiles = loss_tiles(shape)
+    # Logits and a block's activations exist at different times: fewer logits help only while they
+    # are the larger.
     if (
         machine.gpus
         and tiles > job.loss_tiles
@@ -107,12 +119,12 @@ def _other_memory(
 
 
 def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
-    """Predict with updates on the CPU, and on the GPUs; nothing where the CPU computes, or with an
-    update that GPUs do not have.
+    """Predict with updates on the CPU and with updates on the GPUs; empty where the CPU computes,
+    or with an update mode that GPUs do not have.
 
-    Which of them a run uses is no matter of their times: `Policy.update_on` is "cpu" unless its
-    user says otherwise, on every machine. The default needs no memory of a GPU, and goes with
-    everything else.
+    The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
+    unless its user says otherwise. That default needs no memory of a GPU, and goes with everything
+    else.
     """
     if not now.machine.gpus or now.job.policy.update != "deferred":
         return []
@@ -121,9 +133,10 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
 
 
 def _other_steps(job: Job) -> list[tuple[str, Job]]:
-    """Other times of the update, and other numbers of generations."""
+    """List jobs with another update mode or another number of generations."""
     found = []
-    # Which has deferred updates only.
+    # Updates on the device are deferred ones (`Policy` refuses others), so any other mode is tried
+    # with updates on the CPU.
     on = ", on the CPU" if job.policy.update_on == "device" else ""
     here = job.replace(update_on="cpu")
     if job.policy.update == "deferred" and job.policy.generations == 1:
@@ -140,6 +153,8 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
     if job.policy.durable:
         found.append(("not durable", job.replace(durable=False, resident=None)))
     elif job.policy.generations == 2:
+        # Without a second generation an update in backward cannot be taken back, so it is deferred
+        # again.
         update = "update deferred, " if job.policy.speculates else ""
         found.append((f"{update}one generation", job.replace(update="deferred", generations=1)))
     if (
@@ -148,20 +163,22 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
         and job.policy.params == job.policy.optim == "nvme"
         and (job.policy.update == "deferred" or job.policy.generations == 2)
     ):
+        # `Policy` refuses resident shares in durable runs.
         found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
     return found
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:
-    """The job with the fewest micro-batches (powers of two) whose activations fit a device; with
-    the most, if none does.
+    """Return the job with the fewest micro-batches (powers of two) whose activations fit a device;
+    with the most, if none does.
 
-    A micro-batch keeps at least one sequence, or what a device has of the tokens if that is less.
+    A micro-batch keeps at least one sequence, or all tokens of a device if these are fewer.
     """
     best = job
     count = 1
     while count <= MICRO_BATCHES_MAX and job.tokens >= count * machine.world:
         tried = job.replace(micro_batches=count)
+        # Never before the first: a device may have less than a sequence in all.
         if count > 1 and tried.micro_batch_tokens(machine.world) < job.sequence:
             break
         best = tried

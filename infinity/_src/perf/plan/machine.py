@@ -34,7 +34,8 @@ class GpuKind:
     peers_bytes_per_s: float | None
 
 
-PCIE4, PCIE5 = 25e9, 50e9  # what x16 links give to large pinned copies, of 31.5 and 63 GB/s
+# Large pinned copies reach so much of the 31.5 and 63 GB/s of x16 links.
+PCIE4, PCIE5 = 25e9, 50e9
 
 KINDS = {
     kind.name: kind
@@ -54,11 +55,10 @@ KINDS = {
 
 
 def guess_kind(mem_bytes: float | None) -> GpuKind:
-    """The kind that a GPU of so much memory is taken for where none is named; None: the one that is
-    assumed.
-    """
+    """Guess the kind of a GPU from its memory; without that it is an H100."""
     if mem_bytes is None:
         return KINDS["h100"]
+    # The limits lie between the memories of the kinds: 24, 32, 80 and 141 GB.
     if mem_bytes <= 30 * GIB:
         return KINDS["rtx4090"]
     if mem_bytes <= 40 * GIB:
@@ -67,8 +67,8 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
 
 
 def host_links(gpus: int) -> int:
-    """Links to the CPU that so many GPUs are taken to share: two behind one switch where there are
-    more than two.
+    """Return how many links to the CPU so many GPUs are assumed to have. With more than two, every
+    two share a link behind one switch.
     """
     return gpus if gpus <= 2 else -(-gpus // 2)
 
@@ -140,6 +140,7 @@ class Machine:
     processes: int = 1
     nodes: int = 1
     link_bytes_per_s: float = LINK
+    # No part of a comparison: equal figures predict the same, wherever they come from.
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
@@ -165,6 +166,7 @@ class Machine:
             if self.pcie_host is not None
             else host_links(self.gpus) * self.pcie_per_gpu
         )
+        # The host may carry more than the links of the GPUs bring.
         return min(self.gpus * self.pcie_per_gpu, shared)
 
     @property
@@ -178,13 +180,14 @@ class Machine:
 
     @property
     def worn_drives(self) -> float:
-        """Number of drives that would last as long as these do, if all wore alike: the busiest one
+        """Number of evenly worn drives that would last as long as these do. The busiest drive
         decides.
         """
         return 1 / self.busiest_share if self.busiest_share else float(max(self.drives, 1))
 
     def with_drives(self, drives: int) -> Machine:
-        """Copy the machine with so many drives, like those that there are."""
+        """Copy the machine with so many drives, equal to those that it has."""
+        # A machine without drives has no figures to scale, so it gets those assumed for one drive.
         factor = drives / self.drives if self.drives else drives
         read = self.read_bytes_per_s if self.drives else ASSUMED["read"][0]
         write = self.write_bytes_per_s if self.drives else ASSUMED["write"][0]
@@ -198,6 +201,7 @@ class Machine:
             drives=drives,
             read_bytes_per_s=read * factor,
             write_bytes_per_s=write * factor,
+            # The same data over more drives: the busiest one has less of it.
             busiest_share=self.busiest_share / factor if self.busiest_share else None,
             nvme_bytes=room,
         )
@@ -231,8 +235,8 @@ def describe_machine(
     nodes: int = 1,
     link_bytes_per_s: float | None = None,
 ) -> Machine:
-    """A machine of what is given; the rest is of the kind of GPU (`gpu`), measured (`bench`) or
-    assumed, and `Machine.sources` says which.
+    """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
+    (`bench`) or assumed; `Machine.sources` says which.
 
     read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU
     computes (GPUs have one each).
@@ -273,6 +277,7 @@ def describe_machine(
         nvme_bytes=nvme_bytes,
         shared=shared,
         busiest_share=busiest,
+        # GPUs have a rank each: a number of processes counts only where the CPU computes.
         processes=1 if gpus or ranks is None else ranks,
         nodes=nodes,
         link_bytes_per_s=LINK if link_bytes_per_s is None else link_bytes_per_s,
@@ -313,7 +318,8 @@ def _of_gpus(
     host: float | None,
     peers: float | None,
 ) -> dict[str, Any]:
-    """The figures of the GPUs, as fields of a `Machine`; writes where each comes from to `sources`.
+    """Return the figures of the GPUs as fields of a `Machine`, and note the source of each in
+    `sources`.
     """
     whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
 
@@ -330,6 +336,7 @@ def _of_gpus(
         return {
             "gpu_mem_bytes": figure("gpu_mem", mem, 80.0 * GIB, "80 GiB of the CPU's memory"),
             "flops_per_gpu": CPU_FLOPS if flops is None else flops,
+            # Multiplied by 0 GPUs, but `_check` wants a positive figure.
             "pcie_per_gpu": kind.pcie_bytes_per_s,
         }
     found: dict[str, Any] = {
@@ -343,12 +350,14 @@ def _of_gpus(
         "pcie_per_gpu": figure(
             "pcie", pcie, kind.pcie_bytes_per_s, f"{_rate(kind.pcie_bytes_per_s)} each way"
         ),
+        # No argument gives it: it counts for updates on the device only.
         "hbm_per_gpu": kind.hbm_bytes_per_s,
         "peers_per_gpu": kind.peers_bytes_per_s if peers is None else peers,
         "pcie_host": host,
     }
     if gpus > 1:
         between = kind.peers_bytes_per_s
+        # Called for the source alone: the field may be None, which `figure` does not return.
         figure(
             "peers",
             peers,
@@ -356,6 +365,7 @@ def _of_gpus(
             f"{_rate(between)} each way" if between else "through the CPU's memory",
         )
     if gpus > 2:
+        # Up to two GPUs have a link each, and nothing is assumed about the host.
         links = host_links(gpus) * found["pcie_per_gpu"]
         assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
         sources["pcie_host"] = "given" if host is not None else assumed
@@ -363,7 +373,7 @@ def _of_gpus(
 
 
 def _source(value: float | None, otherwise: str) -> str:
-    """Name the source of a figure: "given", or what is told of it otherwise."""
+    """Name the source of a figure: "given", or else `otherwise`."""
     return "given" if value is not None else otherwise
 
 
@@ -379,15 +389,17 @@ def _drives(
     bench_name: str,
     sources: dict[str, str],
 ) -> tuple[int, float, float, float | None]:
-    """(how many, read, write, the busiest one's share) of the drives; writes where each comes from
-    to `sources`.
+    """Return (number, read, write, share of the data on the busiest) of the drives, and note the
+    source of each figure in `sources`.
     """
     measured = list(bench.bandwidths.values()) if bench is not None else []
     told = bench_name or "bench"
+    # Assumed bandwidths in place of the record's would be a silent fall-back.
     if bench is not None and not measured:
         raise ValueError(
             f"{told} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
         )
+    # A record has a pair of bandwidths for each drive. Without one there is one drive.
     count = drives if drives is not None else max(len(measured), 1)
     if not count:
         if (read, write, bench) != (None, None, None):
@@ -399,7 +411,8 @@ def _drives(
         sources["drives"] = "1, assumed"
     found, busiest = [], None
     if measured:
-        # As the engine divides the data.
+        # The engine divides data over drives by this harmonic mean (`memory.swap_space`). Drives
+        # that were not measured are taken for those that were.
         speeds = [2 / (1 / pair[0] + 1 / pair[1]) for pair in measured]
         busiest = max(speeds) / sum(speeds) * len(measured) / count
     for index, (name, given) in enumerate((("read", read), ("write", write))):
@@ -408,6 +421,7 @@ def _drives(
             scaled = (
                 f", scaled from {len(measured)} drives to {count}" if count != len(measured) else ""
             )
+            # A drive more or less counts as the mean of those that were measured.
             value = sum(pair[index] for pair in measured) * count / len(measured)
             source = f"measured ({told}{scaled})"
         elif value is None:
@@ -424,10 +438,13 @@ def _check(machine: Machine) -> None:
         raise ValueError(
             f"--gpus {machine.gpus}, --drives {machine.drives}: give numbers of 0 or more"
         )
+    # None is a figure, too: no links between GPUs, or a host link that follows from the GPUs'.
     figures = [name for name in POSITIVE if getattr(machine, name) is not None]
     for name in figures:
         value = getattr(machine, name)
+        # `not value > 0` is also true of NaN.
         if not value > 0 or value == float("inf"):
             raise ValueError(f"{name}={value}: give a positive number")
     if machine.drives:
-        _ = machine.bandwidths  # checks them
+        # `Drives` refuses bandwidths that are not positive.
+        _ = machine.bandwidths

@@ -62,6 +62,7 @@ from infinity.errors import BudgetError
 
 
 PIECES_MAX = 2048
+"""Pieces of a plan, at most: about one part in a thousand decides what is resident."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +89,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     ]
     trained = [(flat, layout) for flat, layout in layouts if flat.trainable]
     found = {}
+    # Micro-batches inside `no_sync` add up whole on every rank, and are reduced once.
     if job.policy.accumulates_locally:
         whole = sum(
             round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
@@ -95,6 +97,8 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
         found["whole sums of gradients"] = Tiers(cpu=float(whole))
     shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
     if job.policy.hpz:
+        # A rank keeps its counterparts' shards too, one of each node, so that a node has every
+        # value once.
         copy = machine.nodes * shard
         found["the node's copy (hpZ)"] = (
             Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
@@ -102,10 +106,13 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
     elif job.policy.params == "device" and not job.whole_params(machine.world):
         found["shards kept on the device"] = Tiers(device=shard)
     if job.policy.qgz and job.policy.error_feedback:
-        turns = min(machine.nodes, machine.ranks) > 1  # the second one is over nodes
+        # Codes are made from the whole, then again from the node's sums, which go to other nodes:
+        # each level has its own error. With one rank on each node, or one node, there is one level.
+        turns = min(machine.nodes, machine.ranks) > 1
         numel = sum(
             layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
         )
+        # 2 bytes each, as `Policy.error_feedback` says.
         found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 
@@ -113,9 +120,10 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
 def place_states(
     shape: ModelShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[FlatNeed], PlacementPlan]:
-    """The needs of one rank and their placement under its `budget` of bytes; where that is too
-    small, the placement that takes least, so `ram_bytes` of it is above the budget. What
-    `beside_placement` has is in neither."""
+    """Return the needs of one rank and their placement under its `budget` of bytes. Where that is
+    too small, it is the placement that takes least, and `ram_bytes` of it is above the budget.
+    Bytes of `beside_placement` are in neither.
+    """
     fine = _needs(shape, machine, job, 1, least=True)
     needs = _needs(shape, machine, job, _grain(shape, machine.world, job.policy.state))
     largest = max(
@@ -124,6 +132,7 @@ def place_states(
 
     staging = _staging_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
+    # As the engine's planner has it: gradients of a speculative update wait as those of a deferred.
     load = StepLoad(
         "deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths
     )
@@ -135,6 +144,7 @@ def place_states(
             which,
             ram_bytes,
             drive_count=machine.drives,
+            # A norm is taken in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + staging,
             resident=job.policy.resident_parts,
             load=load,
@@ -152,23 +162,24 @@ def place_states(
     try:
         found = plan(needs, max(budget, 0))
     except BudgetError as error:
+        # Pools of coarse pieces differ from the engine's, so either of the two may be the smaller.
         ways = [plan(needs, error.smallest_bytes), plan(needs, None)]
         found = min(ways, key=lambda way: chunked(way).ram_bytes)
         if chunked(found).ram_bytes > budget:
             return needs, chunked(found)
     if found.pool_bytes:
-        # So much more of pieces may be held; without pools it would be more than there is.
-        with contextlib.suppress(
-            BudgetError
-        ):  # another way to spill may want more than that, in coarse pieces: then as found
+        # Slots of coarse pieces are larger than the engine's; the difference is room for states. A
+        # placement without pools has no such difference, and would exceed the budget by it. Another
+        # way to spill may want even more in coarse pieces: then the placement stays as found.
+        with contextlib.suppress(BudgetError):
             larger = plan(needs, budget + found.pool_bytes - chunked(found).pool_bytes)
             found = larger if larger.pool_bytes else found
     return needs, chunked(found)
 
 
 def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
-    """Pinned memory by way of which gradients leave a GPU for updates during backward, as
-    `optim.grad_windows` has it.
+    """Return the bytes of pinned memory through which gradients leave a GPU for updates in backward
+    (`optim.grad_windows`).
     """
     if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
         return 0
@@ -185,7 +196,7 @@ def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
 
 
 def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
-    """A plan of coarse pieces with the pools that the engine's chunks want."""
+    """Return a plan of coarse pieces with the pools that the engine's chunks want."""
     return dataclasses.replace(
         plan,
         small_count=fine.small_count,
@@ -196,7 +207,7 @@ def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
 
 
 def _grain(shape: ModelShape, ranks: int, state: str) -> int:
-    """Chunks in a piece, so that there are at most PIECES_MAX pieces."""
+    """Return the number of chunks in a piece that makes at most PIECES_MAX pieces."""
     pieces = 0
     for flat in shape.flats:
         held = state_format(state, flat.dtype) if flat.trainable else None
@@ -207,8 +218,8 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
 def _needs(
     shape: ModelShape, machine: Machine, job: Job, grain: int, *, least: bool = False
 ) -> list[FlatNeed]:
-    """The flats as the placement sees them. least: one chunk of each kind only, for the sizes of
-    slots.
+    """Return the flats as the placement sees them. least: one chunk of each kind only, which is
+    enough for the sizes of slots.
     """
     needs: list[FlatNeed] = []
     seen: set[tuple[object, ...]] = set()
@@ -217,12 +228,13 @@ def _needs(
         held = state_format(job.policy.state, flat.dtype) if flat.trainable else None
         size = chunk_numel(held or Format.RAW) * grain
         key = (flat.numels, flat.dtype.itemsize, size)
+        # Layers repeat, and a layout depends on nothing else.
         if key not in layouts:
             layouts[key] = plan_flat(flat.numels, flat.dtype.itemsize, machine.world, size)
         layout = layouts[key]
         if least:
-            # Slots are as large as the largest chunk: one of each length up to a whole chunk says
-            # it.
+            # A slot is as large as the largest chunk. One chunk of each format and length, up to a
+            # whole one, has the same largest.
             kind = (held, flat.dtype, min(layout.shard_numel, size))
             if kind in seen:
                 continue
@@ -245,6 +257,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     itemsize = job.grad_itemsize(flat.dtype)
     size = layout.shard_numel * itemsize
     delayed = job.policy.update == "delayed"
+    # Delayed updates read one set of gradients while backward fills another.
     grads = size * (2 if delayed else 1) if stores else 0
     spills = job.policy.grads == "nvme" and stores
     section = {2: GradSection.BF16, 4: GradSection.FP32}[itemsize]
@@ -262,7 +275,8 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
 
 
 def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple[AtRest, AtRest]:
-    """(everything, what is on NVMe) of one flat by kind, in bytes."""
+    """Return the bytes of one flat by kind: (all of them, those on NVMe)."""
+    # The placement may have added a section of spilled gradients to the format.
     need = dataclasses.replace(need, format=placed)
     totals = [AtRest(), AtRest()]
     for index, section in enumerate(need.sections):
@@ -297,12 +311,16 @@ on their way out.
 """
 
 TILES = (2, 4, 8, 16, 32, 64)
-WORDS = (8192, 2048)  # whose logits are computed at once
+"""Numbers of tiles of a linear that are tried."""
+WORDS = (8192, 2048)
+"""Words of the vocabulary in a tile of the loss that are tried."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """Need of one kind of memory, of how much there is (None: not known), and its parts."""
+    """Need of one kind of memory in bytes, and its parts. there_is: bytes that the machine has,
+    None where that is not known.
+    """
 
     bytes: float
     there_is: float | None
@@ -310,14 +328,16 @@ class Need:
 
     @property
     def fits(self) -> bool:
-        """True if there is enough."""
+        """True if the machine has enough, or nobody knows how much it has."""
         return self.there_is is None or self.bytes <= self.there_is
 
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One change of a job that makes it fit a GPU: what it is, how the engine is told, and what it
-    then needs.
+    """One change after which a job fits its GPU.
+
+    how: the call or the setting that makes it. job, need: the job with the change, and its need of
+    device memory.
     """
 
     name: str
@@ -327,12 +347,13 @@ class Way:
 
 
 def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
-    """Tiles of the loss that have so many words at most."""
+    """Return the number of tiles of the loss with so many words each, at most."""
     return max(1, -(-shape.vocabulary // words))
 
 
 def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """Device memory of one GPU; the module has the parts."""
+    """Count the device memory of one GPU. The parts are those of the module's table."""
+    # Gradients of all units take no more than their parameters: the bound of small models.
     whole = float(shape.gathered_bytes(machine.world))
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
     early = job.policy.update == "backward" and not job.policy.speculates
@@ -360,20 +381,26 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
 
 
 def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
-    """The whole of a unit to be reduced and the parts that come; with codes, a quarter and
-    (weights) half of it twice, and fp32 sums of what goes to other nodes."""
+    """Count the buffers of the collectives of the largest unit: the whole to be reduced, the parts
+    that come from other ranks, and codes.
+    """
     if machine.world == 1:
         return 0.0
+    # Parts of bf16 values: int4 codes of gradients that go and that come (twice 1/4), int8 codes of
+    # weights (1/2).
     coded = (0.5 if job.policy.qgz else 0.0) + (0.5 if job.policy.qwz else 0.0)
+    # Sums of the node are fp32, twice as wide, of the parts of this rank's counterparts.
     partial = 2.0 / machine.ranks if job.policy.qgz and machine.nodes > 1 else 0.0
+    # Under qgZ the parts come as codes, so the second whole is not needed.
     return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
 
 
 def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
-    """The most that values of parameters take on the device of a rank."""
+    """Count the bytes of gathered parameters on the device of a rank, at most."""
     whole = float(shape.gathered_bytes(machine.world))
     if job.whole_params(machine.world):
         return whole
+    # A small model is gathered as a whole before the bound of prefetching is reached.
     return min(
         (AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)),
         whole,
@@ -392,6 +419,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
     one = float(tokens * shape.itemsize * shape.width)
     inputs = float(tokens * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
+        # The last calls keep their inputs. Others are on the device until their copy has arrived.
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if logits > block:
@@ -402,8 +430,9 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
 
 
 def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
-    """The single changes after each of which a job that does not fit a GPU does, with what they
-    then need; each as small as it may be."""
+    """List the single changes after which a job fits its GPU, one of each kind and as small as
+    possible, with the need of the changed job.
+    """
     found = []
     for options in _options(shape, machine, job):
         for option in options:
@@ -416,7 +445,7 @@ def ways_to_fit(shape: ModelShape, machine: Machine, job: Job) -> list[Way]:
 
 
 def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
-    """Device memory with all of these changes together, each as far as it goes."""
+    """Count the device memory with the largest change of every kind together."""
     for options in _options(shape, machine, job):
         if options:
             job = job.replace(**options[-1].fields)
@@ -425,7 +454,9 @@ def least_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """Something to be tried: its name, how the engine is told, fields of the job."""
+    """A change to try. how: the call or the setting that makes it. fields: of the job, with their
+    new values.
+    """
 
     name: str
     how: str
@@ -433,7 +464,7 @@ class _Option:
 
 
 def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option]]:
-    """For each kind of change what may be tried, the smallest first."""
+    """List the changes to try: one list for each kind, the smallest change first."""
     found = [
         [
             _Option(
@@ -467,6 +498,8 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             ]
         )
     elif job.policy.activations == "device":
+        # Only inputs of checkpointed blocks can wait elsewhere. Where the CPU computes, its memory
+        # is the device's: waiting there saves nothing.
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [
@@ -478,7 +511,7 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
 
 
 def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
-    """More micro-batches of fewer tokens each, down to one sequence."""
+    """List larger numbers of micro-batches, of fewer tokens each, down to one sequence."""
     found = []
     now = job.micro_batch_tokens(machine.world)
     count = 2 * job.micro_batches

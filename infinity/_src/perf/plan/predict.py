@@ -54,9 +54,10 @@ class Prediction:
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
     model_flops: what the model's forward and backward take, without recomputing, over all nodes.
-    exchanged: what each rank has from the others.
-    why_not: what does not fit and what would help, empty where all does;
-    the times are then those of the least that would work. days: until the drives had their rating.
+    exchanged: what each rank receives from the others.
+    why_not: what does not fit and what would help; empty where everything fits. Where it does not,
+    the times are those of the least that would work. days: until the drives have been written as
+    often as they are rated for.
     """
 
     job: Job
@@ -92,8 +93,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s utilisation: of what the GPUs could do at most. None where the CPU computes.
-        """
+        """Model FLOP/s utilisation: the share of the GPUs' peak. None where the CPU computes."""
         return self.flops_per_gpu / self.machine.flops_peak_per_gpu if self.machine.gpus else None
 
     @property
@@ -109,7 +109,7 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Term that a step waits for most."""
+        """Name of the term that a step waits for most."""
         return max(self.terms_s, key=lambda name: self.terms_s[name])
 
 
@@ -121,10 +121,12 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     _check(job, machine)
     ranks, policy = machine.ranks, job.policy
     boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
+    # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
     boundary = boundary if job.checkpointing else 0
     waiting = boundary if policy.activations == "cpu" else 0
     spilled = boundary if policy.activations == "nvme" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
+    # The ranks of a node share its memory evenly, after what activations and other parts take.
     needs, plan = place_states(
         shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values()))
     )
@@ -142,6 +144,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     copied = _copies(machine, job, sizes, between)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
     if machine.nodes > 1:
+        # All ranks of a node share its link to the others.
         link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
         busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     terms = {
@@ -149,6 +152,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
+    # With GPUs the update is a part of `busy`: of the CPU's memory, or of the GPUs'.
     update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,
@@ -170,8 +174,10 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         at_rest=at_rest,
         on_nvme=on_nvme,
         moved=moved,
+        # Where the CPU computes these are copies inside its memory, and count there only.
         copied=copied.total if machine.gpus else Copied(),
         exchanged=exchanged,
+        # Recomputing is no work of the model: MFU does not count it.
         model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
         terms_s=terms,
@@ -217,17 +223,18 @@ def _check(job: Job, machine: Machine) -> None:
         )
 
 
-# -- time
+# -- Time ------------------------------------------------------------------------------------------
 
 
 def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Compute:
-    """The passes of a step. Where the CPU computes, what the engine does there takes its time from
-    them (`_beside`).
+    """Return the times of the passes. Where the CPU computes, the engine's own work takes its time
+    from them (`_beside`).
     """
     found = _passes(shape, machine, job)
     if machine.gpus:
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
+    # The update's CPU time falls on the pass that it runs beside.
     between_s = (job.micro_batches - 1) * (forward_s + backward_s)
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
@@ -238,11 +245,11 @@ def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Co
 
 
 def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, float, float]:
-    """CPU time of the engine beside (a forward, a backward, and for the update), as bytes through
-    the CPU's memory.
+    """Return the engine's own CPU time (beside a forward, beside a backward, for the update), from
+    the bytes that it moves through the CPU's memory.
 
-    A gather verifies and copies (3 passes over the parameters), a backward also takes the gradients
-    (copy and norm: 3 passes), an update reads, verifies and writes every state once, with the
+    A gather verifies and copies (3 passes over the parameters). A backward also takes the gradients
+    (copy and norm: 3 passes). An update reads, verifies and writes every state once, and reads the
     gradients.
     """
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
@@ -262,7 +269,7 @@ def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
 
 
 def _flops(shape: ModelShape, job: Job, *, recompute: bool) -> tuple[float, float]:
-    """Operations of a step's (forwards, backwards)."""
+    """Count the floating-point operations of a step: (its forwards, its backwards)."""
     return compute_flops(
         shape.active_params,
         job.tokens,
@@ -292,13 +299,16 @@ def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
 
 
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
-    """hpZ: the drives are asked for parameters once in a step, and not at all for what the update
-    hands over.
+    """Reduce the reads to those of hpZ: the first gather of a step reads the drives, and not even
+    that for what the update hands over.
     """
     if not job.policy.hpz or job.policy.update == "delayed":
         return moved
+    # A deferred update hands trained parameters to the first gather. After one in backward that
+    # gather reads them.
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
-    # The last backward's gather, of the two in the window.
+    # Of the two gathers in the window of update="backward", that of the last backward takes the
+    # node's copy and reads no drive.
     in_window = once if job.policy.update == "backward" else 0.0
     return dataclasses.replace(
         moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
@@ -327,9 +337,10 @@ def _model_bytes(
 
 
 def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> Copies:
-    """Between the CPU and all GPUs, what these have from each other (`between`, one of them) by way
-    of its memory, too.
+    """Count the copies between the CPU and all GPUs. Where GPUs have no links of their own, their
+    exchanges (`between`, of one of them) go through the CPU's memory and count, too.
     """
+    # Where the CPU computes, "device" is its own memory.
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
         sizes,
@@ -337,13 +348,16 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
         job.micro_batches,
         update_on=job.policy.update_on,
         params_stay=stay,
+        # A speculative update may be made once more, so its gradients are kept.
         grads_kept=job.policy.speculates,
     )
-    if (
-        job.policy.hpz and machine.gpus
-    ):  # all gathers but the first: of a share of the node's copy, or of what is there
+    # Under hpZ every gather but the first takes the node's copy. From the CPU's memory a rank
+    # copies the shards of all nodes, its part of the copy; on the device the copy is there already.
+    if job.policy.hpz and machine.gpus:
         share = sizes.params + sizes.frozen
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
+        # One of these gathers may lie in the window: at most the bytes that the rest has are taken
+        # off.
         found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
@@ -351,7 +365,9 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
 
 
 def _apart(job: Job, found: Copies) -> Copies:
-    """Exchanges as a step has them; none is beside an update that runs apart."""
+    """Place the exchanges in a step: none runs beside an update on the device, which is over before
+    the next forward.
+    """
     return Copies(rest=found.total) if job.policy.update_on == "device" else found
 
 
@@ -361,7 +377,7 @@ def _busy_times(
     """Seconds of links and memories, by name."""
     updated = 2 * sizes.states + sizes.grads
     on_cpu = job.policy.update_on == "cpu"
-    # A GPU adds up the gradients of micro-batches itself; where the CPU computes, it does.
+    # A GPU adds up the gradients of micro-batches in its own memory.
     added = 0.0 if machine.gpus else (job.micro_batches - 1) * sizes.grads
     early = updated if on_cpu else 0.0
     window, rest = moved.beside_states, moved.rest
@@ -390,17 +406,19 @@ def _busy_times(
         link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
         found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
+        # Every GPU updates its share of the states, in its own memory.
         update_s = updated / machine.gpus / machine.hbm_per_gpu
         found["update in GPU memory"] = BusyTime.sum_of(update_s)
     return found
 
 
-# -- what is needed
+# -- Needs -----------------------------------------------------------------------------------------
 
 
 def _ram(
     plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float
 ) -> Need:
+    # Parts are those of one rank, and the memory is the node's.
     ranks = machine.ranks
     found = {
         name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
@@ -411,7 +429,7 @@ def _ram(
 
 
 def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
-    """Room on the drives. Two generations take it twice; a step moves the bytes of one."""
+    """Count the room on the drives. Two generations need it twice; a step moves one."""
     other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
@@ -421,6 +439,7 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
         "activations": waiting,
     }
     found = {name: size for name, size in parts.items() if size}
+    # None would say that the room is not known; without drives there is none.
     return Need(sum(found.values()), machine.nvme_bytes if machine.drives else 0.0, found)
 
 
@@ -433,6 +452,8 @@ def _why_not(
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
         less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
+        # A durable run cannot do without its second generation. With one generation and one
+        # micro-batch, gradients of update backward never wait.
         if job.policy.generations > 1:
             less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
@@ -447,11 +468,13 @@ def _why_not(
         less = [] if job.policy.state == "compact" else ["compact states"]
         less += ["one generation"] if job.policy.generations > 1 else []
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
+    # Where nothing would need less, `_join` leaves the separator without a list.
     return tuple(text.removesuffix("; ") for text in found)
 
 
 def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
-    """Name the changes that alone make it fit, and the need then; else the least of all together.
+    """Name the single changes that make the job fit, with the need then; if there is none, the
+    least need with all of them.
     """
     ways = ways_to_fit(shape, machine, job)
     if ways:
@@ -463,6 +486,7 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
         size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients")
     )
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
+    # Shorter sequences would not help: activations are the smaller part.
     if not least.fits and 2 * of_units > least.bytes:
         enough = f"too much still; {format_size(of_units)} of it are units and gradients"
     return (
@@ -478,7 +502,7 @@ def _lacks(need: Need, where: str = "") -> str:
 
 
 def _join(less: list[str]) -> str:
-    """Join the changes that would need less."""
+    """Format the changes that would need less, with their verb."""
     if not less:
         return ""
     *others, last = less

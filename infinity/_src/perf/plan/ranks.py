@@ -53,8 +53,10 @@ from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One kind of collective in a step: how often, how many of them while updates run, and what one
-    rank receives each time.
+    """One kind of collective in a step.
+
+    count: how often it runs; beside_updates: how many of these while updates run. inside, across:
+    bytes that one rank receives each time, from its node and from others.
     """
 
     name: str
@@ -77,34 +79,37 @@ class Exchanges:
 
     @property
     def inside(self) -> float:
-        """Bytes that one rank has from its node in a step."""
+        """Bytes that one rank receives from its node in a step."""
         return sum(found.count * found.inside for found in self.each)
 
     @property
     def across(self) -> float:
-        """Bytes that one rank has from other nodes in a step."""
+        """Bytes that one rank receives from other nodes in a step."""
         return sum(found.count * found.across for found in self.each)
 
     @property
     def volume(self) -> float:
-        """Bytes between nodes (on one: between its ranks), in units of M: a gather of
-        everything as it is counts 1.
+        """Bytes between nodes (on one node: between its ranks) in units of M. A gather of
+        everything, not quantized, counts 1.
         """
         parts = self.nodes if self.nodes > 1 else self.ranks_of_node
         if parts == 1 or not self.plain_bytes:
             return 0.0
         size = self.across * self.ranks_of_node if self.nodes > 1 else self.inside
+        # A gather brings (parts - 1) / parts of M; the factor lets it count as all of M, as in
+        # ZeRO++.
         return size * parts / (parts - 1) / self.plain_bytes
 
     def copies(self, nodes: bool = False) -> Copies:
-        """Received (h2d) and sent (d2h) by one rank inside its node; nodes: by all ranks of a node,
-        from and to the others.
+        """Return the bytes received (h2d) and sent (d2h) by one rank inside its node. nodes: by all
+        ranks of a node, from and to other nodes.
         """
         window = rest = 0.0
         for found in self.each:
             size = found.across * self.ranks_of_node if nodes else found.inside
             window += found.beside_updates * size
             rest += (found.count - found.beside_updates) * size
+        # Each rank sends as many bytes as it receives.
         return Copies(Copied(window, window), Copied(rest, rest))
 
 
@@ -121,12 +126,14 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     both = _ways(machine, flats, weights)
     flags = sum(len(flat.numels) for flat, _ in trained)
     inside, across = _ways(machine, trained, grads)
+    # Flags go level by level, a byte for each parameter: a rank must know which have a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, early = job.micro_batches, job.policy.update == "backward"
-    # Everything is beside the update, which has the whole next step.
+    # A delayed update has the whole next step, so every exchange runs beside it.
     late = job.policy.update == "delayed"
     found = []
     if job.whole_params(machine.world):
+        # Frozen values never change, so the copies on the devices stay valid.
         if trained:
             found.append(
                 Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights))
@@ -136,8 +143,10 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
         # own copy is current.
         first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
         copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
+        # A deferred update runs beside the next forward, and so beside its gather.
         found.append(Exchange("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
+        # The gather of the last backward, and below its reduction, run beside updates in backward.
         found.append(Exchange(name, again, again if late else int(early), *copy))
     if trained:
         times = job.reductions
@@ -155,7 +164,7 @@ def _plain(flat: FlatShape, numel: int) -> float:
 
 
 def _weight_bytes(job: Job) -> _OfShard:
-    """Bytes of a shard's values on the wire."""
+    """Return the function that gives the bytes of a shard's values on the wire."""
     return (
         (lambda _flat, numel: float(wire_bytes(numel, WEIGHT_BITS, SCALE_GROUP_NUMEL)))
         if job.policy.qwz
@@ -164,7 +173,7 @@ def _weight_bytes(job: Job) -> _OfShard:
 
 
 def _grad_bytes(job: Job) -> _OfShard:
-    """Bytes of a shard's gradients on the wire."""
+    """Return the function that gives the bytes of a shard's gradients on the wire."""
     if job.policy.qgz:
         return lambda _flat, numel: float(wire_bytes(numel, GRADIENT_BITS, SCALE_GROUP_NUMEL))
     return lambda flat, numel: float(numel * job.grad_itemsize(flat.dtype))
@@ -173,9 +182,12 @@ def _grad_bytes(job: Job) -> _OfShard:
 def _ways(
     machine: Machine, flats: Sequence[tuple[FlatShape, FlatLayout]], size: _OfShard
 ) -> tuple[float, float]:
-    """(inside, across): what one rank receives when every flat is gathered once, or reduced once.
+    """Return the bytes that one rank receives when every flat is gathered once, or reduced once:
+    (inside its node, from other nodes).
     """
     shards = sum(size(flat, layout.shard_numel) for flat, layout in flats)
+    # From other nodes come the shards of the counterparts; then each other rank of the node shares
+    # its own column of them.
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
 
 
@@ -187,8 +199,8 @@ STAGES = (1, 2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank under one stage. states: by name; of device memory only values of
-    parameters are among them.
+    """Bytes of one rank under one stage, by the name of the state. Of device memory only values of
+    parameters are counted.
     """
 
     stage: int
@@ -206,6 +218,7 @@ def bytes_of_rank(
     """Count the bytes of each rank under the policy's stage. waiting: bytes of CPU memory that all
     ranks of a node need for something else.
     """
+    # Memory that other parts hold is not there for the placement.
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
     needs, plan = place_states(
@@ -245,12 +258,15 @@ def _states(
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
     for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
+        # The placement may have added a section of spilled gradients to the format.
         need = dataclasses.replace(need, format=placed)
         for index, section in enumerate(need.sections):
+            # The section of spilled gradients comes last, and needs no second generation.
             spilled = need.kind(index) == "grad"
             kind = "grads" if spilled else "optim" if index else "params"
             versions = 1 if spilled else need.versions
             for numel, mask in zip(need.numels, row, strict=True):
+                # A set bit says that the section rests on NVMe, padded to 4096 bytes.
                 if mask >> index & 1:
                     nvme[kind] += versions * aligned_section_bytes(section, numel)
                 else:

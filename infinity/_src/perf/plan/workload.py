@@ -30,13 +30,14 @@ from infinity._src.params.discover import UnitSpec, find_units
 # -- The model -------------------------------------------------------------------------------------
 
 
-UNIT_BYTES_MAX = 512 << 20  # Policy's default
+UNIT_BYTES_MAX = 512 << 20
+"""Bytes of a unit at most where nothing else finds units: the default of `Policy`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FlatShape:
-    """A flat to be: elements of its parameters in order, their dtype, whether an optimizer will
-    hold it.
+    """A flat as the engine would make it: elements of its parameters in order, their dtype, and
+    whether an optimizer will hold it.
     """
 
     numels: tuple[int, ...]
@@ -49,16 +50,17 @@ class FlatShape:
         return sum(self.numels)
 
     def gathered_bytes(self, world: int = 1) -> int:
-        """Bytes of the gathered values, with the padding that the layout for so many ranks puts
-        between them and behind.
+        """Count the bytes of the gathered values, with the padding that the layout for so many
+        ranks puts between and behind them.
         """
         return _gathered_bytes(self.numels, self.dtype.itemsize, world)
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """The weight of a linear that can be tiled, shared with others and with embeddings or not, and
-    in which of a unit's flats it is."""
+    """Weight of a linear that can be tiled, whether or not other linears and embeddings share it.
+    flat: its index among the unit's flats.
+    """
 
     name: str
     flat: int
@@ -68,7 +70,7 @@ class LinearShape:
 
 @dataclasses.dataclass(frozen=True)
 class UnitShape:
-    """Flats that are gathered together. linears: what of them can be tiled."""
+    """Flats that are gathered together. linears: the weights among them that can be tiled."""
 
     name: str
     flats: tuple[FlatShape, ...]
@@ -79,8 +81,8 @@ class UnitShape:
         return sum(flat.gathered_bytes(world) for flat in self.flats)
 
     def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int], world: int = 1) -> int:
-        """Bytes of the largest unit that it becomes with its linears in so many tiles, each a unit
-        of its own.
+        """Count the bytes of the largest of the units that this one becomes with its linears in so
+        many tiles, each tile a unit of its own.
         """
         found = [self.gathered_bytes(world)]
         for linear in self.linears:
@@ -94,8 +96,8 @@ class UnitShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """A model: its units in order, and what activations and operations are estimated from (0: not
-    known).
+    """A model: its units in order, and the sizes from which activations and operations are
+    estimated (0: not known).
 
     layers: of an encoder and a decoder together. itemsize: bytes of an element of activations.
     """
@@ -146,9 +148,11 @@ class ModelShape:
         return self.itemsize * (12 * self.width + 4 * self.mlp_width)
 
     def logits_bytes_per_token(self, loss_tiles: int = 1) -> int:
-        """Logits and what the loss makes of them; in so many tiles of the vocabulary, of which one
-        exists at a time.
+        """Bytes per token of the logits and of what the loss makes of them, with the vocabulary in
+        so many tiles, of which one exists at a time.
         """
+        # Logits as computed, their fp32 copy for the loss, the gradient in fp32. fp32 logits need
+        # no copy.
         per_word = 8 if self.itemsize == 4 else self.itemsize + 8
         if loss_tiles == 1:
             return per_word * self.vocabulary
@@ -173,21 +177,27 @@ def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
 def shape_of(
     model: torch.nn.Module, *, name: str = "", nested: bool = True, frozen: bool = False
 ) -> ModelShape:
-    """The shape of a module, usually on the meta device; it is read and never changed.
+    """Return the shape of a module, usually on the meta device. The module is read and never
+    changed.
 
     nested: as the engine finds units on one rank; with several, False. frozen: nothing is trained.
     Raises: ValueError for parameters that cannot be offloaded.
     """
     specs = find_units(model, unit_bytes_max=UNIT_BYTES_MAX, nested=nested)
     config: Any = getattr(model, "config", None)
+    # A multimodal configuration has these sizes in its part for text.
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
+    # Where a configuration leaves the width of a head out, heads divide the model's.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
     experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
     routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
     mlp = _number(text, "moe_intermediate_size") if experts else 0
+    # Experts have a width of their own or that of the MLP. GPT-2 leaves n_inner at None, and means
+    # four times the model's.
     mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
+    # Exactly these classes, as `inf.tile_linears` takes no subclasses.
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     embeddings = {
         name for name, module in model.named_modules() if type(module) is torch.nn.Embedding
@@ -199,9 +209,11 @@ def shape_of(
         layers=_layers(text),
         width=width,
         attention_width=heads * head,
+        # A token keeps the activations of every expert that it is routed to.
         mlp_width=mlp * max(routed, 1),
         vocabulary=_number(text, "vocab_size"),
         positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        # Activations are as wide as the parameters that compute; the first stands for all.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
         ),
@@ -209,7 +221,8 @@ def shape_of(
 
 
 def _layers(config: Any) -> int:
-    """Blocks; of an encoder and a decoder together."""
+    """Count the blocks, of an encoder and a decoder together."""
+    # T5 counts the encoder alone in num_layers.
     if getattr(config, "is_encoder_decoder", False):
         decoder = _number(config, "num_decoder_layers", "decoder_layers")
         return _number(config, "encoder_layers", "num_layers", "num_hidden_layers") + decoder
@@ -217,8 +230,8 @@ def _layers(config: Any) -> int:
 
 
 def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool) -> UnitShape:
-    """Grouped as `discover.build` groups them: by dtype and by whether they are trained. linears,
-    embeddings: their names.
+    """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
+    linears, embeddings: names of such modules.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
     found = []
@@ -227,6 +240,7 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
         key = (parameter.dtype, parameter.requires_grad and not frozen)
         numels = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
+        # A weight that any other kind of module shares cannot be tiled: that module needs it whole.
         if holders & linears and holders <= linears | embeddings:
             found.append(
                 LinearShape(
@@ -241,7 +255,8 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
-    """Elements that every token computes with."""
+    """Count the elements that a token computes with."""
+    # By identity: a tied weight is one parameter.
     lookups = {
         id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
     }
@@ -249,15 +264,17 @@ def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: flo
     for spec in specs:
         for entry in spec.entries:
             tied = len(entry.names) > 1
+            # A table is only looked up. A tied one is the head's matrix, too.
             if id(entry.parameter) in lookups and not tied:
                 continue
+            # Of experts a token uses those that it is routed to.
             routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
             total += entry.parameter.numel() * (routed_share if routed else 1.0)
     return round(total)
 
 
 def _number(config: Any, *names: str) -> int:
-    """The first of these fields that is a positive number; 0 without one."""
+    """Return the first of these fields that is a positive number; 0 if there is none."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
