@@ -46,8 +46,10 @@ GLIBC = "2.28"
 
 # -ffp-contract=off: no FMA, so that every instruction set rounds alike. -fno-math-errno: without it
 # sqrt stays scalar.
+# -Werror=implicit-function-declaration: a call without its declaration passes floats as doubles.
 COMPILE_FLAGS = (
     "-std=gnu11",
+    "-Werror=implicit-function-declaration",
     "-O3",
     "-ffp-contract=off",
     "-fno-math-errno",
