@@ -214,8 +214,8 @@ class _Finder:
                 found = [wanted] if id(wanted) in self._names else []
             elif isinstance(wanted, type):
                 found = [module for module in modules.values() if isinstance(module, wanted)]
-            # Before names of classes: a qualified name says exactly which module is meant.
             elif wanted in modules:
+                # Before names of classes: a qualified name says exactly which module is meant.
                 found = [modules[wanted]]
             else:
                 found = [module for module in modules.values() if type(module).__name__ == wanted]

@@ -88,8 +88,8 @@ class _Trace:
         """Learn what came after this one."""
         if self.then.get(phase) is trace:
             self.doubted.discard(phase)
-        # What was expected stays when another trace comes once: two kinds of pass may take turns.
         elif phase in self.then and phase not in self.doubted:
+            # What was expected stays when another trace comes once: two kinds of pass may take turns.
             self.doubted.add(phase)
         else:
             self.then[phase] = trace
