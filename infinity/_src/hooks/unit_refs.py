@@ -26,8 +26,8 @@ class Window:
     """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
     own.
 
-    The counter tells of writes. It is bumped on closing, so that backward raises for a graph made
-    from the window: the values that it saved are released by then.
+    The counter shows writes. Closing bumps it, so that backward raises for a graph made from the
+    window: the values that the graph saved are released by then.
     """
 
     def __init__(self, param: Param) -> None:

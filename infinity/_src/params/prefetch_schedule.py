@@ -15,8 +15,8 @@ the unit's first free place in the trace, behind the cursor (it was left out bef
 the phase may go on from there (the places between are left out) or from the cursor (the unit came
 early): both are foreseen until the next demand decides. Every place is taken once.
 
-A phase that strayed from its trace is remembered as it was. Where it yet followed most of the
-trace, the order expected next time has all its units, and those it left out (a layer dropped at
+A phase that strayed from its trace is remembered as it was. If it followed most of the trace, the
+order expected next time has all its units, and also the units that it left out (a layer dropped at
 random), unless they were left out the time before, too.
 
 All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
@@ -77,7 +77,7 @@ class _Trace:
     then: dict[Phase, _Trace] = dataclasses.field(default_factory=dict)
     doubted: set[Phase] = dataclasses.field(default_factory=set)
     missed: set[int] = dataclasses.field(default_factory=set)
-    # Of each unit, ascending.
+    # The places of each unit in `order`, ascending.
     places: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class _Trace:
         if self.then.get(phase) is trace:
             self.doubted.discard(phase)
         elif phase in self.then and phase not in self.doubted:
-            # What was expected stays when another trace comes once: two kinds of pass may take turns.
+            # Coming once replaces nothing: two kinds of pass may take turns.
             self.doubted.add(phase)
         else:
             self.then[phase] = trace

@@ -234,9 +234,9 @@ class StateStore:
         # Places that no chunk has any more, and that a durable run's last commit names.
         self._dropped: list[SwapExtent] = []
         self._named = False
-        # Of parameters on NVMe, for gathers: counted when their reads are submitted.
+        # Parameters on NVMe that gathers have read, counted when a read is submitted.
         self.params_read_bytes = 0
-        # Of spilled gradients; `SpilledGradients` counts them.
+        # Spilled gradients; `SpilledGradients` counts them.
         self.grads_read_bytes = self.grads_written_bytes = 0
 
     def __getitem__(self, flat: Flat) -> ShardRecords:
@@ -273,7 +273,7 @@ class StateStore:
         for index in changed:
             self._look(self._flats[flats[index]])
         old = {flats[index]: self._flats[flats[index]] for index in changed}
-        # What is resident and stays so keeps its memory: nothing is held twice.
+        # Sections that stay resident stay in their memory, so nothing is held twice.
         keep = {
             flats[index]: (
                 old[flats[index]].records,
@@ -654,8 +654,7 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
-        """Free the chunks of a flat, but no memory that `stays`, other chunks of this flat, uses.
-        """
+        """Free the chunks of a flat. stays: other chunks of it, whose memory is not freed."""
         # First: the executor must not use the places once another chunk has them.
         self._executor.drop(shard.ids)
         for place in shard.places:

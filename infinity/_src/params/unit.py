@@ -171,6 +171,7 @@ class Unit:
     flats: list[Flat] = dataclasses.field(default_factory=list)
     # In registration order, which differs from that of the flats where dtypes alternate.
     params: list[Param] = dataclasses.field(default_factory=list)
+    # Changed by `params.unshard` and `params.unsharded_param` alone, along `TRANSITIONS`.
     state: UnitState = SHARDED
     refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
     generation: int = 0  # counts the optimizer steps and writes that changed its values

@@ -514,7 +514,7 @@ class Unsharder:
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
         else:
-            # It escaped while this thread was held up: read the values that it left at rest.
+            # The gate escaped in the meantime: the update has left the new values at rest.
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:

@@ -86,6 +86,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
     """Give the unit's flats their memory, with undefined contents: it is STALE. Does not block."""
+    # From a pool of its own: among activations units would leave holes that nothing else fits.
     with device.allocation() if device is not None else contextlib.nullcontext():
         for flat in unit.flats:
             resize_storage(flat.tensor, flat.size_bytes)
@@ -106,6 +107,7 @@ def mark_stale(unit: Unit) -> None:
 
 def evict(unit: Unit) -> None:
     """Free the memory of the unit's flats. The unit must not be in use."""
+    # A module or a graph that runs would read freed memory.
     assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
     unit.state = SHARDED
     for flat in unit.flats:
@@ -133,6 +135,7 @@ def stamp(unit: Unit) -> list[int]:
     """Set the version counters of the unit's gathered parameters to its generation, and return
     them.
     """
+    # By generation: a unit that is gathered again with the same values must not look modified.
     versions = [unit.generation] * len(unit.params)
     set_versions([param.gathered for param in unit.params], versions)
     return versions
