@@ -69,8 +69,8 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
 
-The tests also hold what is public, and does more than torch's manual says: a prehook on a node runs
-after hooks on its tensors; hooks with `always_call` run after an exception, and not after
+The tests also cover public functions that do more than torch's manual says: a prehook on a node
+runs after hooks on its tensors; hooks with `always_call` run after an exception, and not after
 KeyboardInterrupt; saving and loading iterate `Module._parameters` once.
 """
 
@@ -202,6 +202,7 @@ def make_wrapper(
     cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
 ) -> torch.Tensor:
     """A tensor of subclass `cls` that has metadata and no storage."""
+    # A parameter made under inference mode could not be trained.
     with torch.inference_mode(False):
         made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
@@ -241,6 +242,7 @@ METADATA: frozenset[Any] = frozenset(
 
 def separate_version(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage with a version counter of its own, and no autograd history."""
+    # The getter of `Tensor.data`, which subclasses may have replaced.
     separate: torch.Tensor = _TENSOR.data.__get__(tensor)
     return separate
 
@@ -273,9 +275,8 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
     try:
         return tensor.data_ptr()
-    except (
-        RuntimeError
-    ):  # wrapped by a functorch transform, or sparse: no address, so no view of ours
+    except RuntimeError:
+        # Wrapped by a functorch transform, or sparse: no address, so no view of a unit.
         return 0
 
 
@@ -288,6 +289,7 @@ def dynamo_disable(function: F) -> F:
 def calling_module_frame() -> FrameType | None:
     """The frame of the `Module.__call__` that runs the hook that calls this; None if not found."""
     frame: FrameType | None = sys._getframe(1)
+    # `Hook` and the wrapper that `dynamo_disable` makes lie between.
     for _ in range(10):
         if frame is None:
             return None
@@ -302,6 +304,7 @@ def is_running(wanted: FrameType, thread: int) -> bool:
     frame: FrameType | None = (
         sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
     )
+    # A frame that is on no stack any more belongs to a call that was interrupted.
     while frame is not None:
         if frame is wanted:
             return True
@@ -317,11 +320,10 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class CheckpointCall:
-    """A call of `torch.utils.checkpoint`, with gradients and outside of backward.
+    """A call of `torch.utils.checkpoint`, with gradients and outside of backward. Its graph holds
+    its inputs; this object holds no tensors.
 
-    Its graph keeps its inputs.
-
-    Holds no tensors. owner, label: for watchers to write on.
+    owner, label: watchers set them.
     """
 
     __slots__ = ("_inputs", "_saved", "label", "owner")
@@ -333,7 +335,9 @@ class CheckpointCall:
         self._saved: Callable[[], list[Any]] = list
 
     def keeps(self, saved: Callable[[], list[Any]]) -> None:
-        """saved: gives the SavedTensors of the inputs, in order; empty when the graph is gone."""
+        """Set the source of `pairs`. saved: returns the SavedTensors of the inputs, in order; none
+        when the graph is gone.
+        """
         self._saved = saved
 
     def inputs(self) -> list[torch.Tensor]:
@@ -361,7 +365,7 @@ class CheckpointWatcher(Protocol):
         """
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
-        """The graph keeps the inputs now: `call.pairs()`."""
+        """The graph holds the inputs from now on: `call.pairs()` returns them."""
 
 
 _watchers: list[CheckpointWatcher] = []
@@ -370,10 +374,11 @@ _watchers: list[CheckpointWatcher] = []
 def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
     """Tell `watcher` of every call of `torch.utils.checkpoint.checkpoint`; returns a stop function.
 
-    Calls of both kinds, reentrant or not, but for those inside of other checkpoints and under hooks
-    of the user's own on saved tensors. torch is as it was when nobody watches. Raises: ValueError
-    when this torch keeps the inputs of checkpoints in a way that is not known.
+    Calls of both kinds, reentrant or not, except calls inside of other checkpoints and calls under
+    the user's own hooks on saved tensors. While nobody watches, torch is unchanged. Raises:
+    ValueError when this torch holds the inputs of checkpoints in an unknown way.
     """
+    # torch's functions are replaced once, whatever the number of watchers.
     if not _watchers:
         _stop_telling.append(_tell_of_checkpoints())
     _watchers.append(watcher)
@@ -389,11 +394,11 @@ def watch_checkpoints(watcher: CheckpointWatcher) -> Callable[[], None]:
 
 
 _stop_telling: list[Callable[[], None]] = []
-"""One function while anyone watches: it gives torch its own functions back."""
+"""One function while anyone watches: it puts torch's own functions back."""
 
 
 def _tell_of_checkpoints() -> Callable[[], None]:
-    """Put our functions before torch's; returns what takes them away."""
+    """Put the engine's functions before torch's. Returns a function that removes them."""
     checkpoint: Any = torch_checkpoint
     frame_class: Any = getattr(checkpoint, "_CheckpointFrame", None)
     saver_class: Any = getattr(checkpoint, "_NoopSaveInputs", None)
@@ -430,7 +435,8 @@ def _tell_of_frames(frame_class: Any) -> Callable[[], None]:
         plain_save(frame, *args)
         if not _keeps_plainly():
             return
-        alive = weakref.ref(frame)  # the graph holds the frame, and nothing of ours may
+        # Weak: the graph holds the frame, and the engine must not keep the graph alive.
+        alive = weakref.ref(frame)
 
         def saved() -> list[Any]:
             found = alive()
@@ -459,7 +465,8 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
         saver = plain_apply(dummy, kwargs, *args)
         if not _keeps_plainly():
             return saver
-        alive = weakref.ref(saver)  # the frame of the call holds it, and the graph holds the frame
+        # Weak: the frame of the call holds the saver, and the graph holds the frame.
+        alive = weakref.ref(saver)
 
         def saved() -> list[Any]:
             found = alive()
@@ -471,7 +478,8 @@ def _tell_of_savers(saver_class: Any) -> Callable[[], None]:
         return saver
 
     def end() -> None:
-        del saver_class.apply  # torch's own is inherited
+        # torch's own is inherited, and visible again without this one.
+        del saver_class.apply
 
     saver_class.apply = staticmethod(apply)
     return end
@@ -501,18 +509,20 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
             call.keeps(lambda: list(node._raw_saved_tensors))  # type: ignore[attr-defined]
             for watcher in tuple(_watchers):
                 watcher.checkpoint_saved(call)
-            call.keeps(list)  # whoever holds the call does not hold the graph
+            # From here on whoever holds the call does not hold the graph.
+            call.keeps(list)
         return outputs
 
     def end() -> None:
-        del function_class.apply  # torch's own is inherited
+        # torch's own is inherited, and visible again without this one.
+        del function_class.apply
 
     function_class.apply = staticmethod(apply)
     return end
 
 
 def _keeps_plainly() -> bool:
-    """Whether what is saved now stays until backward, and no hooks of others take it."""
+    """Whether saved tensors stay until backward, and no saved-tensor hooks of others take them."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None
 

@@ -27,7 +27,7 @@ class EngineAccess:
         self._mode = mode
 
     def attach(self, pipeline: StepPipeline, saving: Saver) -> None:
-        """Take the parts whose faults are sticky; this object must exist before they can be made.
+        """Take the parts whose faults are sticky. They are made after this object, which they need.
         Called once, before anything else.
         """
         self._pipeline = pipeline
@@ -39,14 +39,15 @@ class EngineAccess:
             raise EngineClosed(
                 "the engine of this model was closed; build the model anew and offload that"
             )
+        # A fault of the background is raised by whatever comes next: no caller waited for it.
         self._pipeline.raise_fault()
         self._saving.raise_fault()
         # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
 
     def before_read(self, unit: Unit) -> None:
-        """Check the engine before the unit's values are read. Every gather comes here, so no call
-        in it is superfluous.
+        """Check the engine before the unit's values are read. Every gather calls it, so it does
+        nothing that is not needed.
         """
         self.check_open()
         # An update that ran ahead of its step is undone before anybody sees its parameters.

@@ -1,14 +1,14 @@
-"""Typed wiring of one engine: each part from those before it, in the order of a parameter's life.
+"""Typed wiring of one engine, in the order of a parameter's life. Each part takes earlier ones.
 
-    take_apart        ranks, device, units: what the model is
-    open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
-    fill_tiers        the model's values go there
-    choose_mode       when updates happen, which all that follows asks
-    build_grads       from autograd to the slots
+    take_apart        ranks, device, units
+    open_tiers        budget, gradient memory, swap files, executor, state store
+    fill_tiers        the model's values go to their tiers
+    choose_mode       the update mode, which all later parts call
+    build_grads       the way of gradients from autograd to their slots
     build_unsharder   gathers units, prefetches, evicts
     build_optimizer   step pipeline, registry, states, saves
     open_durable_run  commits that outlive the process
-    build_hooks       where torch calls the engine
+    build_hooks       the hooks by which torch calls the engine
 
 Collaborators are given by constructors. Where two parts need each other, the one that is made first
 gets the other by one call of `attach`: the update mode, the access checks, and the transaction in a
@@ -74,8 +74,8 @@ class Owner(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A model that was taken apart, on this rank. policy: with this rank's directories, and its
-    part of the bandwidths.
+    """Ranks, device and units of a model, on this rank. policy: with this rank's directories, and
+    its part of the bandwidths.
     """
 
     policy: Policy
@@ -175,7 +175,7 @@ def build_engine(
     tiers = open_tiers(split, seam, owner, undo)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
     fill_tiers(split, tiers, source)
-    # The mode comes first of the parts that behave: all that follows asks it.
+    # The mode is made before the gradients, the unsharder and the step, which all call it.
     mode = choose_mode(split, tiers)
     access = EngineAccess(split.comm, tiers.storage, mode)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
@@ -273,15 +273,16 @@ def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
 
 
 def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
-    """Write the model's values to their tiers, unit by unit. Blocks; collective. Raises:
-    PeerFailed, ValueError.
+    """Write the model's values to their tiers, unit by unit. Blocks; collective.
+
+    Raises: PeerFailed, ValueError.
     """
     for unit in split.units:
         fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
     source.fill_buffers(split.device.torch_device)
-    # From here on an error of one rank is met in collectives, no longer in the rendezvous.
+    # From here on collectives report the error of a rank, and no longer the rendezvous.
     split.resources.end_rendezvous()
-    # Each rank keeps a part; of different values the whole would be no rank's.
+    # Each rank stores a part: from different values the whole would be no rank's model.
     split.ranks.check_values()
 
 
@@ -327,8 +328,10 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
     """Build the way of gradients from autograd to their slots."""
     comm, ranks = split.comm, split.ranks
-    registry = GradRegistry(GradProxy.of,
-        comm.all_reduce_sum if comm.world > 1 else None, grad_offload=tiers.offload
+    registry = GradRegistry(
+        GradProxy.of,
+        comm.all_reduce_sum if comm.world > 1 else None,
+        grad_offload=tiers.offload,
     )
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
@@ -359,7 +362,7 @@ def build_unsharder(
     heap: Heap,
     timeline: Timeline,
 ) -> Unsharder:
-    """Build the cache of gathered units."""
+    """Build the unsharder, which gathers and evicts units."""
     return Unsharder(
         split.units,
         store=tiers.store,
@@ -431,7 +434,7 @@ def build_optimizer(
     )
     # Registered after the mode has its collaborators, so that it closes before them.
     undo.callback(mode.close)
-    # States have no optimizer yet; the registry prepares the jobs anew when one comes.
+    # No optimizer exists yet; the registry prepares the jobs anew when one is registered.
     pipeline.prepare_jobs(split.flats)
     states = States(store, unsharder, comm, wait=access.before_write)
     saving = Saver(
@@ -443,7 +446,7 @@ def build_optimizer(
         optimizer_of=registry.optimizer_of,
         mode=mode,
     )
-    # Gathers ask for the faults of updates and saves, which are made of what gathers.
+    # Each gather raises the faults of updates and saves; both are made from the unsharder.
     access.attach(pipeline, saving)
     return OptimizerParts(pipeline, registry, states, saving)
 
@@ -455,7 +458,7 @@ def open_durable_run(
     owner: Owner,
     undo: contextlib.ExitStack,
 ) -> DurableRun | None:
-    """Open the run that the swap files are part of; None where the policy is not durable."""
+    """Open the durable run to which the swap files belong; None if the policy is not durable."""
     run, space = tiers.storage.run, tiers.storage.space
     if run is None or space is None:
         return None

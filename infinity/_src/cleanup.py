@@ -1,8 +1,7 @@
-"""Ends that come whole.
+"""Clean-up that runs to its end, whatever fails.
 
-`run_all` takes every step of an end, whatever the others raise.
-`cancel_and_wait` gives up on reads:
-nothing may be on its way into memory that is about to be freed.
+`run_all` takes every step of a clean-up, whatever the others raise. `cancel_and_wait` gives up on
+reads: nothing may be on its way into memory that is about to be freed.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ log = logging.getLogger("infinity")
 
 @contextlib.contextmanager
 def run_all(*steps: Callable[[], object]) -> Iterator[None]:
-    """After the block, however that ends, take every step in turn, also after one that raised. What
-    failed first is raised; what fails after it is logged."""
+    """Take every step in turn after the block, however the block ends, and also after a step that
+    raised. The first failure is raised; later ones are logged."""
     failure: BaseException | None = None
     try:
         yield
@@ -40,8 +39,8 @@ def run_all(*steps: Callable[[], object]) -> Iterator[None]:
         if failure is not None:
             raise failure
     finally:
-        del failure  # its traceback holds this frame
-
+        # Its traceback holds this frame, and the frame holds it: a cycle that keeps memory alive.
+        del failure
 
 
 def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
@@ -52,11 +51,15 @@ def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
     """
     interrupt = None
     for ticket in tickets:
-        ticket.cancel()  # reads that no drive has begun are not made for nobody
+        # Reads that no drive has begun are not made at all.
+        ticket.cancel()
+        # A cancelled read may have begun: its memory is free only once it has ended.
         while not ticket.filled:
             try:
                 with contextlib.suppress(AioError):
                     ticket.wait_filled()
             except KeyboardInterrupt as error:
+                # Raised later by the caller: the memory is not free while a transfer may write
+                # there.
                 interrupt = error
     return interrupt

@@ -188,6 +188,7 @@ class Policy:
             raise ValueError(
                 f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more"
             )
+        # A commit must outlive the steps after it, so a second place is needed.
         if self.durable:
             object.__setattr__(self, "generations", 2)
         for field in ("delayed_warmup", "seed"):
@@ -195,6 +196,7 @@ class Policy:
             if type(value) is not int or value < 0:
                 raise ValueError(f"{field}={value!r}: give a whole number, 0 or more")
         object.__setattr__(self, "resident", self._resident())
+        # A string is a sequence of its letters, too.
         if isinstance(self.units, str):
             object.__setattr__(self, "units", (self.units,))
         if not (self.units is None or isinstance(self.units, Sequence)):
@@ -264,7 +266,7 @@ class Policy:
         return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
-        """Fields that cannot be honoured beside each other."""
+        """Refuse combinations of fields that exclude each other."""
         if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
                 "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "
@@ -387,6 +389,7 @@ class Policy:
                         "as '8GiB'"
                     )
                 parsed[key] = value
+            # 1 means one byte, where the user most likely means all.
             elif type(value) is int and value == 1:
                 raise ValueError(
                     f"resident[{key!r}]=1 would be one byte; write 1.0 for all of it, or a size "

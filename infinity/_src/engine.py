@@ -34,6 +34,7 @@ from infinity._src.params.materialize import Source
 from infinity._src.params.unit import Param
 from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
+from infinity._src.wording import listed
 from infinity.aio import Seam
 from infinity.errors import EngineClosed
 
@@ -51,7 +52,7 @@ def offload(
     load: Source | None = None,
     _seam: Seam | None = None,
 ) -> torch.nn.Module:
-    """Offload a model in place: from here on its parameters rest where `policy` says and are
+    """Offload a model in place: from here on its parameters rest on the tiers of `policy` and are
     gathered just in time.
 
     Returns the same module. load: the source of values, unit by unit, when the module is on the
@@ -88,9 +89,8 @@ def offload(
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
     if strided:
-        others = f" and {len(strided) - 3} more" if len(strided) > 3 else ""
         warnings.warn(
-            f"{', '.join(strided[:3])}{others}: dimensions are in another order in memory "
+            f"{listed(strided, 3)}: dimensions are in another order in memory "
             "(channels_last, transposed); offloaded "
             "they are contiguous, with the same values, and kernels that choose by the order may "
             "round otherwise",
@@ -110,8 +110,7 @@ def handle(model: torch.nn.Module) -> Handle:
 
 
 class Handle:
-    """The user's view of an offloaded model's engine. Methods block; one thread uses it at a time.
-    """
+    """The user's view of a model's engine. Methods block; one thread uses it at a time."""
 
     def __init__(
         self,
@@ -122,7 +121,7 @@ class Handle:
         seam: Seam | None,
     ) -> None:
         self.timeline = Timeline(spans_max=200_000)
-        self.extra: Any = None  # what durable runs and saves keep for the user
+        self.extra: Any = None  # the user's state, for durable runs and saves
         self.on_nonfinite = policy.on_nonfinite
         with contextlib.ExitStack() as undo:
             parts = build_engine(
@@ -149,7 +148,7 @@ class Handle:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
         self.parts.optimizer.registry.register(optimizer, params)
 
-    # -- what the user calls -----------------------------------------------------------------------
+    # -- methods for users -------------------------------------------------------------------------
 
     def gather(
         self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]
@@ -253,6 +252,7 @@ class Handle:
                 "handle.stats(): the engine of this model was closed; ask before close()"
             )
         return Stats.collect(
+            # Through the watch over the drives, whose forecast must include this moment.
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
             unsharder=self.unsharder,
@@ -312,13 +312,14 @@ class Handle:
                 "handle.close() inside handle.gather(): the writes of the block would be lost; "
                 "leave it first"
             )
+        # Hooks first, memory last: no forward may begin, and no transfer may be in flight.
         steps = (
             self.parts.lifecycle.detach,
             self.parts.tiers.executor.wait_all,
             self.unsharder.close,
             lambda: detach_params(self.parts.split.params),
         )
-        # All of these run, whatever fails: threads and files must not outlive the handle.
+        # All steps run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
@@ -344,15 +345,17 @@ class Handle:
     def check_state_dict(self, size_bytes: int) -> None:
         """Raise where a `state_dict()` of so many bytes cannot be made."""
         self.check_open()
+        # Units that a broken-off pass has left would count as in use.
         self.parts.lifecycle.recover()
         check_copies(size_bytes)
 
 
 @atexit.register
 def _close_all() -> None:
-    """Finish the steps that were taken and free, at exit. A fault is logged: no caller is left to
-    raise it to. Other ranks may be gone already, so nothing that needs them is done.
+    """Finish the steps that were taken, and free all engines, at exit. A fault is logged: no caller
+    is left to raise it to. Other ranks may have gone already, so nothing that needs them is done.
     """
+    # A copy: closing removes the handle from the set.
     for open_handle in list(_OPEN):
         try:
             open_handle.end(

@@ -127,6 +127,7 @@ def export_dcp(
     target = Path(directory)
     with contextlib.ExitStack() as undo:
         writer: DCPWriter | None = None
+        # Each part is a rendezvous: when one rank fails, all raise, and none waits for it.
         with Rendezvous(comm, f"making {target}"):
             if comm.rank == 0:
                 writer = DCPWriter(target)
@@ -142,6 +143,7 @@ def export_dcp(
             value = whole.merged(
                 lambda param: read_value(of, param, masters=masters and param in every)
             )
+            # Written one at a time: only one parameter is in memory.
             put([((keys[0], whole.name), value)])
             for pair in tensors_of(whole, every, keys, with_master=not masters):
                 put([pair])
@@ -188,6 +190,7 @@ def load_dcp(
             files = DCPFiles(Path(directory))
             undo.callback(files.close)
             part = ModelPart(files, keys[0])
+            # Everything is matched before anything is written, on all ranks.
             matched = match(model, of.units, part, strict=strict)
             states = (
                 match_states(files, keys[1], _held(of, opt), strict=strict)
@@ -261,6 +264,7 @@ def _load(model: torch.nn.Module, opened: Callable[[], NamedTensors], *, strict:
         check_idle(of.units)
         source = opened()
         matched = match(model, of.units, source, strict=strict)
+    # Only when every rank could open and match: none is half loaded alone.
     with Rendezvous(comm, f"loading {source.label}"):
         take_in(of, source, matched)
     return matched.left_out

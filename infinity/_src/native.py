@@ -34,8 +34,7 @@ else:
 
 
 def __getattr__(name: str) -> Any:
-    # Only names that the module lacks come here, so calls into a loaded extension cost nothing
-    # more.
+    # Python calls this for missing names only: a loaded extension costs nothing more.
     if name in ("ffi", "lib"):
         raise ImportError(_reason)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -83,6 +82,7 @@ def isas() -> tuple[str, ...]:
     """List the instruction sets that this machine can run, plainest first."""
     if not available():
         return ()
+    # Selecting is the only way to ask, so the choice is put back afterwards.
     before = isa()
     found = tuple(name for name in ISA_NAMES if lib.inf_isa_select(name.encode()))
     select_isa(before)

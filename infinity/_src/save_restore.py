@@ -44,6 +44,7 @@ def save(
     goes wrong later is raised by `.wait()`, or else by the next call that meets the engine.
     """
     of = handle(model)
+    # A save begins between steps: no update may be pending.
     of.flush()
     kept = extra if extra is not None else of.extra
     return of.saving.begin(
@@ -77,6 +78,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     run = of.durable
     own = run is not None and source.resolve() == run.files.home.resolve()
     if run is not None and own:
+        # The first step of this process has replaced what the directories held.
         if run.begun and (run.files.before is not None or of.pipeline.steps):
             raise ValueError(
                 f"the durable run in {directory} goes on in this process: what was there before is "
@@ -84,6 +86,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
             )
         if run.before is None:
             return Restored(0, None, "", ())
+        # Going on without the optimizer would lose its states at the next commit.
         if not opt and run.has_states and of.policy.durable != "new":
             raise ValueError(
                 f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "

@@ -175,11 +175,11 @@ class Stats:
     commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: what this rank
     sent of weights and of gradients, to ranks of its node (inside) and of others (across),
     comm_wait_s: time that backward waited for reductions;
-    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: kept shards of
-    gathered weights (hpz, or stage 3 on the device), feedback_bytes: what rounding of gradients
-    took (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it, h2d_s,
-    d2h_s: while at least one such copy was under way (all four 0 where the CPU computes; gradients
-    that an update on the device reads where they wait are no copies, and not counted);
+    whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: secondary
+    shards of gathered weights (hpz, or stage 3 on the device), feedback_bytes: rounding errors of
+    gradients (error_feedback); h2d_bytes, d2h_bytes: copied to a GPU that computes and from it,
+    h2d_s, d2h_s: while at least one such copy was under way (all four 0 where the CPU computes;
+    gradients that an update on the device reads where they wait are no copies, and not counted);
     activations: see `ActivationFigures`; terms: a step against its limits, None before there were
     two, and where the device updates;
     drives: bytes and more for each drive.
@@ -263,8 +263,8 @@ class Stats:
         return record
 
     def __str__(self) -> str:
-        """For people: what is held, phase by phase where a step's time goes, η against both limits,
-        the drives."""
+        """Text for people: memory, the time of a step by phase, η against both limits, the
+        drives."""
         parts = ", ".join(f"{name} {format_size(size)}" for name, size in self.ram_parts.items())
         held = format_size(self.ram_bytes) + (f" ({parts})" if parts else "")
         lines = [
@@ -334,6 +334,7 @@ class Stats:
         run. ranks: what only several of them have, by field.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
+        # No limits are known for updates inside `opt.step()` on the device.
         terms = None
         if update is not None:
             known, clock = bandwidths or {}, unsharder.clock
@@ -395,6 +396,6 @@ def drive_figures(
 
 
 def _sum(values: list[float | None]) -> float | None:
-    """The sum; None when there is nothing or something is not known."""
+    """Return the sum; None if there are no values, or one is not known."""
     known = [value for value in values if value is not None]
     return sum(known) if known and len(known) == len(values) else None

@@ -1,4 +1,4 @@
-"""Storage of a model's states: swap files, the executor with its pools, the chunks in them. Opened
+"""Storage of a model's states: swap files, the executor with its pools, and the state store. Opened
 and closed together.
 """
 
@@ -28,7 +28,7 @@ from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_e
 from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
-"""Period of the looks at the drives within a step: an executor remembers 64 seconds."""
+"""Seconds between two observations within a step: an executor remembers 64 seconds."""
 
 
 def check_activations(policy: Policy, device: Device) -> None:
@@ -53,8 +53,8 @@ def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> N
 
 
 class Storage:
-    """Executor and states at rest, and the watch over their drives. `undo` gets the closing calls,
-    in the right order.
+    """Executor and state store, and the watch over their drives. `undo` gets the closing calls, in
+    the right order.
     """
 
     def __init__(
@@ -68,11 +68,12 @@ class Storage:
         node_resources: NodeResources,
         rank: int = 0,
     ) -> None:
-        # First: memory that is allocated from here on comes from the device's node.
+        # First: memory that is allocated from here on comes from the NUMA node of the device.
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
-        # All ranks come here, so those that share drives measure them at the same time.
+        # All ranks check here, so ranks that share drives go on to measure them together.
         node_resources.check_memory(plan.ram_bytes)
         self._device = device
+        # Registered first, so closed last: the executor must be closed before the device.
         undo.callback(device.close)
         settings = policy.io_settings
         space = None
@@ -88,8 +89,8 @@ class Storage:
         layers = (0, 0)
         if policy.durable:
             assert space is not None, "Policy sees to it that there are directories"
-            # A durable run has two layers of files of its own, beside the swap file of values that
-            # need not last.
+            # A durable run has two layers of files of its own. The swap file beside them has values
+            # that need not outlive the process.
             self.run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
             undo.callback(self.run.close)
             for _ in layers:
@@ -158,6 +159,7 @@ class Storage:
         self._activations = Activations(
             self._shelf, model, units, timeline, self._device.torch_device, frames=frames
         )
+        # Closed before the store whose bytes it holds: `undo` runs in reverse.
         undo.callback(self._activations.close)
         return self._activations
 
@@ -169,6 +171,7 @@ class Storage:
         """Return the bytes of activations that were read from the drives and written there,
         including those in flight.
         """
+        # Copies to CPU memory touch no drive.
         if not isinstance(self._shelf, NvmeActivationStore):
             return 0, 0
         return self._shelf.fetched_bytes, self._shelf.stored_bytes
@@ -189,6 +192,7 @@ class Storage:
         """
         if self._activations is not None:
             self._activations.step_ended()
+        # The watch forecasts what a step writes, so it looks once per step.
         self.observe(steps)
 
     def observe(self, steps: int) -> ExecutorStats:
@@ -202,8 +206,8 @@ class Storage:
         return stats
 
     def observe_sometimes(self) -> None:
-        """Observe as `observe`, if the last time is long ago: within a step of minutes nothing else
-        looks.
+        """Observe if `OBSERVE_S` have passed since the last time. Nothing else observes within a
+        step, which may take minutes.
         """
         if time.monotonic() - self._observed_s > OBSERVE_S:
             self.observe(self._steps)

@@ -56,6 +56,7 @@ def configure_logging(level: str | None = None) -> None:
         raise ValueError(
             f"log level {chosen!r} is not known; set INFINITY_LOG to {', '.join(LEVELS)}"
         )
+    # A handler of an earlier call is found, so lines are not doubled.
     for handler in logger.handlers:
         if isinstance(handler.formatter, _RankFormatter):
             break
@@ -169,6 +170,7 @@ class Timeline:
             "traceEvents": events,
         }
         target = Path(path)
+        # Renamed when it is whole: a reader never sees half a trace.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
             partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
@@ -327,8 +329,8 @@ class PhaseFigures:
 
     @property
     def compute_s(self) -> float:
-        """Time less waits. What computed beside updates and reads was slowed by them, and counts as
-        it was."""
+        """Time without waits. Updates and reads beside it slow computation down, and are not taken
+        out."""
         return self.seconds - self.wait_s
 
     def __add__(self, other: PhaseFigures) -> PhaseFigures:
@@ -400,6 +402,7 @@ class PhaseClock:
         if phase == "forward" and self._after_step:
             phase, self._after_step = "first forward", False
         before = self._close()
+        # The next training forward is the first of a step.
         if before == "step":
             self._after_step = True
             self._steps += 1
@@ -429,6 +432,7 @@ class PhaseClock:
             marks.d2h_s - at.d2h_s,
         )
         self._totals[phase] += passed
+        # Not before the first step, which traces and fills pools.
         if self._quiet and phase in ("first forward", "forward") and self._steps:
             self._quiet_forward += passed
         if phase != "idle":

@@ -51,8 +51,9 @@ class GradBuffers:
         return self._shards.size_bytes
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for those of these flats that have none yet. Memory that exists is kept, with
-        the gradients in it."""
+        """Make room for the flats that have none yet. Memory that exists stays, with the gradients
+        in it."""
+        # A flat that spills has windows instead (`SpilledGradients`).
         self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
     def spill(
@@ -86,6 +87,7 @@ class GradBuffers:
         on "meta"."""
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
         if self.spills(param.flat):
+            # On meta: the slot takes size and dtype from it; the values are in the windows.
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
@@ -94,23 +96,26 @@ class GradBuffers:
         return shard[start : start + numel]
 
     def place_slot(self, param: Param) -> None:
-        """Move the storage of a parameter's slot to where `shard_of` says, with its values. Blocks.
+        """Move the storage of a parameter's slot to the memory of `shard_of`, with its values.
+        Blocks.
 
         Raises: AioError; the slot then is as it was.
         """
         assert param.grad is not None
+        # Once only: the slot's values are in the buffer from then on.
         if param in self._placed or not (param.flat in self._shards or self.spills(param.flat)):
             return
         slot = param.grad
         backing, before = slot.backing, slot.tensor
         try:
             if self.spilled is not None and param.flat in self.spilled:
+                # Before the move, which writes through the window of this slot.
                 self.spilled.add_slot(param, slot)
                 slot.move_to(self.shard_of(param), self.spilled)
             else:
                 slot.move_to(self.shard_of(param), None)
         except BaseException:
-            # No window could be had: the values are where they were.
+            # No window was free for the values, which are still where they were.
             slot.undo_move(before, backing)
             raise
         self._placed.add(param)
@@ -128,9 +133,9 @@ class UnreducedGrads:
     """Whole gradients of one rank, which micro-batches inside `no_sync` add up and the last one
     reduces over the ranks.
 
-    ZeRO stage 1 does that, and every stage with accumulate="local": one reduction for a step, for
-    the memory of the whole model's gradients. They are added in the dtype in which gradients wait,
-    as a plain loop would. One thread uses it at a time. dtype_of: that dtype, for each flat.
+    For ZeRO stage 1, and every stage with accumulate="local": they save all reductions but one per
+    step, and cost the memory of the whole model's gradients. Sums have the dtype in which gradients
+    wait, as in a plain loop. One thread uses it at a time. dtype_of: that dtype, for each flat.
     """
 
     def __init__(self, dtype_of: Callable[[Flat], torch.dtype]) -> None:
@@ -139,7 +144,7 @@ class UnreducedGrads:
         self._zeroed: dict[Unit, set[Param]] = {}  # parameters whose sum the loop set to zeros
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for those of these flats that have none yet. Raises: MemoryError."""
+        """Make room for the flats that have none yet. Raises: MemoryError."""
         self._sums.allocate(flats)
 
     @property
@@ -160,14 +165,15 @@ class UnreducedGrads:
         present = self._present.setdefault(param.unit, set())
         source = grad.detach().reshape(-1).to("cpu")
         with torch.no_grad():
+            # The first is copied, so that clearing costs no pass over memory.
             total.add_(source.to(total.dtype)) if param in present else total.copy_(source)
         present.add(param)
+        # A real term has come, so the sum is no longer one of zeros alone.
         self._zeroed.get(param.unit, set()).discard(param)
 
     def zero(self, param: Param) -> None:
-        """Set the sum of a parameter to zeros. It goes on waiting for the reduction, even if the
-        parameter is not used again before that: other ranks expect one gradient from each rank,
-        or from none."""
+        """Set the sum of a parameter to zeros. The parameter still takes part in the reduction,
+        even if it is not used again: either all ranks have a gradient of it, or none has."""
         self.drop(param)
         self._zeroed.setdefault(param.unit, set()).add(param)
 
@@ -241,6 +247,8 @@ class DevicePrefetch:
 
     def backward_end(self) -> None:
         """A backward has ended, or was broken off. Blocks as `unit_done` does."""
+        # Also after a backward that broke off: slots tell by this number whether the gradient of
+        # the running backward has come.
         self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)

@@ -2,7 +2,7 @@
 
     backward -> GradSlot.accumulate(grad)           the gradient is copied (or added) into the slot
     p.grad   -> GradProxy (shape, dtype, device, no storage), one per slot, reused every step
-    loop     -> clip, unscale, `p.grad *= s`        answered from a cached norm and kept as a log
+    loop     -> clip, unscale, `p.grad *= s`        norms are cached; scalings go into a log
     step     -> raise to fp32, replay the log       the bits of the same loop on fp32 gradients
 
 A stand-in answers or raises: no operation on it is ever skipped.
@@ -28,6 +28,7 @@ class GradProxy(torch.Tensor):
 
     slot: GradSlot
 
+    # Straight to `__torch_dispatch__`: its table knows aten operators alone.
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
@@ -76,7 +77,7 @@ class GradProxy(torch.Tensor):
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise_unsupported(self.slot.name, "deepcopy")
 
-    # These reach the storage without passing the dispatcher, and would hand out a null pointer.
+    # These reach the storage past the dispatcher, and would return a null pointer.
     def data_ptr(self) -> NoReturn:
         raise_unsupported(self.slot.name, "data_ptr")
 
@@ -117,7 +118,7 @@ def _name_in(values: object) -> str:
     return next((name for name in map(_name_in, children) if name), "")
 
 
-# -- what the stand-in answers: aten operator -> handler -------------------------------------------
+# -- operators that a stand-in supports ------------------------------------------------------------
 
 
 def _norm_tensor(
@@ -144,8 +145,10 @@ def _foreach_norm(
     ours = [grad for grad in grads if isinstance(grad, GradProxy)]
     if dtype not in (None, torch.float32):
         raise_unsupported(ours[0].slot.name, f"_foreach_norm in {dtype}")
+    # Checked here: `norms` takes the norm of an empty slot for 0.
     for grad in ours:
         grad.slot._require_held("norm")
+    # One call for all: on several ranks it is one reduction.
     values = ours[0].slot.registry.norms([grad.slot for grad in ours], float(order))
     norms = iter(torch.tensor(values, dtype=torch.float32, device=ours[0].device).unbind())
     return [
@@ -219,6 +222,7 @@ def _unscale(
     plain = [grad for grad in grads if not isinstance(grad, GradProxy)]
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+    # As torch does: finiteness is that of the gradient before it is unscaled.
     slots = [grad.slot for grad in grads if isinstance(grad, GradProxy)]
     if not slots[0].registry.finite(slots):
         found_inf.fill_(1.0)
@@ -227,6 +231,7 @@ def _unscale(
 
 
 def _alias(grad: GradProxy) -> GradProxy:
+    # `detach()` and views of autograd alias it; `GradSlot.reconcile` knows them by the slot.
     return GradProxy.of(grad.slot, grad.device)
 
 

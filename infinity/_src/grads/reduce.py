@@ -60,6 +60,7 @@ class PendingReduce:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
         self.op.wait()
+        # Not earlier: the lane reads these gradients until the op is done.
         self.held.clear()
         found = []
         flags = iter(self.present.tolist())
@@ -76,7 +77,7 @@ class ReduceScatter:
 
     flats: those that learn from the start. dtype_of: the dtype in which gradients wait.
     reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
-    error_feedback: the rounding errors of qgz are kept in CPU memory and added to the next
+    error_feedback: the rounding errors of qgz stay in CPU memory and are added to the next
     gradients.
     """
 
@@ -114,7 +115,7 @@ class ReduceScatter:
         """Shapes of the error-feedback buffers, one per reduction level: (parts, elements)."""
         shard = flat.layout.shard_numel
         first = (flat.layout.world, shard)
-        # With several nodes of several ranks an exchange has two levels: in the node, then across.
+        # Several nodes of several ranks: an exchange has two levels, inside the node, then across.
         return [first] if min(nodes, local_world) == 1 else [first, (nodes, shard)]
 
     @property
@@ -151,6 +152,7 @@ class ReduceScatter:
             torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
             for flat in flats
         ]
+        # A copy: `PendingReduce.shards` clears it once the lane has read the gradients.
         held = dict(gradients)
 
         def work(exchange: Exchange) -> None:
@@ -183,6 +185,7 @@ class ReduceScatter:
             wholes.append(list(whole.view(flat.layout.world, -1)))
         flags = present.to(means[0].device)
         exchange.all_reduce_or(flags)
+        # `PendingReduce.shards` reads it behind `op`: a parameter counts if any rank has used it.
         present.copy_(flags)
         if not self._qgz:
             exchange.reduce_scatter_mean(wholes, means)
@@ -202,6 +205,7 @@ class ReduceScatter:
         )
         for flat, errors in taken.items():
             for kept, error in zip(self._errors[flat], errors, strict=True):
+                # On the CPU `to` has copied nothing: the kernels changed the errors in place.
                 if kept is not error:
                     kept.copy_(error)
 
@@ -228,8 +232,8 @@ def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dty
 
 
 def _title(unit: Unit) -> str:
-    """Name of a reduction, which all ranks compare before it starts. A rank that trains other
-    parameters of the unit has another name, and is found out."""
+    """Name a reduction. All ranks compare the name before it starts, so a rank that trains other
+    parameters of the unit stops them with an error."""
     flags = bytes(param.gathered.requires_grad for param in unit.params)
     if all(flags):
         return f"gradients of {unit.name}"
@@ -243,6 +247,7 @@ def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     if not terms:
         target.zero_()
         return
+    # In the dtype of the first, which is that of the waiting sum, as on one rank.
     first, *others = terms
     for other in others:
         first.view(-1).add_(other.reshape(-1).to(first))
@@ -256,10 +261,10 @@ REDUCING_UNITS = 2
 class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
-    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, where
-    the policy keeps such. grad_offload: copies gradients from a device that adds further ones up.
-    mode: gets each complete gradient (this rank's part of it), and is told of units that went idle
-    before their gradients were reduced.
+    reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, if the
+    policy has them. grad_offload: copies gradients from a device that adds up further ones. mode:
+    gets each complete gradient (this rank's part), and learns of units that went idle before their
+    gradients were reduced.
     """
 
     def __init__(
@@ -362,8 +367,8 @@ class GradReducer:
             self._reduce(unit)
 
     def backward_end(self) -> None:
-        """Reduce the gradients that no use claimed, in the order of units, and finish all that is
-        under way. Blocks."""
+        """Reduce the gradients that no use claimed, in the order of units, and finish all
+        reductions. Blocks."""
         if self._comm.world > 1:
             if self._in_no_sync:
                 for unit in list(self._fresh):
@@ -374,6 +379,7 @@ class GradReducer:
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)
+            # The loop reads `p.grad` next, so all means must be in their slots.
             self._finish(0)
         if self._prefetch is not None:
             self._prefetch.backward_end()
@@ -382,6 +388,7 @@ class GradReducer:
 
     def reset(self) -> None:
         """Forget what an interrupted backward left. Blocks until nothing of it is under way."""
+        # Gradients of a backward that broke off are not complete.
         self._fresh.clear()
         self._fresh_bytes = 0
         while self._pending:
@@ -399,14 +406,15 @@ class GradReducer:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, gradients add up in this rank's whole sums, if the policy keeps such."""
+        """Inside, gradients add up in this rank's whole sums, if the policy has them."""
         if self._unreduced is not None:
             self.allocate()  # flats that were thawed, and that no optimizer holds
-            # Slots in one order on all ranks, whichever of their parameters each uses.
+            # Slots are made in one order on all ranks, whichever parameters each rank uses.
             for unit in self._units:
                 for param in unit.params:
                     if param.flat.learns:
                         self.slot(param)
+        # Restored, not cleared: contexts may be nested.
         before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
         try:
             yield
@@ -430,6 +438,7 @@ class GradReducer:
         """Raise RuntimeError while whole sums of this rank wait for a reduction."""
         if self._unreduced is None:
             return
+        # A sum that the loop has cleared waits for nothing.
         for unit in self._units:
             self._drop_cleared(unit)
         params = (param for unit in self._units for param in unit.params)
@@ -454,7 +463,9 @@ class GradReducer:
     def replace(self, param: Param, part: torch.Tensor) -> None:
         """Make `part` (this rank's) the whole gradient; on several ranks all do. Raises: the error
         of the mode's `before_assign`; then the gradient is as it was."""
+        # First: it raises where the gradient would come too late, and nothing has changed then.
         self._mode.before_assign(param)
+        # Empties the slot in `accumulate`, which would add to its gradient otherwise.
         param.at_rest.grad = None
         self.accumulate(param, part)
         # The tensor is the loop's, which may change it from here on.
@@ -469,8 +480,8 @@ class GradReducer:
         param.at_rest.grad = slot.stand_in
 
     def forget(self) -> None:
-        """The states were restored to those of another step: drop error feedback and unreduced
-        sums, which belong to the gradients before."""
+        """Drop error feedback and unreduced sums: the states were restored to another step, and
+        these belong to earlier gradients."""
         if self._reduce_scatter is not None:
             self._reduce_scatter.forget()
         if self._unreduced is not None:
@@ -504,6 +515,7 @@ class GradReducer:
                 # The loop has cleared the gradient since the last one: the old sum must not count.
                 self._unreduced.drop(param)
             self._unreduced.add(param, grad)
+            # The loop must see a gradient now, though its values come with the reduction.
             if param.at_rest.grad is None:
                 param.at_rest.grad = slot.stand_in
 
@@ -512,6 +524,8 @@ class GradReducer:
         assert self._unreduced is not None
         for param in unit.params if self._unreduced.any(unit) else ():
             slot = param.grad
+            # A slot that is not `unreduced` any more was emptied since, whatever `p.grad` shows
+            # now.
             if (
                 param.at_rest.grad is None
                 or slot is None
@@ -533,6 +547,7 @@ class GradReducer:
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)
         self._pending.append(self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh)))
+        # Each unit that is under way holds its fresh gradients in device memory.
         self._finish(REDUCING_UNITS)
 
     def _finish(self, but: int) -> None:
@@ -542,6 +557,7 @@ class GradReducer:
             pending = self._pending.popleft()
             self._fresh_bytes -= pending.size_bytes
             start = time.perf_counter()
+            # Oldest first: the mode gets gradients in the same order on all ranks.
             shards = pending.shards(self._comm.rank)
             self.wait_s += time.perf_counter() - start
             for param, part in shards:
@@ -550,7 +566,8 @@ class GradReducer:
                 self._mode.grad_ready(param, part)
             self._flush_unit(pending.unit)
             if pending.unit.refs == 0:
-                # The unit went idle before its gradients were here: the mode is told again.
+                # The unit went idle before its gradients were reduced, so the mode must learn again
+                # that it is free.
                 self._mode.unit_released(pending.unit)
 
 

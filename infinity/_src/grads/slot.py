@@ -36,6 +36,7 @@ LogEntry = tuple[str, float]
 
 def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
     """Apply the log in place to an fp32 tensor, one rounding per entry."""
+    # One operation per entry: factors multiplied first would round differently from the loop.
     for kind, factor in log:
         value.mul_(factor) if kind == "mul" else value.div_(factor)
     return value
@@ -110,22 +111,22 @@ class GradBacking(Protocol):
 
 
 class SlotReader(Protocol):
-    """Reader of a slot's storage, to be asked before the storage is written: an update under way,
-    or one that may be taken back to what lies there."""
+    """Reader of a slot's storage, asked before the storage is written: an update that is under way,
+    or one that may be taken back and done again from it."""
 
     def before_write(self, slot: GradSlot, /) -> None:
         """Return when the slot may be written. Blocks for as long as that takes."""
 
 
 class ReadByUpdate:
-    """Reader that is an update under way. One object serves all slots that the update reads."""
+    """Reader that is a running update. One object serves all slots that the update reads."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
     def before_write(self, _slot: GradSlot) -> None:
         """Block until the update is done."""
-        # Nearly always it is: no further call then.
+        # Nearly always it is done, and this spares a call.
         if not self._ticket.done:
             wait_through(self._ticket)
 
@@ -190,6 +191,7 @@ class GradSlot:
 
         Spilled: read back if need be, and valid until another slot's is asked for.
         """
+        # The copy from the device may still be filling the storage.
         self.wait_d2h()
         return self._tensor if self.backing is None else self.backing.read(self)
 
@@ -203,11 +205,11 @@ class GradSlot:
 
     @property
     def guarded(self) -> bool:
-        """Whether somebody is asked before the storage is written."""
+        """Whether a reader is asked before the storage is written."""
         return self._reader is not None
 
     def guard(self, reader: SlotReader | None) -> None:
-        """Ask `reader` before the storage is written, from now on; None: nobody."""
+        """Ask `reader` before the storage is written, from now on; None: ask nobody."""
         self._reader = reader
 
     @property
@@ -228,6 +230,7 @@ class GradSlot:
     def move_to(self, tensor: torch.Tensor, backing: GradBacking | None) -> None:
         """Change to other memory of the same size, or to a backing (`tensor` then is on the meta
         device). Values go along."""
+        # Read before the backing changes: `tensor` asks the one that is set.
         values = self.tensor if self.state is SlotState.HELD else None
         self.backing, self.tensor = backing, tensor
         if values is not None:
@@ -254,6 +257,7 @@ class GradSlot:
 
         Raises: RuntimeError if `current` is the stand-in of another parameter.
         """
+        # Nearly every call: the loop has left `p.grad` alone.
         if current is self.stand_in and not self._overwritten:
             return self.state
         if current is None:
@@ -266,6 +270,7 @@ class GradSlot:
                 )
         else:
             self._assign(current)
+        # Still set: `current` is the old stand-in or an alias, since anything else has cleared it.
         if self._overwritten:
             raise RuntimeError(
                 f"{self.name}.grad was taken away, and put back after other gradients came: it had "
@@ -280,6 +285,7 @@ class GradSlot:
                 f"{self.name}.grad was replaced by a tensor of shape {tuple(grad.shape)}; the "
                 f"engine takes one of shape {tuple(self.shape)}, and only on one rank"
             )
+        # Else the tensor would be added to the gradient that it replaces.
         self.empty()
         self.accumulate(grad)
         # The tensor is the loop's, which may change it from here on.
@@ -292,10 +298,12 @@ class GradSlot:
         """
         self._refuse_consumed()
         source = grad.detach() if grad.requires_grad else grad
+        # An update that is under way may still read the gradient before this one.
         self._before_write()
         if self.registry.grad_offload is not None and source.device == self.stand_in.device:
             self._accumulate_on_device(source, self.registry.grad_offload)
             return
+        # This gradient is added in CPU memory: the sum on the device would miss it.
         self.cancel_prefetch()
         target = self._shaped
         if source.shape != target.shape:
@@ -306,6 +314,7 @@ class GradSlot:
             self.state = SlotState.HELD
             self._accumulations = 1
         else:
+            # A sum cannot be scaled afterwards by a factor meant for its first part.
             if self.log:
                 self._apply_log()
             target.add_(source if source.device == target.device else source.to(target.device))
@@ -325,8 +334,9 @@ class GradSlot:
             )
 
     def expect_reduction(self, current: torch.Tensor | None) -> bool:
-        """Note that a gradient of this rank has come which is reduced later. current: the value of
-        `p.grad`. Returns whether it is the first since the slot was cleared, or reduced."""
+        """Note a gradient of this rank that is reduced later. current: the value of `p.grad`.
+        Returns whether it is the first one since the slot was cleared or reduced."""
+        # Before `empty`, which clears the mark.
         first = not self.unreduced or current is None
         if current is None:
             self.empty()
@@ -397,10 +407,12 @@ class GradSlot:
     def empty(self) -> None:
         """Forget the gradient, as `p.grad = None` does. The storage is left alone: an update may
         still read it."""
+        # `accumulate` takes the norm with the last gradient of a step, and learns from this count
+        # which one that is.
         if self.state is SlotState.HELD:
             self._accumulations_before = max(1, self._accumulations)
         self.cancel_prefetch()
-        # The unreduced sum goes, too: `GradReducer` drops it when it meets the cleared slot.
+        # The unreduced sum goes, too: `GradReducer` drops it for a slot that is not `unreduced`.
         self.state, self.unreduced = SlotState.EMPTY, False
         self._accumulations = 0
         self.log.clear()
@@ -408,8 +420,8 @@ class GradSlot:
         self._overwritten = False
 
     def mark_overwritten(self) -> None:
-        """Empty a spilled slot that is in no `p.grad`, because its place is taken by other
-        gradients. An old stand-in that is put back into `p.grad` is an error from then on."""
+        """Empty a spilled slot that is in no `p.grad`, because other gradients take its place.
+        Putting its old stand-in back into `p.grad` is an error from then on."""
         self.empty()
         self._overwritten = True
 
@@ -449,6 +461,7 @@ class GradSlot:
                 f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; "
                 "multiply the factors first and scale once"
             )
+        # The norm before the first factor: `_bounded` proves finiteness from it without a pass.
         if not self.log:
             self._raw_norm = self._known_norm()
         self.log.append((kind, value))
@@ -476,6 +489,7 @@ class GradSlot:
         finite for all. Saves a pass over gradients that were clipped."""
         if not self.log or self._raw_norm is None:
             return False
+        # Rounded as the elements are, so that the bound holds for each of them.
         bound = self._raw_norm
         for kind, value in self.log:
             if not math.isfinite(value) or (kind == "div" and value == 0.0):
@@ -545,6 +559,7 @@ class GradSlot:
 
     def _apply_log(self) -> None:
         """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
+        # The copy on the device has no log applied, and cannot be the sum any more.
         self.cancel_prefetch()
         with self.registry.scratch_lock:
             start = 0
@@ -569,6 +584,7 @@ class GradSlot:
         # One operation, which raises to fp32 on the way, with the same bits as below.
         if self._small and not self.log:
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
+        # The scratch is shared, and autograd has a thread for each device.
         with self.registry.scratch_lock:
             norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
         if len(norms) == 1:
@@ -654,6 +670,7 @@ class GradRegistry:
         """
         if not order > 0:
             raise_unsupported(slots[0].name, f"a norm of order {order}")
+        # One rank: the part is the whole.
         if self._reduce_sum is None:
             return [slot.part_norm(order) for slot in slots]
         if math.isinf(order):
@@ -684,6 +701,7 @@ class GradRegistry:
         once, however often asked."""
         if not isinstance(value, torch.Tensor):
             return to_fp32(float(value))
+        # A clipping coefficient scales every gradient: reading it from the device once is enough.
         cached = self._factor
         if cached is not None and cached[0] is value and cached[1] == value._version:
             return cached[2]

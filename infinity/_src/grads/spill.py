@@ -62,7 +62,7 @@ class SpilledGradients:
         size_bytes: int,
         device: Device,
     ):
-        """dtypes: of the gradients of each flat that spills. count, size_bytes: windows, as
+        """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as
         planned."""
         self._store = store
         self._device = device
@@ -93,6 +93,7 @@ class SpilledGradients:
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
+        # The old windows may go, so the gradients in them must be on NVMe.
         self.flush()
         if count > len(self._windows) or size_bytes > len(self._windows[0].memory):
             made = _make_windows(count, size_bytes)
@@ -108,13 +109,14 @@ class SpilledGradients:
         """Serve the slot of a parameter of a spilled flat."""
         self._params[slot] = param
 
-    # -- what slots ask (see `grad_slot.GradBacking`) ----------------------------------------------
+    # -- GradBacking: calls of slots ---------------------------------------------------------------
 
     def read(self, slot: GradSlot) -> torch.Tensor:
         """Return the slot's values, in a window: valid until the next call. Blocks while they are
         read."""
         param = self._params[slot]
         window = self._window_of(param.flat, slot)
+        # The gradient that it was prefetched for has come: the window may be given away again.
         window.ahead = False
         start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
         itemsize = self._dtypes[param.flat].itemsize
@@ -126,12 +128,13 @@ class SpilledGradients:
         tensor = self.read(slot)
         param = self._params[slot]
         window = self._windows_of[param.flat]
+        # The drive still reads this memory.
         self._end_write(window)
         window.dirty = True
         self._accumulated.setdefault(param.flat, set()).add(param)
         return tensor
 
-    # -- what backward tells -----------------------------------------------------------------------
+    # -- calls of backward and step ----------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
         """Start reading the unit's gradients of earlier micro-batches, if a window is free. Does
@@ -184,6 +187,7 @@ class SpilledGradients:
             for each in self._windows
             if each.flat is not None and unit in (None, each.flat.unit)
         ]
+        # All writes begin before the first one is waited for.
         for window in windows:
             assert window.flat is not None
             self._start_write(window.flat)
@@ -191,6 +195,7 @@ class SpilledGradients:
             self._end_write(window)
         for flat in [each for each in self._fresh if unit in (None, each.unit)]:
             self._fresh.remove(flat)
+            # Updates do not read gradients that the loop has cleared.
             if self._is_wanted(flat):
                 self._store.grads_read_bytes += self._moved_bytes(flat)
 
@@ -233,12 +238,13 @@ class SpilledGradients:
             self._store.grads_read_bytes += self._moved_bytes(flat)
             return
         for param in flat.params:
-            # Held, but in no `p.grad` any more: the write of this window will overwrite its values.
+            # Held, but in no `p.grad` any more: writing this window will overwrite its values.
             if param.grad is not None and param.grad.state is SlotState.HELD:
                 param.grad.mark_overwritten()
 
     def _free_window(self) -> _Window | None:
         """Return a window that can be had without waiting, or None."""
+        # A failed write keeps its window: its values are nowhere else, and `_end_write` raises.
         for window in self._windows:
             if window.writing is not None and window.writing.done and not window.writing.failed:
                 window.writing = None
@@ -338,7 +344,7 @@ class SpilledGradients:
                 window.dirty = True
             window.writing = None
 
-    # -- which values there are --------------------------------------------------------------------
+    # -- sections ----------------------------------------------------------------------------------
 
     def _section(self, flat: Flat) -> int:
         return len(self._store[flat].sections) - 1
@@ -369,7 +375,6 @@ class SpilledGradients:
 
 def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_Window]]:
     slab = Slab(count * size_bytes)
-    # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's do
-    # not.
+    # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
     memory = torch.from_numpy(slab.array(np.uint8))
     return slab, [_Window(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)]

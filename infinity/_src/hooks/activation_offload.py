@@ -10,9 +10,9 @@ The last HELD_CALLS calls of a forward are the first of its backward: their inpu
 never written. Inputs of several calls (a mask, the output of an encoder) stay too: each is one
 tensor, however many calls there are.
 
-torch.utils.checkpoint keeps inputs as SavedTensors. Exactly those that move get hooks, so nothing
-else that autograd saves is touched. Torch checks no versions of tensors with such hooks, so it is
-done here: a witness shares the counter, not the memory.
+torch.utils.checkpoint holds inputs as SavedTensors. Only the SavedTensors of inputs that move get
+hooks; nothing else that autograd saves is touched. Torch checks no versions of tensors with such
+hooks, so it is done here: a witness shares the counter, not the memory.
 
 A `Boundary` belongs to the graphs that saved it. When the last of them is gone, it leaves `Remains`
 in a queue, from which the engine frees its bytes.
@@ -104,6 +104,7 @@ class Boundary:
         self.original = weakref.ref(tensor)
         self.version = version_of(tensor)
         self.witness = version_witness(tensor)
+        # Detached: the graph holds the boundary, which must not hold the graph.
         self.source: torch.Tensor | None = tensor.detach()
         self.stored: StoredBytes | None = None
         self.target: torch.Tensor | None = None  # [lead + span] of dtype
@@ -121,6 +122,7 @@ class Boundary:
     def view(self) -> torch.Tensor:
         """Return the tensor, as it was laid out, in the target."""
         assert self.target is not None
+        # The same strides and offset as at first: kernels then sum in the same order.
         with torch.no_grad():
             return torch.empty(0, dtype=self.dtype, device=self.target.device).set_(
                 self.target.untyped_storage(), self.lead, self.shape, self.stride
@@ -178,7 +180,7 @@ class ActivationFigures:
     stored_bytes: sent to their tier; fetched_bytes: brought back; rest_bytes_peak: the most that
     lay there; held_bytes_peak: the most in memory at once (inputs at the turning point, on their
     way out, prefetched); wait_s: time that forward waited for room and backward for bytes; calls:
-    checkpointed calls seen; kept: tensors of theirs that stay where they are.
+    checkpointed calls seen; kept: inputs of these that stay where they are.
     """
 
     stored_bytes: int = 0
@@ -210,9 +212,9 @@ class RunningForward(Protocol):
 class Activations:
     """Boundary activations of one model.
 
-    store: keeps them. units: of `model`. frames: tell whether a forward of it runs.
+    store: holds their bytes. units: of `model`. frames: say whether a forward of it runs.
 
-    Raises: ValueError when this torch keeps the inputs of checkpoints in a way that is not known.
+    Raises: ValueError when this torch holds the inputs of checkpoints in an unknown way.
     """
 
     def __init__(
@@ -254,7 +256,7 @@ class Activations:
         self._said = False
         self._unwatch = watch_checkpoints(self)
 
-    # -- what checkpoints tell ---------------------------------------------------------------------
+    # -- calls of checkpoints and hooks ------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """Implement `CheckpointWatcher`: note the call, whose module is entered next."""
@@ -276,6 +278,7 @@ class Activations:
         call = getattr(self._here, "call", None)
         if call is None:
             return
+        # Only the next module belongs to the call, so it is forgotten here.
         self._here.call = None
         if call.owner is None:
             here = {id(tensor) for tensor in tensors.in_arguments(args, kwargs)}
@@ -294,6 +297,7 @@ class Activations:
             return
         with self._lock:
             self._collect()
+            # No backward runs here, so prefetched inputs are left over.
             self._drop_fetched()
             self._raise_fault()
             self._seen += 1
@@ -307,6 +311,7 @@ class Activations:
                 return
             self._calls[call.number] = call
             self._recent.append(call.boundaries)
+            # The last calls are the first of backward: their inputs stay in memory.
             while len(self._recent) > HELD_CALLS:
                 for ref in self._recent.popleft():
                     gone = ref()
@@ -319,11 +324,12 @@ class Activations:
                         self._start_store(gone)
 
     def _boundary(self, tensor: torch.Tensor, call: Call) -> Boundary | None:
-        """Return the boundary of a tensor that `call` saved; None for one that stays as torch keeps
-        it."""
+        """Return the boundary of a tensor that `call` saved; None for one that stays in memory."""
         known = self._by_tensor.get(id(tensor))
+        # An id may be used again, and a modified tensor is another value.
         if known is not None and known.original() is tensor and known.version == version_of(tensor):
             if known.call is not call and not known.shared:
+                # An input of several calls would come and go with each: it stays.
                 known.shared = True
                 if known.source is None:
                     known.source = tensor.detach()
@@ -362,7 +368,7 @@ class Activations:
         )
 
     def _start_store(self, boundary: Boundary) -> None:
-        """Start copying a boundary to the store. Waits while too many bytes are under way."""
+        """Start copying a boundary to the store. Waits while too many bytes are being copied."""
         size = boundary.span_bytes
         while self._storing and sum(b.span_bytes for b in self._storing) + size > max(
             STORING_BYTES_MAX, 2 * size
@@ -382,6 +388,7 @@ class Activations:
             boundary.stored = self._store.store(boundary.source.data_ptr(), size)
             self._stores.append((boundary.stored, label))
         except BaseException as error:
+            # Without a record of the copy nobody could wait for it later.
             if boundary.stored is None:
                 if not isinstance(error, AioError):
                     self._store.wait_all()  # interrupted: the transfer may have begun all the same
@@ -399,6 +406,7 @@ class Activations:
             self._watch_task()
             self._collect()
             boundary.check_version()
+            # Backward has gone past the other calls: their memory is free again.
             for other in list(self._fetched.values()):
                 if other.given and other.call is not boundary.call:
                     self._drop_target(other)
@@ -409,6 +417,7 @@ class Activations:
                     )
                 return boundary.source
             self._raise_fault()
+            # Its own fetch first: those of earlier calls must not delay it.
             if boundary.source is None:
                 self._start_fetch(boundary, Priority.DEMAND)
             self._prefetch(boundary.call)
@@ -419,7 +428,7 @@ class Activations:
             try:
                 self._wait(boundary.fetch, label, faults=True)
             except AioError:
-                self._drop_target(boundary)  # the next who wants it reads again
+                self._drop_target(boundary)  # a later backward reads it again
                 raise
             boundary.given = True
             return boundary.view()
@@ -432,6 +441,7 @@ class Activations:
         if boundary.target is not None:
             return
         assert boundary.stored is not None
+        # Autograd saves what it is handed, and refuses inference tensors.
         with torch.inference_mode(False):
             target = torch.empty(
                 boundary.lead + boundary.span, dtype=boundary.dtype, device=self._device
@@ -443,6 +453,7 @@ class Activations:
             start = target.data_ptr() + boundary.lead * boundary.dtype.itemsize
             boundary.fetch = self._store.fetch(boundary.stored, start, priority)
         except BaseException as error:
+            # The transfer may have begun, and writes to memory that is freed next.
             if isinstance(error, KeyboardInterrupt):
                 self._store.wait_all()
             self._drop_target(boundary)
@@ -489,6 +500,7 @@ class Activations:
         more."""
         if boundary.fetch is not None:
             boundary.fetch.cancel()
+            # A transfer may still write there: `_collect` frees the memory later.
             if not boundary.fetch.filled:
                 boundary.unwanted = True
                 return
@@ -504,6 +516,7 @@ class Activations:
         ]:
             self._storing.remove(boundary)
             assert boundary.stored is not None
+            # After a failed write memory has the only copy.
             if not boundary.stored.written.failed and not boundary.shared:
                 boundary.source = None
                 self._held_bytes -= boundary.span_bytes
@@ -545,6 +558,7 @@ class Activations:
         if self._fault is None:
             return
         (ticket, label), self._fault = self._fault, None
+        # The drive refuses writes now; the next store lets it try again.
         self._broken = True
         try:
             ticket.wait()
@@ -589,8 +603,8 @@ class Activations:
             )
 
     def close(self) -> None:
-        """End the watch. No transfer may be under way. Graphs that live can run backward only as
-        far as their inputs are in memory."""
+        """Stop watching checkpoints. No transfer may be under way. Graphs that still live can run
+        backward only as far as their inputs are in memory."""
         self._unwatch()
         with self._lock:
             # Sources that are stored by now leave memory, also if no call came by since.

@@ -30,13 +30,13 @@ CHUNK_BYTES = 2 * CHUNK_NUMEL
 like."""
 
 _SUM_BYTES = 16 << 10
-_FIRST_KEY = 1 << 62  # chunks of states count from 0
+_FIRST_KEY = 1 << 62  # keys are unique: chunks of states count from 0
 
 
 @dataclasses.dataclass(eq=False)
 class StoredBytes:
-    """Stored copy of `size_bytes` bytes, or one on its way. written: tells when the source may be
-    freed."""
+    """Stored copy of `size_bytes` bytes, or one under way. written: once it is filled, the source
+    may be freed."""
 
     size_bytes: int
     written: Ticket
@@ -109,7 +109,7 @@ class NvmeActivationStore:
         self._device = device or Device(torch.device("cpu"))
         self._space = space
         self._sums_on = sums_on
-        # Free places by size. The size that was used last comes last.
+        # Free places by size. The size that became free last comes last.
         self._free: dict[int, list[StoredOnNvme]] = {}
         self._freed: list[StoredOnNvme] = []  # freed while a transfer still used them
         self._key = _FIRST_KEY
@@ -121,6 +121,7 @@ class NvmeActivationStore:
     def store(self, address: int, size_bytes: int) -> StoredOnNvme:
         """Start copying; see `ActivationStore.store`. Raises: SwapFullError when the drives have no
         room."""
+        # First: places that have become free are used again before files grow.
         self._collect()
         if size_bytes in self._free:
             stored = self._reuse(size_bytes)
@@ -129,6 +130,7 @@ class NvmeActivationStore:
             stored.written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
         else:
             self._drop_idle(size_bytes)
+            # Room was given back first, so that the files stay about as large as they are.
             ids, starts, places, sums = self._define(size_bytes)
             written = self._move(JobKind.STORE, ids, starts, address, Priority.WRITEBACK)
             stored = StoredOnNvme(
@@ -165,6 +167,7 @@ class NvmeActivationStore:
             if not stored.idle:
                 self._freed.append(stored)
             elif stored.broken:
+                # A place with a failed transfer is not used again.
                 self._drop(stored)
             else:
                 # Newest size last: `_drop_idle` begins with the size unused for longest.
@@ -237,6 +240,7 @@ class NvmeActivationStore:
         jobs["mask"] = 1 | self._device.mask
         jobs["base"] = -1
         jobs["ptr"][:, 0] = starts + np.uint64(address)
+        # Kernels that still write the source, or read the target, come first.
         self._device.behind()
         return self._executor.submit(jobs, priority=priority)
 
@@ -246,12 +250,12 @@ class HostActivationStore:
     several threads at once.
 
     It grows in the first steps to the size that they need, which depends on the batch. Slabs are
-    used again, by size; slabs of sizes that nobody wants any more go when others are needed.
+    used again, by size. A slab of another size frees all that are unused.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # Free slabs by size. The size that was used last comes last.
+        # Free slabs by size. The size that became free last comes last.
         self._free: dict[int, list[StoredInHostMemory]] = {}
         self._used: set[StoredInHostMemory] = set()
         self._freed: list[StoredInHostMemory] = []
@@ -317,12 +321,14 @@ class HostActivationStore:
                 del self._free[size_bytes]
             return found.slab
         while self._free:
+            # Pinned memory of sizes that the batch no longer has would only add up.
             for stored in self._free.pop(next(iter(self._free))):
                 self._drop(stored)
         slab = Slab(size_bytes)
         try:
             self._device.pin(slab)
         except BaseException:
+            # Nobody else has the slab yet.
             slab.close()
             raise
         self._rest_bytes += slab.size_bytes

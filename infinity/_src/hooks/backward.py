@@ -38,11 +38,14 @@ class BackwardUse:
 
     def start(self, _grads: object = None) -> None:
         """Prehook of the nodes that made the call's outputs."""
+        # Several outputs call it; the first one starts the use. Another task is a nested or a later
+        # backward, which needs the units again.
         if not self.active or self.task != graph_task_id():
             self.backward.start(self)
 
     def finish(self, _grad: object = None) -> None:
         """Hook of the call's inputs."""
+        # Several inputs call it; the gradient of the first one finishes the use.
         if self.active and self.task == graph_task_id():
             self.backward.finish(self)
 
@@ -50,17 +53,19 @@ class BackwardUse:
         """Finish when the gradient of the first of `inputs` is complete. Called before forward
         modifies them.
 
-        device: of the units. Nodes of other devices have their own queue, and no order against
-        these.
+        device: of the units. Nodes of other devices run in a queue of their own, in no order
+        relative to these.
         """
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
                 tensor.register_hook(self.finish)
 
     def hook_outputs(self, outputs: list[torch.Tensor], first_node: int) -> None:
-        """Start when backward reaches one of `outputs`. first_node: sequence number when the call
-        began. Nodes made before it were only passed through: starting at them would gather the
-        units again after they are done."""
+        """Start when backward reaches one of `outputs`.
+
+        first_node: sequence number when the call began. Outputs with an earlier node were inputs
+        that the call passed through: starting at them would gather the units again after their use.
+        """
         for tensor in outputs:
             node = tensor.grad_fn
             if node is None:
@@ -139,7 +144,7 @@ class Backward:
             self._end_use(use)
 
     def task(self) -> list[BackwardUse]:
-        """Active uses of the graph task that runs now; made when it is first met."""
+        """Return the active uses of the running graph task, which the first call in it notes."""
         task = graph_task_id()
         uses = self._tasks.get(task)
         if uses is None:
@@ -147,12 +152,13 @@ class Backward:
             first = not self._tasks
             uses = self._tasks[task] = []
             queue_callback(lambda: self._end_task(task))
+            # The task is noted by now, so that `reset` finds the backward if this raises.
             if first:
                 self._unsharder.backward_start()
         return uses
 
     def reset(self) -> None:
-        """Release what a backward that raised left."""
+        """Release the units that a broken-off backward has left in use."""
         with self._lock:
             tasks, self._tasks = self._tasks, {}
             for uses in tasks.values():
@@ -169,12 +175,15 @@ class Backward:
             uses = self._tasks.get(task, [])
             while uses:
                 self._end_use(uses.pop())
+            # A nested task that ends is no end of the backward around it.
             if not self._tasks.keys() - {task}:
                 self._unsharder.backward_end()
             self._tasks.pop(task, None)
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
+        # Before the release: update="backward" then updates the unit if `unit_done` has counted
+        # all of its uses.
         try:
             for slots in use.held:
                 self._unsharder.unit_done(slots.unit)
@@ -192,8 +201,8 @@ class Backward:
             raise failure
 
     def grad_hook(self, param: Param) -> Callable[[torch.Tensor], None]:
-        """Make a post-accumulate hook that hands the gradient of a gathered parameter to the
-        residency."""
+        """Make a post-accumulate hook that passes the gradient of a gathered parameter to the
+        unsharder."""
 
         def accumulate(tensor: torch.Tensor) -> None:
             grad = tensor.grad
@@ -203,6 +212,7 @@ class Backward:
             # The gathered leaf never keeps a gradient: slots do, and the memory is freed at once.
             tensor.grad = None
             with self._lock:
+                # A backward runs, also where no use of this model has started yet.
                 self.task()
                 self._unsharder.accumulate_grad(
                     param, grad if grad.layout is torch.strided else grad.to_dense()

@@ -5,9 +5,9 @@
     lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the
               innermost frame
     backward  see `infinity._src.hooks.backward`
-    between   `gather()` opens windows, `state_dict` copies, all else raises `ParameterReleased`
+    between   `gather()` opens windows, `state_dict` copies, other reads raise `ParameterReleased`
 
-The life cycle decides when a unit must be gathered; the residency decides which others are.
+The life cycle decides when a unit must be gathered; the unsharder decides which other units are.
 References to a unit are active uses, active frames and open windows.
 """
 
@@ -174,6 +174,7 @@ class Lifecycle:
         Blocks until they are gathered. Views kept past the end are undefined.
         """
         self._require_open("gather()")
+        # Units that a broken-off pass has left would count as in use.
         self.recover()
         return open_windows(self, params)
 
@@ -187,6 +188,7 @@ class Lifecycle:
         """Release the units that a broken-off forward or backward has left. Does nothing while one
         runs."""
         left = not self._frames[-1].alive if self._frames else self._backward.running
+        # Inside a backward the uses belong to it, and are not left over.
         if left and graph_task_id() == NO_TASK:
             self.reset()
 
@@ -199,6 +201,7 @@ class Lifecycle:
             try:
                 self._reset()
             finally:
+                # Also when the reset fails: hooks must not call an engine that is closed.
                 for handle in self._handles:
                     handle.remove()
                 self._handles.clear()
@@ -219,6 +222,7 @@ class Lifecycle:
                 self._backward.task()  # a backward runs, also where it has met no unit yet
                 refs.check_version(window=False)
 
+        # The check comes first: it runs before autograd accumulates.
         window.tensor.register_hook(check)
         window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
 
@@ -241,6 +245,7 @@ class Lifecycle:
         holds the unit.
         """
         refs = self._refs[param.unit]
+        # No frame: a recompute may call `forward` past all hooks.
         if not self._frames:
             return param.gathered if refs.acquired and graph_task_id() != NO_TASK else None
         frame = self._frames[-1]
@@ -249,6 +254,7 @@ class Lifecycle:
         if not refs.acquired:
             with self._lock:
                 refs.acquire()
+                # The frame releases it together with its own units.
                 frame.held.append(refs)
         return param.gathered
 
@@ -266,6 +272,7 @@ class Lifecycle:
         window = self.windows.get(param)
         if window is not None:
             window.tensor.requires_grad_(flag)
+        # A parameter that was frozen until now has no hook.
         self._hook_grad(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
@@ -277,8 +284,8 @@ class Lifecycle:
     # -- forward -----------------------------------------------------------------------------------
 
     def _hook_modules(self) -> list[RemovableHandle]:
-        """Hook the modules of units, and all above them: a parent's frame holds the parameters that
-        the parent looks up itself."""
+        """Hook the modules of units, and all modules above them. The frame of a parent holds the
+        parameters that the parent looks up itself."""
         for unit in self.units:
             for module in unit.modules:
                 self._hooked.setdefault(module, []).append(self._refs[unit])
@@ -294,6 +301,8 @@ class Lifecycle:
         before = Hook(self._before_forward, self.units)
         after = Hook(self._after_forward, self.units)
         handles = []
+        # `prepend`: users' pre hooks may use parameters. `always_call`: an exception in forward
+        # must not leave the frame on the stack.
         for module in self._hooked:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
@@ -316,6 +325,8 @@ class Lifecycle:
                 # One by one: if a later unit fails, the post hook releases those before it.
                 frame.held.append(refs)
             if torch.is_grad_enabled():
+                # Before forward, which may modify its inputs in place: hooks would then miss their
+                # gradients.
                 frame.use = BackwardUse(self._backward)
                 frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
@@ -348,6 +359,7 @@ class Lifecycle:
         self, module: torch.nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
     ) -> None:
         with self._lock:
+            # Popped before anything can raise: the frame must not stay on the stack.
             frame = self._pop(module)
             if frame is None:
                 return
@@ -371,6 +383,7 @@ class Lifecycle:
         caller = calling_module_frame()
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
+            # A module may call itself: the Python frame of the call tells its frames apart.
             if frame.module is module and (
                 frame.caller is None or caller is None or frame.caller is caller
             ):
@@ -389,6 +402,7 @@ class Lifecycle:
         if watch is not None:
             found += watch.found()
         use = frame.use or BackwardUse(self._backward)
+        # Units that were gathered on demand inside the call are among these.
         use.held = tuple(frame.held)
         for refs in use.held:
             self.unsharder.use_left(refs.unit)
@@ -436,6 +450,7 @@ class Lifecycle:
             raise failure
 
     def _reset(self) -> None:
+        # Other ranks may wait in a collective for what this one has broken off.
         if self._frames or self._backward.running:
             self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
@@ -476,10 +491,10 @@ def attach(
     """Replace the parameters of `units` in `model` by sharded parameters, and run their life cycle
     with hooks.
 
-    The residency must already hold the values: the original parameters are dropped here. Sets
+    The values must already be on their tiers: the original parameters are dropped here. Sets
     `at_rest` and `gathered` of every Param. where: names the tier of a parameter in errors.
-    check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: is told of every
-    hooked module's forward, and looks at the same `frames`.
+    check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: notes every hooked
+    module's forward, and looks at the same `frames`.
 
     Raises: ValueError when a parameter already has a gradient.
     """

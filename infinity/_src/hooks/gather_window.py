@@ -63,6 +63,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
         for unit in units:
             refs = lifecycle.refs_of(unit)
             refs.add_ref()
+            # Before the check: the `finally` below drops the reference if it raises.
             held.append(refs)
             refs.check_version(window=True)
         for param in params:
@@ -76,6 +77,8 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
         well = True
     finally:
         try:
+            # After an exception other ranks may not close these windows: a collective would wait
+            # for them.
             _close(lifecycle, opened, together=well)
         finally:
             for refs in reversed(held):
@@ -83,18 +86,18 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
 
 
 def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
-    """Close windows and keep the writes made through them. All are closed even if a write fails;
-    the first failure is raised. After StepUndone nothing is kept: the windows showed values of the
-    step that was undone. After RankFailed nothing more is kept: ranks would differ.
+    """Close windows and store the writes made through them. All are closed even if a write fails;
+    the first failure is raised. After StepUndone or RankFailed nothing more is stored.
 
-    together: all ranks close these windows now. A write of one rank is then kept by all: a
-    collective that fills the others' windows (`dist.broadcast`) is no write that torch counts.
+    together: all ranks close these windows now. All of them then store what one has written: torch
+    counts no write when a collective (`dist.broadcast`) fills the windows of the others.
     """
     for window in opened:
         refs = lifecycle.refs_of(window.param.unit)
         refs.note_window_writes()
         refs.windows.remove(window)
         del lifecycle.windows[window.param]
+        # A graph made from the window must raise in backward: its values are released by then.
         bump_version(window.tensor)
     failure: Exception | None = None
     written = [window.written for window in opened]
@@ -103,6 +106,7 @@ def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> Non
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):
+        # Not after these two: the window showed values of an undone step, or ranks would differ.
         if is_written and not isinstance(failure, StepUndone | RankFailed):
             try:
                 lifecycle.unsharder.write_alike(window.param, window.tensor.detach())

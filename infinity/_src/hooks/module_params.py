@@ -25,7 +25,7 @@ from infinity.errors import ReplacedOutsideEngine
 OnDemand = Callable[[Param], "torch.Tensor | None"]
 Read = Callable[[Param], torch.Tensor]
 
-# Access of `UnitRefs` past the methods below, as fast as a plain dict.
+# `UnitRefs` goes past the methods below: as fast as a plain dict.
 look = dict.get
 put = dict.__setitem__
 
@@ -54,6 +54,7 @@ class ModuleParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)
+        # A gathered parameter lies in the dict itself: no look-up is needed then.
         if type(value) is ShardedParameter:
             gathered = self.on_demand(value.infinity_link.param)
             if gathered is not None:
@@ -65,6 +66,7 @@ class ModuleParameters(dict[str, Any]):
         return self[name] if name in self else default  # noqa: SIM401  `self[name]` may gather
 
     def _outside(self) -> dict[str, Any]:
+        # At-rest parameters over gathered ones: iteration must not depend on a running forward.
         return {**{name: dict.__getitem__(self, name) for name in self}, **self.at_rest}
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
@@ -168,6 +170,7 @@ def install(
     installed = Installed()
     replaced: dict[int, ShardedParameter] = {}
     originals: list[torch.Tensor] = []  # kept alive to the end: `replaced` is keyed by id()
+    # All are checked before the first is replaced: an error leaves the model as it was.
     for unit in units:
         for param in unit.params:
             module, attr = param.sites[0]
@@ -280,6 +283,7 @@ def detach_params(params: Iterable[Param]) -> None:
         if param.grad is not None:
             param.grad.empty()
             param.grad.guard(None)
+            # The loop may hold the stand-in, and through it the slot: its memory must not live on.
             param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
             param.at_rest.grad = None
         for leaf in (param.gathered, param.at_rest):

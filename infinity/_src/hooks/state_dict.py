@@ -48,10 +48,12 @@ def hook_state_dict(
     total_bytes = sum(param.numel * param.dtype.itemsize for param in params)
 
     def before_root(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
+        # Before the first copy: half of a state dict must not fill the memory.
         if check is not None and not keep_vars:
             check(total_bytes)
 
     def before_root_load(_module: torch.nn.Module, *args: Any) -> None:
+        # torch passes (state_dict, prefix, local_metadata, ...).
         _refuse_assign(args[2])
 
     handles.append(model.register_state_dict_pre_hook(before_root))
@@ -85,6 +87,7 @@ def _hook_module(
     def before_save(_module: torch.nn.Module, _prefix: str, keep_vars: bool) -> None:
         if keep_vars:
             return
+        # A submodule may be saved alone, without the hook of the root.
         if check is not None:
             check(own_bytes)
         parameters.save_next = True
@@ -100,6 +103,7 @@ def _hook_module(
         parameters.load_next = True
 
     def after_load(_module: torch.nn.Module, _incompatible: Any) -> None:
+        # A parameter that the state dict lacks was not copied to: its next `copy_` is the user's.
         parameters.load_next = False
         for value in parameters.at_rest.values():
             value.infinity_link.loading = False
@@ -118,6 +122,7 @@ def _share_copy(destination: dict[str, Any], key: str, param: Param) -> None:
     """Put the copy that was saved under another name at `key`: tied names share one tensor, as in
     any state dict."""
     for own in param.names:
+        # `key` may have a prefix: the model can be a part of the one that is saved.
         if not key.endswith(own):
             continue
         root = key[: len(key) - len(own)]

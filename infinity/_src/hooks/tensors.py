@@ -36,8 +36,9 @@ def in_output(output: Any) -> list[torch.Tensor]:
     """Return every tensor in a module's output: containers, dataclasses and objects with a
     `__dict__` are searched.
 
-    None may be missed: backward gathers the unit when it reaches one of them.
+    A missed tensor would be an error: backward gathers the unit when it reaches one of them.
     """
+    # The usual output, without the search below.
     if type(output) is torch.Tensor:
         return [output]
     found: list[torch.Tensor] = []
@@ -45,7 +46,7 @@ def in_output(output: Any) -> list[torch.Tensor]:
     pending: list[Any] = [output]
     for value in pending:
         if isinstance(value, torch.Tensor):
-            # Of logits that are not computed: the way to their graph.
+            # Logits that are computed later have no graph of their own; their inputs lead to it.
             found.extend(getattr(value, "infinity_inputs", (value,)))
             continue
         if type(value) in _ATOMS or id(value) in seen or len(seen) > _OBJECTS_MAX:
@@ -100,6 +101,7 @@ class AttributeWatch:
         """Return the tensors with a graph that the attributes hold now."""
         found = []
         for index, (attributes, count, names) in enumerate(self._watched):
+            # An attribute has been added or removed, so the names are listed anew.
             if len(attributes) != count:
                 self._watched[index] = self._list(attributes)
                 names = self._watched[index][2]

@@ -26,8 +26,8 @@ class Window:
     """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
     own.
 
-    The counter tells of writes. It is bumped on closing, so that backward raises for a graph made
-    from the window: the values that it saved are released by then.
+    The counter shows writes. Closing bumps it, so that backward raises for a graph made from the
+    window: the values that the graph saved are released by then.
     """
 
     def __init__(self, param: Param) -> None:
@@ -82,21 +82,24 @@ class UnitRefs:
     def add_ref(self) -> None:
         """Count a reference; blocks until the unit is gathered."""
         unit = self.unit
+        # A unit in use stays gathered: only its version may be another one than this pass needs.
         if unit.refs == 0:
             self._unsharder.unshard(unit)
             assert unit.state is UNSHARDED, f"{unit.name} was unsharded and is {unit.state}"
         else:
             self.check_version(window=False)
+        # Counters belong to values: they change with the generation, not with each gather.
         if self._stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
             self._stamped_generation = unit.generation
         if self.windows:
             self.note_window_writes()
+        # Last: an error above must leave the count as it was.
         unit.refs += 1
 
     def check_version(self, *, window: bool) -> None:
-        """Raise if a training pass would take what `gather()` shows; or, with `window`, the
-        reverse."""
+        """Raise if a training pass would compute with the values of `gather()`; with `window`: if
+        `gather()` would show those of training."""
         if self._unsharder.mixes(self.unit, window=window):
             raise RuntimeError(
                 f"a training forward or backward beside handle.gather() of {self.unit.name}: "
@@ -112,6 +115,7 @@ class UnitRefs:
         assert unit.refs > 0, f"{unit.name} was released more often than it was held"
         unit.refs -= 1
         if unit.refs == 0:
+            # Forward wrote to a weight: the values at rest are right, and are read again.
             if self._spoilt:
                 self._spoilt = False
                 self._unsharder.invalidate(unit)
@@ -120,6 +124,7 @@ class UnitRefs:
     def acquire(self) -> None:
         """Add a reference, and put the gathered parameters into the modules."""
         if self._acquired == 0:
+            # Before the gather: a replaced parameter would be trained on past the engine.
             self._check_modules()
             self.add_ref()
             for parameters, attr, _, tensor in self._sites:
@@ -134,6 +139,7 @@ class UnitRefs:
         self._acquired -= 1
         written: list[str] = []
         if self._acquired == 0:
+            # Before `drop_ref`, after which the unit may be evicted.
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
             versions = [tensor._version for tensor in self._gathered]
@@ -148,6 +154,7 @@ class UnitRefs:
                 ]
                 self._spoilt = True
                 self._stamped_generation = None
+        # Before the error: it must not leave the unit in use.
         self.drop_ref()
         if written and check:
             raise WeightWritten(

@@ -49,13 +49,13 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         write(item, buffer)       starts writing; without `write` the buffer is free at once
         finish(item, buffer)      progress, checks; the write is waited for if this raises
 
-    Instead of `read`, `look_ahead` may be told the next `ahead` items, the coming one first, and
-    start reads of its own; then a buffer is taken only when its item is transformed. `reusable`
-    waits until a buffer's write has taken its bytes. `read_failed` is told of a read that failed,
-    which is then neither transformed nor written; without it `run` raises.
+    Instead of `read`, `look_ahead` may get the next `ahead` items, the coming one first, and start
+    reads of its own; then a buffer is taken only when its item is transformed. `reusable` waits
+    until a buffer's write has taken its bytes. `read_failed` gets an item whose read failed; the
+    item is neither transformed nor written. Without it `run` raises.
 
-    Items are taken from their iterator as late as reads allow, so that it may decide then which one
-    comes next.
+    Items are taken from their iterator as late as reads allow, so the iterator can decide late
+    which one comes next.
     """
 
     def __init__(
@@ -83,8 +83,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._read_failed = read_failed
         self._free = deque(buffers)
         assert self._free, "a pipeline has a buffer"
-        # Queues of what is under way, oldest first. What is in one is waited for, however `run`
-        # ends.
+        # Queues, oldest first. Transfers in a queue are waited for, however `run` ends.
         self._waiting: deque[ItemT] = deque()  # known to `look_ahead`
         self._reading: deque[tuple[ItemT, BufferT, Ticket]] = deque()
         self._writing: deque[tuple[BufferT, Ticket]] = deque()
@@ -102,7 +101,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
                 if well:
                     self._transform(item, buffer)
                 if well and self._write is not None:
-                    # In the queue before anything else may raise: the memory is not free until the
+                    # In the queue before anything else may raise: the buffer is not free until the
                     # write has ended.
                     self._writing.append((buffer, self._write(item, buffer)))
                 else:
@@ -144,7 +143,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         try:
             ticket.wait()
         except AioError as error:
-            # A verification tells all damage and goes on; everything else stops at the first fault.
+            # A verification reports all damage and goes on; other uses stop at the first fault.
             if self._read_failed is None:
                 raise
             self._read_failed(item, error)
@@ -169,9 +168,7 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         self._free.append(buffer)
 
     def _wait_for_all(self) -> None:
-        """Return when no transfer is in flight. Errors are dropped: the first one is on its way to
-        the caller.
-        """
+        """Return when no transfer is in flight. Drops errors: the caller gets the first one."""
         # `wait`, not `reusable`: nothing may be in flight, the write-back included.
         for ticket in [each[-1] for each in self._reading] + [each[-1] for each in self._writing]:
             with contextlib.suppress(AioError):
@@ -248,7 +245,7 @@ class ChunkBuffer:
             self._at.append(size)
             # Sections begin at multiples of 64, so they are aligned for every dtype.
             size += round_up(section.size_bytes(numel), 64)
-        # Kept, and grown to the largest chunk only: later ones allocate nothing.
+        # Memory only grows, up to the largest chunk: smaller ones allocate nothing.
         if self._memory.numel() < size:
             self._memory = torch.empty(size, dtype=torch.uint8)
 

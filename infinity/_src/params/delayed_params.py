@@ -1,4 +1,4 @@
-"""Delayed parameters: the step computes with them while the update before it is still on its way.
+"""Delayed parameters: a step computes with them while the update before it is still running.
 
     opt.step() t     waits for update t-1, then for each unit
                          reads hi into its delayed parameters   (step t+1 computes with these)
@@ -42,6 +42,7 @@ class DelayedParams:
 
     def allocate(self, flats: Sequence[Flat]) -> None:
         """Make room for those of these flats that have none yet."""
+        # New memory has no values: `refresh` reads them before training computes with them.
         self._stale.update(self._shards.allocate(flats))
 
     @property
@@ -60,10 +61,10 @@ class DelayedParams:
         return self.active and any(flat in self._tickets for flat in unit.flats)
 
     def refresh(self, unit: Unit) -> bool:
-        """Start reading the unit's values at rest, before the update that is submitted next.
-        Returns whether they had changed.
+        """Start reading the unit's values at rest, before its next update is submitted. Returns
+        whether they had changed.
 
-        The updates before must have been waited for. Does not block.
+        Earlier updates must have been waited for. Does not block.
         """
         # Reads are submitted before the update, and the executor keeps the order of a chunk's jobs.
         stale = [flat for flat in unit.flats if flat in self._stale]
@@ -77,6 +78,7 @@ class DelayedParams:
         """Note that an update of the unit was submitted: values at rest are newer from the next
         step.
         """
+        # Only marked: the step that is about to run still computes with the values before.
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
     def copy_to(self, unit: Unit, rank: int) -> None:
@@ -87,17 +89,20 @@ class DelayedParams:
         """
         with torch.no_grad():
             for flat in unit.flats:
+                # The other flats have no delayed values; `Unsharder._fill` reads them from their
+                # tier.
                 if flat in self._tickets:
                     self._tickets[flat].wait_filled()
                     start = rank * flat.layout.shard_numel
                     flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
-        """Replace elements [start, start + len) of a shard, as was done at rest already. Blocks
-        until a read has ended. Does nothing where training does not compute with delayed values.
+        """Replace elements [start, start + len) of a shard, after the values at rest were replaced.
+        Blocks until a read has ended. Does nothing for a flat without delayed values.
         """
         if not self.active or flat not in self._tickets:
             return
+        # A read that is under way would write the old value over the new one.
         self._tickets[flat].wait()
         with torch.no_grad():
             self._shards[flat][start : start + values.numel()].copy_(values)

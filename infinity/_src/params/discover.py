@@ -37,6 +37,7 @@ from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
 from infinity._src.sizes import format_size
+from infinity._src.wording import listed
 from infinity.aio._memory_limits import cgroup_limit_bytes
 from infinity.aio._records import CHUNK_NUMEL
 
@@ -84,8 +85,8 @@ class ParamEntry:
 
 @dataclasses.dataclass(eq=False)
 class UnitSpec:
-    """A unit to be: the modules whose forward it must be gathered for, and its parameters in
-    registration order.
+    """Plan of a unit: the modules whose forward needs it, and its parameters in registration
+    order.
     """
 
     name: str
@@ -123,6 +124,7 @@ def find_parameters(model: nn.Module) -> list[ParamEntry]:
     by_id: dict[int, ParamEntry] = {}
     by_name: dict[str, ParamEntry] = {}
     seen_sites: set[tuple[int, str]] = set()
+    # Duplicates too: a shared module has a name under each parent.
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attr, parameter in module._parameters.items():
             if parameter is None:
@@ -131,6 +133,7 @@ def find_parameters(model: nn.Module) -> list[ParamEntry]:
             name = f"{prefix}.{attr}" if prefix else attr
             entry.names.append(name)
             by_name[name] = entry
+            # A shared module comes again under another name, and is one site.
             if (id(module), attr) not in seen_sites:
                 seen_sites.add((id(module), attr))
                 entry.sites.append((module, attr))
@@ -186,9 +189,11 @@ class _Finder:
         if units is None and not blocks:
             blocks = list(self._list_children(self._model))
         self._blocks = {id(block) for block in blocks}
+        # Before the walk: a tile is a unit of its own, also inside of a block.
         self._claim_tiles(blocks)
         self._visit(self._model, self._model)
         self._serve_other_sites()
+        # Tiles were claimed first; units are numbered in registration order.
         order = self._order
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
         return self._specs
@@ -210,6 +215,7 @@ class _Finder:
             elif isinstance(wanted, type):
                 found = [module for module in modules.values() if isinstance(module, wanted)]
             elif wanted in modules:
+                # Before names of classes: a qualified name says exactly which module is meant.
                 found = [modules[wanted]]
             else:
                 found = [module for module in modules.values() if type(module).__name__ == wanted]
@@ -255,6 +261,7 @@ class _Finder:
             if id(module) in self._blocks or not self._has_block(module):
                 self._emit(module)
                 return
+        # A container is never called, so its own parameters are gathered for `caller`.
         self._claim(module, caller, self._own(module))
         for child in module.children():
             self._visit(child, caller)
@@ -287,6 +294,7 @@ class _Finder:
         if self._bytes(subtree) <= self._unit_bytes_max or not self._may_split(module):
             self._claim(module, module, subtree)
             return
+        # Experts first: each is a unit, so that only routed ones are gathered.
         if self._nested:
             for child in list(self._list_children(module)):
                 self._emit(child)
@@ -329,9 +337,7 @@ class _Finder:
     # -- tied weights ------------------------------------------------------------------------------
 
     def _serve_other_sites(self) -> None:
-        """Let every unit serve also those modules that hold one of its parameters outside of the
-        unit's own module.
-        """
+        """Let every unit also serve modules outside of its own that hold one of its parameters."""
         parents: dict[int, nn.Module] = {}
         for module in self._model.modules():
             for child in module.children():
@@ -340,6 +346,7 @@ class _Finder:
             inside = {id(part) for part in spec.modules[0].modules()}
             for entry in spec.entries:
                 for module, _ in entry.sites:
+                    # Hooks on a container never run: the module around it is served.
                     while isinstance(module, _CONTAINERS) and id(module) in parents:
                         module = parents[id(module)]
                     if id(module) not in inside and all(
@@ -363,6 +370,7 @@ def build(
     chunk_numel: elements per chunk of a trainable flat of a dtype. engine: see `Unit`. The at-rest
     and gathered parameters are not made here, and the model is left as it is.
     """
+    # A parameter outside of all units would be neither gathered nor stored.
     assert sum(len(spec.entries) for spec in specs) == len(find_parameters(model))
     units: list[Unit] = []
     count = 0
@@ -383,6 +391,7 @@ def build(
             unit.flats.append(flat)
             for slot_index, entry in enumerate(entries):
                 flat.params.append(_make_param(entry, flat, slot_index))
+        # Parameters are numbered in registration order, not flat by flat.
         placed = {param.name: param for flat in unit.flats for param in flat.params}
         for entry in spec.entries:
             param = placed[entry.names[0]]
@@ -452,16 +461,16 @@ def check_gatherable(
     device: torch.device,
     device_bytes: int,
 ) -> None:
-    """Refuse a unit that the device can never hold, and name linears that are larger than
-    `unit_bytes_max`.
+    """Refuse a unit that the device can never hold, and log linears larger than `unit_bytes_max`:
+    they work, and take that much memory.
 
-    device_bytes: all memory of the device that computes. A linear larger than `unit_bytes_max` is
-    logged: it works, and takes that much memory. Raises: ValueError naming what is largest, its
-    size and the fix.
+    device_bytes: all memory of the device that computes. Raises: ValueError naming the largest
+    parameter, its size and the fix.
     """
     for spec in specs:
         if sum(entry.size_bytes for entry in spec.entries) > device_bytes:
             raise ValueError(_refusal(model, spec, device_bytes, f"the device ({device.type})"))
+    # Only linears can be tiled, so only these are worth a warning.
     large = [
         (entry, name)
         for spec in specs
@@ -475,7 +484,7 @@ def check_gatherable(
             "%s: larger than unit_bytes_max (%s; the largest has %s), and gathered whole; "
             "inf.tile_linears(model, tiles=%d, "
             "names=%r) before inf.offload gathers a tile at a time",
-            ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""),
+            listed(names, 3),
             format_size(unit_bytes_max),
             format_size(max(entry.size_bytes for entry, _ in large)),
             max(
@@ -487,13 +496,14 @@ def check_gatherable(
 
 
 def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> int:
-    """The smallest number of tiles along the output features, of a weight [out, in], that makes
-    none larger than that.
+    """Return the smallest number of tiles along the output features of a weight [out, in] with
+    which no tile is larger than `tile_bytes_max`.
 
-    size_bytes: of the weight. As many as it has rows where even one row is larger.
+    size_bytes: of the weight. Where one row alone is larger, the result is the number of rows.
     """
     rows, columns = shape
     tiles = max(1, -(-size_bytes // max(tile_bytes_max, 1)))
+    # Tiles are even only as far as alignment allows, so the largest one decides.
     while tiles < rows:
         ends = Grid.of(rows, columns, tiles).row_ends
         largest = max(last - first for first, last in itertools.pairwise(ends))
@@ -535,7 +545,7 @@ def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -
 
 
 def _linear_name(model: nn.Module, entry: ParamEntry) -> str | None:
-    """The qualified name of the torch.nn.Linear whose weight it is, if one is."""
+    """Return the name of the torch.nn.Linear that has the parameter as its weight, or None."""
     for name in entry.names:
         module, _, attr = name.rpartition(".")
         if attr == "weight" and type(model.get_submodule(module)) is nn.Linear:

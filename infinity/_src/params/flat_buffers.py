@@ -47,28 +47,29 @@ class FlatBuffers:
         self._tensors: dict[Flat, torch.Tensor] = {}
 
     def allocate(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Make room for those of these flats that have none yet, and return them. Others keep their
+        """Make room for the flats that have none yet, and return these. The others keep their
         memory and its contents.
 
         Raises: MemoryError, before anything has changed; DeviceCopyError.
         """
+        # Memory that exists never moves: gradient slots hold views of it.
         fresh = [flat for flat in flats if flat not in self._tensors]
         size_bytes = sum(self.bytes_of(flat) for flat in fresh)
         if not size_bytes:
             return []
         slab = Slab(size_bytes)
-        # Listed before it is pinned: `close` then frees it, whatever pinning meets.
+        # Listed before it is pinned, so that `close` frees it when pinning fails.
         self._slabs.append(slab)
         if self._device is not None:
             self._device.pin(slab)
-        # By way of numpy, whose arrays keep the slab mapped while a view lives; torch.frombuffer's
-        # do not.
+        # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
         memory = torch.from_numpy(slab.array(np.uint8))
         start = 0
         for flat in fresh:
             dtype = self._dtype_of(flat)
             part = memory[start : start + self._numel_of(flat) * dtype.itemsize]
             self._tensors[flat] = part.view(dtype)
+            # Padding included, so that the next tensor is aligned, too.
             start += self.bytes_of(flat)
         return fresh
 

@@ -30,9 +30,7 @@ Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | st
 
 
 class NamedTensors(abc.ABC):
-    """Named tensors that can be read one at a time: a mapping, files of safetensors, checkpoints of
-    others.
-    """
+    """Named tensors that can be read one at a time: a mapping, safetensors, foreign checkpoints."""
 
     @property
     @abc.abstractmethod
@@ -78,6 +76,7 @@ class OpenSource(abc.ABC):
         Raises: ValueError naming buffers that nobody can compute.
         """
         lost: list[Buffer] = []
+        # A buffer made under inference mode could not be changed in training.
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):
                 if buffer.persistent:
@@ -137,6 +136,7 @@ class _ModuleSource(OpenSource):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
+        # Raised before anything is filled: a model on meta has no values to take.
         meta = list(
             dict.fromkeys(
                 entry.keys[0] for entry in find_parameters(model) if entry.parameter.is_meta
@@ -175,7 +175,7 @@ class _CallableSource(OpenSource):
             self._call(key, out)
             return
         if self._whole is None or self._whole[0] != key:
-            # The one before goes first, so that two are never in memory.
+            # The previous weight is freed first, so that two are never in memory.
             self._whole = None
             whole = torch.empty(place.whole_shape, dtype=out.dtype)
             self._call(key, whole)
@@ -183,6 +183,7 @@ class _CallableSource(OpenSource):
         out.copy_(place.of(self._whole[1]))
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
+        # A buffer that is real may keep its values, so it is not checked for being filled.
         if was_meta:
             self._call(names[0], out)
         else:
@@ -205,7 +206,7 @@ class _NamedSource(OpenSource):
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
-        # All names and shapes at once: a model is never half filled for a wrong name.
+        # All names and shapes are checked at once: a wrong name never leaves a model half filled.
         self._check()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
@@ -264,6 +265,7 @@ class _NamedSource(OpenSource):
         parts = [f"{listed_are(missing)} missing"] if missing else []
         parts += [f"{listed_are(unexpected)} unexpected"] if unexpected else []
         text = f"{self._tensors.label} does not fit the model: {'; '.join(parts)}."
+        # Models of transformers with fused experts fail this way, and need another answer.
         if any(".experts." in name for name in missing) and any(
             ".experts." in name for name in unexpected
         ):
@@ -337,9 +339,10 @@ def find_buffers(model: nn.Module) -> Iterator[Buffer]:
 
 
 def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> None:
-    """Recompute buffers that are in no checkpoint, as Hugging Face models can:
-    `_init_weights(module)` of the model around writes them (rotary frequencies, position ids), and
-    writes parameters that are still on meta to no effect.
+    """Recompute buffers that are in no checkpoint, as Hugging Face models can.
+
+    `_init_weights(module)` of the model around writes them (rotary frequencies, position ids). Its
+    writes to parameters that are still on meta have no effect.
     """
     stranded: list[str] = []
     for buffer in lost:
@@ -355,8 +358,7 @@ def _recompute(model: nn.Module, lost: list[Buffer], device: torch.device) -> No
         ]
         # A module with real parameters would get them initialised anew.
         if owner is not None and not held:
-            # It may draw random numbers, and the user's sequence must not depend on how buffers
-            # came.
+            # It may draw random numbers, and the user's own sequence must not depend on that.
             with torch.random.fork_rng(devices=[]):
                 owner(module)
     for buffer in lost:
@@ -386,6 +388,7 @@ def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object]
 
 def _poison(out: torch.Tensor) -> None:
     """Fill with a value that no initialiser writes, so that a tensor left alone can be found."""
+    # A bool has no third value, so one that was left alone cannot be told apart.
     if out.is_floating_point():
         out.fill_(float("nan"))
     elif out.dtype != torch.bool:

@@ -15,8 +15,8 @@ the unit's first free place in the trace, behind the cursor (it was left out bef
 the phase may go on from there (the places between are left out) or from the cursor (the unit came
 early): both are foreseen until the next demand decides. Every place is taken once.
 
-A phase that strayed from its trace is remembered as it was. Where it yet followed most of the
-trace, the order expected next time has all its units, and those it left out (a layer dropped at
+A phase that strayed from its trace is remembered as it was. If it followed most of the trace, the
+order expected next time has all its units, and also the units that it left out (a layer dropped at
 random), unless they were left out the time before, too.
 
 All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
@@ -24,8 +24,8 @@ All of this depends on nothing but the demands, so ranks that demand the same un
 `PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
 that needs a unit leaves a use of it, which ends when backward has gone past the call. Several
 forwards may leave theirs for one backward, so they are counted until a backward has ended all of
-them and freed its graph, or a step is taken (which makes graphs of before useless). A count that is
-too high makes a gradient late and never early: that of a use that no backward comes for, say.
+them and freed its graph, or a step is taken (which makes earlier graphs useless). A count that is
+too high, by a use that no backward comes for, makes a gradient late and never early.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ TRACES_MAX = 8
 class _Trace:
     """An order that a phase has had.
 
-    then: the trace that is expected after it, for each phase that may follow; doubted: of which
-    phases something else came the last time, or nothing has come yet. What comes once does not
-    unsettle what is not doubted. missed: the places that were left out the last time.
+    then: the trace that is expected after it, for each phase that may follow. doubted: the phases
+    for which another trace came the last time, or none has come yet. A trace that comes once
+    replaces only what is doubted. missed: the places that were left out the last time.
     """
 
     order: list[int] = dataclasses.field(default_factory=list)
     then: dict[Phase, _Trace] = dataclasses.field(default_factory=dict)
     doubted: set[Phase] = dataclasses.field(default_factory=set)
     missed: set[int] = dataclasses.field(default_factory=set)
-    # Of each unit, ascending.
+    # The places of each unit in `order`, ascending.
     places: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,6 +89,7 @@ class _Trace:
         if self.then.get(phase) is trace:
             self.doubted.discard(phase)
         elif phase in self.then and phase not in self.doubted:
+            # Coming once replaces nothing: two kinds of pass may take turns.
             self.doubted.add(phase)
         else:
             self.then[phase] = trace
@@ -99,12 +100,12 @@ class Schedule:
     """Units are named by their index. Distances count demands from now."""
 
     def __init__(self) -> None:
-        # The last that came is last.
+        # The latest one is last.
         self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
-        # The last that came to its end; apart for evaluation, which only visits.
+        # The latest phase that came to its end; evaluation has its own, since it comes in between.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
-        self._trace = _Trace()  # that is followed
+        self._trace = _Trace()  # the one that is followed
         self._cursor = 0  # the place that comes next
         self._left: int | None = None  # the place that came next before the last demand jumped
         self._taken: set[int] = set()  # places whose demand has come
@@ -135,8 +136,10 @@ class Schedule:
     def end(self) -> None:
         """The phase has ended: its order is one to follow, and comes after the one before it."""
         if self._record:
+            # An order of full length in `_matching` is one that this phase has had before.
             new = all(len(one.order) != len(self._record) for one in self._matching)
             trace = self._remembered(self._record, set())
+            # Remembered last, so that it is the one expected next time.
             if new and self._foreseen * 2 > len(self._trace.order):
                 trace = self._remembered(*self._completed(self._record))
             evaluates = self._phase is Phase.EVAL
@@ -148,7 +151,7 @@ class Schedule:
         self._record = None
 
     def abandon(self) -> None:
-        """The phase broke off: what was recorded of it is no order to follow."""
+        """The phase broke off: its record is no order to follow."""
         self._record = None
         self._go_to(0)
 
@@ -171,8 +174,7 @@ class Schedule:
             place for row in itertools.zip_longest(*ways) for place in row if place is not None
         )
         rest = (here[place] for place in places if place not in self._taken)
-        # Few units used very often would else be looked through to the end of the trace by every
-        # demand.
+        # Bounded: a trace of few units, used very often, would be searched whole at each demand.
         for unit in itertools.islice(
             itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order), LOOK_MAX
         ):
@@ -186,6 +188,7 @@ class Schedule:
         found = min((place - way for place, way in ways if place is not None), default=None)
         if found is not None:
             return found
+        # Not in the rest of this phase: count on over its end, into the next one.
         then = self._expected(self._trace, _NEXT[self._phase]).places.get(unit)
         return len(self._trace.order) - self._cursor + then[0] if then else NEVER
 
@@ -205,6 +208,7 @@ class Schedule:
             if way < len(order) and order[way] == unit:
                 self._take(way)
                 return True
+        # Another trace has begun exactly as this phase: follow the latest of these from here.
         if self._matching:
             self._trace = self._matching[-1]
             self._go_to(count)
@@ -214,10 +218,12 @@ class Schedule:
             return False
         place = self._place_from(0, unit)
         if place is None:
+            # The trace has no free place of this unit, so the cursor stays.
             self._record_places.append(-1)
         else:
             left = self._cursor
             self._take(place)
+            # The phase may go on from where it left the trace: both ways are foreseen.
             if left != self._cursor and left < len(order):
                 self._left = left
         return False
@@ -259,8 +265,9 @@ class Schedule:
         return self._traces[phase][-1] if self._traces[phase] else _Trace()
 
     def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
-        """The record with what was left out of the trace, but not the time before; and the places
-        of that.
+        """Return the record with the units that it left out of the trace, and their places.
+
+        Units that were left out the time before, too, are not added.
         """
         order: list[int] = []
         missed: set[int] = set()
@@ -280,21 +287,23 @@ class Schedule:
         return order, missed
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
-        """The trace with this order, as the last that came in this phase; the one that came longest
-        ago is forgotten.
+        """Return the trace with this order, and remember it as the last of this phase. The oldest
+        one is forgotten.
 
-        A new one is taken to go on as the one does that the phase has strayed from.
+        A new trace is expected to go on as the trace that the phase has strayed from.
         """
         traces = self._traces[self._phase]
         trace = next((one for one in traces if one.order == order), None)
         if trace is not None:
             traces.remove(trace)
         else:
+            # Doubted all over: nothing has come after this order yet.
             trace = _Trace(order, dict(self._trace.then), set(self._trace.then))
         trace.missed = missed
         traces.append(trace)
         if len(traces) > TRACES_MAX:
             forgotten = traces.pop(0)
+            # No other trace may lead to the forgotten one, or it would still be followed.
             for one in itertools.chain(*self._traces.values()):
                 if one.then.get(self._phase) is forgotten:
                     del one.then[self._phase]
@@ -312,10 +321,10 @@ class PassTracker:
         self._forward: Phase | None = None
         self.in_backward = False
         self._left: dict[Unit, int] = {}  # Uses
-        # Of those, by forwards without gradients: no backward comes for them, or that of a
-        # checkpoint of the whole model.
+        # Of these, uses of forwards without gradients. No backward comes for them, except that of
+        # a checkpoint around the whole model.
         self._idle_left: dict[Unit, int] = {}
-        self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
+        self._ended: dict[Unit, int] = {}  # of `_left`, in backwards that freed their graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._retains_graph = False  # the graph of this backward may run again
 
@@ -350,6 +359,7 @@ class PassTracker:
     def backward_end(self) -> None:
         """End a backward."""
         self.in_backward = False
+        # The graph may run again, so none of its uses has ended for good.
         if self._retains_graph:
             return
         for unit, count in self._ended_now.items():
@@ -369,6 +379,7 @@ class PassTracker:
         """Note that nothing runs any more."""
         self._forward = None
         self.in_backward = False
+        # Graphs of an interrupted pass are useless, and so are their uses.
         self.step_taken()
 
     def step_taken(self) -> None:

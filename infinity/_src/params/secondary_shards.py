@@ -3,8 +3,8 @@
     params="device", stage 3    this rank's own shard, on the device; others' from the other ranks
     hpz (ZeRO++, section 3.2)   shards of this rank and its counterparts; others' from this node
 
-They hold the bits that were gathered, quantized ones included, so nobody can tell where weights
-came from. Whether a unit is stored follows the program alone: all ranks must gather from the same
+They hold the bits that were gathered, quantized ones included, so the values do not depend on the
+source. Whether a unit is stored follows the program alone: all ranks must gather from the same
 place.
 """
 
@@ -34,7 +34,7 @@ class SecondaryShards:
         self._buffers = FlatBuffers(
             lambda flat: len(self.ranks) * flat.layout.shard_numel, lambda flat: flat.dtype, device
         )
-        self._stored: dict[Unit, Hashable] = {}  # version; perhaps still to be copied by the lane
+        self._stored: dict[Unit, Hashable] = {}  # version; the lane may still have to copy it
         self._parts: dict[Flat, torch.Tensor] = {}  # [ranks, shard]
         flats = [flat for unit in units for flat in unit.flats]
         if where == "device":
@@ -62,6 +62,7 @@ class SecondaryShards:
 
     def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:
         """Return the function that stores the unit's weights once they are gathered."""
+        # Noted before the lane has copied: `load` runs behind `store` in the same lane.
         self._stored[unit] = version
 
         def work() -> None:
@@ -84,6 +85,7 @@ class SecondaryShards:
 
     def _of(self, flat: Flat) -> torch.Tensor:
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
+        # One rank has a slice, which is a view; a list of indices would copy.
         return (
             shards[list(self.ranks)]
             if len(self.ranks) > 1
@@ -97,5 +99,6 @@ class SecondaryShards:
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
         self._stored.clear()
+        # Views go before the memory: a slab is unmapped only once no view of it is left.
         self._parts.clear()
         self._buffers.close()

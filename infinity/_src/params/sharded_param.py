@@ -1,11 +1,11 @@
 """Parameters at rest: what the module and the optimizer hold while the values are elsewhere.
 
 An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no
-storage. What asks for metadata works. What asks for values is answered by the tensor that the owner
-(the life cycle) has for it at that moment: the gathered parameter inside forward, a window on it
-inside `gather()`; otherwise it raises `ParameterReleased` with the name. What would part the
-parameter from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always
-raises: each was a silent loss or a segfault.
+storage. Operations on metadata work. Operations on values get the tensor that the owner (the life
+cycle) has at that moment: the gathered parameter inside forward, a window on it inside `gather()`;
+otherwise they raise `ParameterReleased` with the name. Operations that would part the parameter
+from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always raise: each
+was a silent loss or a segfault.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class ShardedParameter(torch.nn.Parameter):
     def __init__(
         self, param: Param, device: torch.device, requires_grad: bool, owner: Owner
     ) -> None:
+        # Python hands the arguments of `__new__` here, too; the parameter is complete by then.
         pass
 
     @property
@@ -90,9 +91,8 @@ class ShardedParameter(torch.nn.Parameter):
         """Counts the changes of its values: optimizer steps and writes."""
         return self.infinity_link.param.unit.generation
 
-    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad):
-    # straight to C, 0.7 us
-    # instead of 4 by way of `__torch_function__`.
+    # `.grad` of every parameter is read and set several times a step (clip, step, zero_grad). This
+    # goes straight to C: 0.7 us instead of 4 by way of `__torch_function__`.
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
         """The stand-in of the gradient, or None."""
@@ -130,7 +130,7 @@ class ShardedParameter(torch.nn.Parameter):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        """The net under `__torch_function__`, for calls from C++ that pass it by."""
+        """Raise for calls from C++, which do not go through `__torch_function__`."""
         found = _at_rest_in((args, kwargs or {}))
         raise_released(found[0], str(func)) if found else None
         raise ParameterReleased(f"{func} met an offloaded parameter")
@@ -168,6 +168,7 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
     """Raise the error for an operation on a parameter whose values are not gathered."""
     link = parameter.infinity_link
     name = link.param.name
+    # After close no gather() can help, so the error must not recommend it.
     if link.owner.closed:
         raise EngineClosed(
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
@@ -255,13 +256,13 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
         result = func(*args, **kwargs)
         flag = parameter.requires_grad
     link = parameter.infinity_link
+    # Autograd works on the gathered leaf, which has a flag of its own.
     link.owner.set_requires_grad(link.param, flag)
     return result
 
 
 def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
-    # detach(), not .data: it shares the version counter, so that a write through it is seen and
-    # kept
+    # detach(), not .data: it shares the version counter, so that a write through it is seen.
     return _require_readable(args[0], ".data").detach()
 
 
@@ -290,6 +291,7 @@ def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
 def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
     link = parameter.infinity_link
+    # Stand-ins and None are set as they are: only an ordinary tensor brings new values.
     if type(value) is Tensor and not link.owner.closed:
         if value.shape != parameter.shape:
             raise ValueError(
@@ -303,6 +305,7 @@ def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
 
 
 def _register_hook(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Autograd accumulates in the gathered leaf, so the hook belongs there.
     parameter: ShardedParameter = args[0]
     return func(parameter.infinity_link.param.gathered, *args[1:], **kwargs)
 
@@ -312,8 +315,8 @@ def _register_post_accumulate(func: Any, args: tuple[Any, ...], kwargs: dict[str
     hook = args[1] if len(args) > 1 else kwargs["hook"]
 
     def forwarded(_gathered: Tensor) -> None:
-        """Called after the gradient was drained: `.grad` of the at-rest parameter is its stand-in
-        by then.
+        """Call the user's hook after the engine's has taken the gradient: `.grad` of the at-rest
+        parameter is its stand-in by then.
         """
         hook(parameter)
 
@@ -379,6 +382,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     parameter = args[0]
     if isinstance(parameter, ShardedParameter) and parameter.infinity_link.loading:
         link = parameter.infinity_link
+        # One-shot: a later `copy_` comes from the user.
         link.loading = False
         source = args[1]
         # Loading the model's own state_dict(keep_vars=True).

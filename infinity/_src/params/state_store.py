@@ -1,11 +1,11 @@
-"""State store: the chunks of every flat at rest, read and written by sections.
+"""State store: the chunks of every flat on their tier, read and written by sections.
 
 `ShardRecords` has the chunk records of one flat: the places of its sections in RAM and on NVMe.
 
 Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an
 optimizer gives the flats that it holds their state sections: `convert` moves what must move and
-zeroes what is new. What rests where is the placement plan's decision
-(infinity._src.memory.placement); here it is only carried out.
+zeroes what is new. The placement plan decides where each section lies
+(infinity._src.memory.placement); the store carries that out.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def sections_in_common(before: Format, now: Format) -> int:
     """The number of sections that keep their contents when a flat changes its format: the
     parameter's, or all states'.
     """
+    # Section 0 is the parameter in every format; another encoding shares nothing else.
     none = GradSection.NONE
     if before.master is Master.RAW or before.with_grad(none) != now.with_grad(none):
         return 1
@@ -46,10 +47,11 @@ def sections_in_common(before: Format, now: Format) -> int:
 def sections_carried(before: Format, now: Format) -> dict[int, int]:
     """The sections that keep their contents, each with the section of the old format that has them.
 
-    They are those in common, and spilled gradients, which are no part of the states and wait for a
-    step whatever becomes of these.
+    These are the sections in common, and spilled gradients: they are no part of the states, and
+    wait for a step also when the states change.
     """
     carried = {section: section for section in range(sections_in_common(before, now))}
+    # Gradients lie behind the states, so their section has another number in another format.
     if now.grad and now.grad is before.grad:
         carried[now.written_count] = before.written_count
     return carried
@@ -61,8 +63,8 @@ class ShardRecords:
     NVMe.
 
     `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in
-    the chunk's run. Of versioned chunks `records` are what they were made with; which place is the
-    live one only the executor knows.
+    the chunk's run. The records of versioned chunks are as they were made: only the executor knows
+    which place is the live one.
     """
 
     flat: Flat
@@ -119,6 +121,7 @@ class ShardRecords:
     def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
         """Note the extents that a chunk got."""
         self.places.extend(place for place in places if place is not None)
+        # All extents of a chunk lie on one drive: they were reserved together.
         record["drive"] = next(place.drive for place in places if place is not None)
         for place, (offset, file) in zip(places, PLACES, strict=False):
             if place is not None:
@@ -149,6 +152,7 @@ def unplaced(
         (1 + versioned, len(spans), len(sections) * pieces), dtype=np.uint32
     )
     records["key"] = key + np.arange(len(spans), dtype=np.uint64)
+    # -1: no place yet. A section that keeps it is resident.
     records["drive"] = records["file_offset"] = records["section_at"] = -1
     records["format"], records["section_count"], records["piece_numel"] = (
         state_format,
@@ -159,6 +163,7 @@ def unplaced(
         record["numel"] = span.numel
         for s, section in enumerate(sections):
             record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
+            # In order and 4096-aligned, so that each section of a run can be read by itself.
             if mask >> s & 1:
                 record["section_at"][s] = record["run_bytes"]
                 record["run_bytes"] += aligned_section_bytes(section, span.numel)
@@ -168,6 +173,7 @@ def unplaced(
     shard = ShardRecords(
         flat, state_format, sections, records, np.zeros(0, np.int32), [], sums, versioned
     )
+    # Both places hold states alone: gradients have an extent of their own (`wants`).
     if versioned:
         records["other_bytes"] = [
             record["run_bytes"] - shard.grad_bytes(record) for record in records
@@ -225,12 +231,12 @@ class StateStore:
         self.resident_bytes = 0
         self._reader: StateReader | None = None
         self.writes = 0  # how often something was about to be written
-        # Places that a durable run's last commit names, and that are nobody's.
+        # Places that no chunk has any more, and that a durable run's last commit names.
         self._dropped: list[SwapExtent] = []
         self._named = False
-        # Of parameters on NVMe, since the beginning, whose reading alone has begun.
+        # Parameters on NVMe that gathers have read, counted when a read is submitted.
         self.params_read_bytes = 0
-        # Of spilled gradients; `SpilledGradients` counts them.
+        # Spilled gradients; `SpilledGradients` counts them.
         self.grads_read_bytes = self.grads_written_bytes = 0
 
     def __getitem__(self, flat: Flat) -> ShardRecords:
@@ -263,10 +269,11 @@ class StateStore:
             or self._masks_of(flat) != list(masks[index])
         ]
         self.will_write([flats[index] for index in changed])
+        # Steps may have exchanged the places since the records were made.
         for index in changed:
             self._look(self._flats[flats[index]])
         old = {flats[index]: self._flats[flats[index]] for index in changed}
-        # What is resident and stays so keeps its memory: nothing is held twice.
+        # Sections that stay resident stay in their memory, so nothing is held twice.
         keep = {
             flats[index]: (
                 old[flats[index]].records,
@@ -284,10 +291,12 @@ class StateStore:
             try:
                 self._carry_over(old[made[0].flat], made[0])
             except BaseException:
+                # Moves that are under way still write to the memory of `made`, which is freed next.
                 self._executor.wait_all()
                 for shard in made:
                     self._drop(shard, stays=old[shard.flat])
                 raise
+            # Removed when it is moved, and not before: the handler above frees what is in `made`.
             now = made.pop(0)
             self._flats[now.flat] = now
             self._drop(old[now.flat], stays=now)
@@ -296,26 +305,28 @@ class StateStore:
         """Announce that states of these flats will be written. Blocks while a reader has yet to
         read them.
         """
+        # A durable run compares it to learn whether there is anything to commit.
         self.writes += 1
+        # Read once: another thread may call `guard` meanwhile.
         reader = self._reader
         if reader is not None:
             reader.before_write(flats)
 
     def guard(self, reader: StateReader | None) -> None:
-        """Ask `reader` before states are written, from now on; None: nobody. Any thread may call
-        it.
+        """Ask `reader` before states are written, from now on; None: ask nobody. Any thread may
+        call it.
         """
         self._reader = reader
 
     def pin(self) -> None:
-        """Pin what rests in RAM, for copies to the device; not what has lost parts of itself to the
-        system. Blocks, once.
+        """Pin resident slabs, for copies to the device. Slabs of which parts were given back to the
+        system stay unpinned. Blocks, once.
         """
         while self._unpinned:
             slab = self._unpinned[-1]
             if self._slabs.get(slab) == slab.size_bytes:
                 self._device.pin(slab)
-            # One by one: what is pinned cannot be pinned again, if another one fails.
+            # Removed one by one: if another one fails, the next call must not pin this one again.
             self._unpinned.pop()
 
     def fetch(
@@ -330,6 +341,7 @@ class StateStore:
             self.params_read_bytes += (
                 int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
             )
+        # Kernels that still read the target come first.
         if there:
             self._device.behind()
         return self._move(
@@ -338,6 +350,7 @@ class StateStore:
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:
         """Start writing one section of the shard from `address` (0: zeros). Does not block."""
+        # Gradients lie behind the states, and no save reads them.
         if section < self._flats[flat].format.written_count:
             self.will_write((flat,))
         return self._move(self._flats[flat], JobKind.STORE, section, address, Priority.DEMAND)
@@ -364,7 +377,9 @@ class StateStore:
         numel = last.start + last.numel - first
         dtypes = (flat.dtype, _SECOND_DTYPES.get(shard.format.master, flat.dtype))
         buffers = [torch.empty(numel, dtype=dtypes[section]) for section in sections]
+        # Jobs add the place of a chunk in the shard, and these buffers begin at `first`.
         addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
+        # Read before written: the elements beside the range are in the same chunks.
         for kind in (JobKind.FETCH, JobKind.STORE):
             jobs = np.zeros(len(touched), dtype=JOB)
             jobs["chunk"] = shard.ids[touched]
@@ -379,6 +394,8 @@ class StateStore:
                 old, *second = [buffer[start - first : end - first] for buffer in buffers]
                 same = _bits(old) == _bits(values)
                 for buffer in second:
+                    # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value
+                    # itself.
                     fresh = (
                         values.to(buffer.dtype)
                         if buffer.is_floating_point()
@@ -388,11 +405,12 @@ class StateStore:
                 old.copy_(values)
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
-        """Zero what an optimizer left of elements [start, start + numel): all but the parameter and
-        spilled gradients. Blocks.
+        """Zero the optimizer's states of elements [start, start + numel). The parameter and spilled
+        gradients stay. Blocks.
         """
         self.will_write((flat,))
         shard = self._flats[flat]
+        # Neither the parameter, which comes first, nor spilled gradients, which come last.
         left = shard.sections[1 : shard.format.written_count]
         for index, span in enumerate(flat.layout.chunks):
             low, high = max(start, span.start), min(start + numel, span.start + span.numel)
@@ -408,11 +426,10 @@ class StateStore:
             job["kind"] = JobKind.FETCH
             self._executor.submit(job, priority=Priority.DEMAND).wait()
             for buffer, kind in zip(buffers, left, strict=True):
-                # A parameter starts where a group does, so no other one has a part in its last
-                # group.
+                # A parameter starts where a group does, so its last group is its own, too.
                 first = (low - span.start) // kind.group_numel * kind.itemsize
                 buffer[first : kind.size_bytes(high - span.start)] = 0
-            # The master of a parameter that nobody has updated is its value.
+            # Without an update an fp32 master is the parameter's value.
             if shard.format.master is Master.FP16:
                 param = torch.empty(span.numel, dtype=flat.dtype)
                 self.move_chunk(flat, index, JobKind.FETCH, {0: param.data_ptr()}).wait()
@@ -458,16 +475,19 @@ class StateStore:
         return np.concatenate(ids) if ids else np.zeros(0, np.int32)
 
     def _look(self, shard: ShardRecords) -> None:
-        """Make the records of versioned chunks tell which place is the live one now. Nothing may be
-        pending.
+        """Bring the records of versioned chunks up to date: which place is live now. Nothing may
+        be pending.
         """
         if shard.versioned:
             shard.records[:] = self._executor.look(shard.ids)
 
     def named(self) -> None:
-        """All places in use were named by a commit that outlives the process: from now on places
-        that are given up stay as they are until the next one. Those of before are free.
+        """Note that a commit which outlives the process has named all places in use.
+
+        Places that are given up from now on stay as they are until the next commit. Places that
+        were given up before are free.
         """
+        # From here on `_drop` frees nothing that this commit names.
         self._named = True
         for place in self._dropped:
             assert self._space is not None
@@ -496,8 +516,10 @@ class StateStore:
         jobs["kind"] = kind
         jobs["mask"] = 1 << section | flags
         jobs["base"] = -1
+        # Address 0 stays 0 for every chunk: STORE then writes zeros.
         if address:
             kind_of = shard.sections[section]
+            # An item of a quantized section stands for a group of elements.
             items = shard.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
             jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
         return self._executor.submit(jobs, priority=priority)
@@ -522,6 +544,7 @@ class StateStore:
             self._unplaced(flat, fmt, row)
             for flat, fmt, row in zip(flats, formats, masks, strict=True)
         ]
+        # Undone in reverse: the executor drops the chunks before their memory and places go.
         with contextlib.ExitStack() as undo:
             with (
                 self._space.grow_together() if self._space is not None else contextlib.nullcontext()
@@ -533,6 +556,7 @@ class StateStore:
             for shard in made:
                 shard.ids = self._executor.define(shard.records)
                 undo.callback(self._executor.drop, shard.ids)
+            # Nothing may raise below: the chunks are the store's from here on.
             undo.pop_all()
         self.nvme_bytes += sum(place.size_bytes for place in places)
         if slab is not None:
@@ -555,10 +579,11 @@ class StateStore:
         return shard.places
 
     def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> ShardRecords:
-        # What outlives the run is never overwritten, also where no optimizer holds it.
+        # A durable run never overwrites what a commit names, frozen parameters included.
         versioned = self._generations > 1 and (
             state_format is not Format.RAW or self.layers != (0, 0)
         )
+        # A key is never used again: it seeds checksums, which then tell chunks apart.
         key, self._key = self._key + 1, self._key + len(masks)
         return unplaced(
             flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on
@@ -567,10 +592,10 @@ class StateStore:
     def _place_resident(
         self, made: list[ShardRecords], keep: Mapping[Flat, tuple[npt.NDArray[Any], int]]
     ) -> Slab | None:
-        """Give every resident section an address: the kept one, or one in a new slab for all of
+        """Give every resident section an address: the one it has, or one in a new slab for all of
         `made`, which is returned.
 
-        keep: of a flat, the records whose memory its first so many sections go on with.
+        keep: for a flat, its old records, and how many of its first sections stay in their memory.
         """
         wanted: list[tuple[npt.NDArray[Any], int, int]] = []
         for shard in made:
@@ -583,6 +608,7 @@ class StateStore:
                         if kept is not None and s < common and kept[index][field][s]:
                             record[field][s] = kept[index][field][s]
                         else:
+                            # `record[field]` is a view: an address set there is set in the record.
                             wanted.append(
                                 (record[field], s, section.size_bytes(int(record["numel"])))
                             )
@@ -611,6 +637,7 @@ class StateStore:
                 now.records["section_ptr"][:, section],
                 before.records["section_ptr"][:, source],
             )
+            # A section that stays in its memory is not moved. An address of 0 means NVMe.
             if np.any((here != there) | (here == 0)):
                 buffer = np.empty(
                     now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8
@@ -619,6 +646,7 @@ class StateStore:
                     before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND
                 ).wait()
                 self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
+        # A new fp32 master begins as the parameter's value, not as zeros.
         if 1 not in carried and now.format.master is Master.FP16:
             param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
             self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
@@ -626,13 +654,14 @@ class StateStore:
             self._move(now, JobKind.STORE, 1, master.data_ptr(), Priority.DEMAND).wait()
 
     def _drop(self, shard: ShardRecords, *, stays: ShardRecords) -> None:
-        """Free the chunks of a flat; `stays`, other chunks of the same flat, keeps the memory that
-        it has in common with it.
-        """
+        """Free the chunks of a flat. stays: other chunks of it, whose memory is not freed."""
+        # First: the executor must not use the places once another chunk has them.
         self._executor.drop(shard.ids)
         for place in shard.places:
             assert self._space is not None
             self.nvme_bytes -= place.size_bytes
+            # The last commit of a durable run names the place: it stays readable until the next
+            # one.
             if self._named:
                 self._dropped.append(place)
             else:

@@ -71,6 +71,7 @@ TRANSITIONS = frozenset(
 """The arrows between different states. Writing in place keeps UNSHARDED."""
 
 
+# Equal by identity: these are keys of dicts, and equality of fields would compare tensors.
 @dataclasses.dataclass(eq=False, repr=False)
 class Param:
     """One distinct parameter of a model; tied weights are one Param with several sites."""
@@ -86,8 +87,10 @@ class Param:
     flat: Flat
     unit: Unit
     slot_index: int  # position in flat.params
+    # `hooks.module_params.install` sets both, when the values are on their tier.
     at_rest: ShardedParameter = dataclasses.field(init=False)
     gathered: UnshardedParameter = dataclasses.field(init=False)
+    # None until `GradReducer.slot` is first asked for it.
     grad: GradSlot | None = None
 
     # Without tensors: to print one without storage would crash the interpreter.
@@ -107,6 +110,7 @@ class Param:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of what has these keys."""
+        # State dicts and files know the whole weight, so shapes are compared with that.
         place = self.place
         return tuple(self.shape) if place is None else place.whole_shape
 
@@ -121,6 +125,7 @@ def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
     """The names in state dicts of a parameter with these names in the module tree; place: see
     `place_at`.
     """
+    # A name that is no tile's is a key as it is.
     return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
 
 
@@ -142,6 +147,7 @@ class Flat:
     learns: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        # `Lifecycle._hook_grad` sets it when a frozen parameter is unfrozen; nothing clears it.
         self.learns = self.trainable
 
     def __repr__(self) -> str:
@@ -150,6 +156,7 @@ class Flat:
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole flat, as it is unsharded."""
+        # With padding: the flat is allocated, read and gathered as a whole.
         return self.layout.numel * self.layout.itemsize
 
 
@@ -160,8 +167,11 @@ class Unit:
     index: int
     name: str
     modules: tuple[torch.nn.Module, ...]
+    # In the order in which all ranks read, gather and reduce them.
     flats: list[Flat] = dataclasses.field(default_factory=list)
+    # In registration order, which differs from that of the flats where dtypes alternate.
     params: list[Param] = dataclasses.field(default_factory=list)
+    # Changed by `params.unshard` and `params.unsharded_param` alone, along `TRANSITIONS`.
     state: UnitState = SHARDED
     refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
     generation: int = 0  # counts the optimizer steps and writes that changed its values
@@ -177,8 +187,7 @@ class Unit:
 
 
 class UnsharderInterface(Protocol):
-    """`Unsharder` as hooks see it: they tell it what happens, and it decides which units have
-    memory.
+    """`Unsharder` as hooks see it. They report events; it decides which units have memory.
 
     All calls come from the thread that runs forward or backward.
     """
@@ -187,8 +196,8 @@ class UnsharderInterface(Protocol):
         """Block until the unit is UNSHARDED: its memory holds its current values."""
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether the unit, which is in use, holds another version than this pass computes with;
-        with `window`, another than `gather()` shows.
+        """Whether a unit in use holds another version than this pass computes with; with `window`:
+        another version than `gather()` shows.
         """
 
     def release(self, unit: Unit) -> None:
@@ -210,13 +219,13 @@ class UnsharderInterface(Protocol):
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
-        this rank.
+        """Return for each window that all ranks close now whether some rank has written to it.
+
+        here: whether this rank has.
         """
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value, master included, when all ranks have come to it with the same; waits for
-        pending updates.
+        """Set the value, master included; all ranks pass the same one. Waits for pending updates.
 
         Raises: RanksDiverged; then nothing is written.
         """

@@ -146,6 +146,7 @@ class Unsharder:
 
     def unshard(self, unit: Unit) -> None:
         """Block until the unit is unsharded, with its current values."""
+        # First: an update that ran ahead of its step is undone before its values are used.
         self._access.before_read(unit)
         self.demands += 1
         self._unsharding = unit
@@ -156,6 +157,7 @@ class Unsharder:
             self._unsharding = None
 
     def _unshard(self, unit: Unit) -> None:
+        # First: evictions and prefetches below measure distances from this demand on.
         self.schedule.demand(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
@@ -168,15 +170,15 @@ class Unsharder:
         # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
         if self.passes.in_backward:
-            # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
+            # Backward will add to sums that have spilled or left the device: they are fetched now.
             soon = itertools.islice(self.schedule.upcoming(), 1)
             self.gradients.prefetch([unit, *(self.units[index] for index in soon)])
         if not ready:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would meet the values that `gather()` shows of the unit; with
-        `window`, the reverse.
+        """Whether a training pass would compute with the values that `gather()` shows of the unit;
+        with `window`: whether `gather()` would show the values that training computes with.
         """
         if window:
             return self._gathered.get(unit, AT_REST) != AT_REST
@@ -222,6 +224,7 @@ class Unsharder:
         delayed_params = self.delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
+            # Marked first: a gate is opened once, also where it turns out to have escaped.
             update.opened = True
             # The update writes to this memory: kernels that still read it come first.
             self.device.behind()
@@ -259,9 +262,12 @@ class Unsharder:
         )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
-        """Fill the unit anew if it holds another version than this, unless somebody uses it."""
+        """Begin to fill the unit anew if it holds another version than this and nobody uses it."""
+        # A unit in use stays as it is: modules hold views of it. `UnitRefs.check_version` raises
+        # where two versions must not mix.
         if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
             return
+        # A fill that is under way would write over the new one.
         self._finish_pending(unit)
         unsharded_param.mark_stale(unit)
         self._fill(unit, Priority.DEMAND, version)
@@ -282,7 +288,7 @@ class Unsharder:
             self._pending.put_back(unit, fill)
             self._evict(unit)
             if isinstance(error, AioError):
-                # An update that failed is told as such, with what helps; else it was a read.
+                # Raises the fault of an update, if that failed; otherwise a read failed.
                 self._access.before_read(unit)
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
@@ -294,12 +300,13 @@ class Unsharder:
 
     def _evict(self, unit: Unit) -> None:
         """Free the unit's memory, once nothing is on its way into it."""
+        # First: a transfer that is still running would write into freed memory.
         interrupt = self._pending.cancel(unit)
         self._gathered.pop(unit, None)
         self._gathered_bytes -= unit.size_bytes
         if unit in self._pending.stuck:
-            # A collective that does not return may still write here: the memory is given up for
-            # the books, and stays allocated.
+            # A collective that does not return may still write here: the memory counts as free,
+            # and stays allocated.
             unsharded_param.mark_stale(unit)
         else:
             unsharded_param.evict(unit)
@@ -311,6 +318,7 @@ class Unsharder:
         """Begin to fill the units that the schedule wants next, as many as there is room for (in
         bytes). Does not block.
         """
+        # Every unit has memory, so there is nothing to search for at each demand.
         if self._never_evict and len(self._gathered) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
@@ -320,6 +328,8 @@ class Unsharder:
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 # In order only: a smaller unit farther away must not take the room of this one.
                 return
+            # Not `_wanted`: `gather()` prefetches too, between passes, for the training pass to
+            # come.
             if self.passes.evaluates:
                 version = ParamVersion(False, self._quantized)
             else:
@@ -342,6 +352,7 @@ class Unsharder:
             )
             if far is None:
                 return False
+            # NEVER is a demand: it may evict any idle unit.
             if distance is not NEVER and self.schedule.distance(far.index) <= distance:
                 return False
             self._evict(far)
@@ -373,7 +384,7 @@ class Unsharder:
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
-        """Begin to fill the unit again, whose values have changed, if it has memory."""
+        """Begin to fill the unit again after its values have changed, if it has memory."""
         if unit in self._gathered:
             self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
@@ -383,7 +394,7 @@ class Unsharder:
         self._pending.changed(unit)
 
     def _finish_pending(self, unit: Unit) -> None:
-        """Finish a fill that nobody has waited for, or make it if its values were taken back."""
+        """Wait for the unit's fill, if one is under way. Make a fill that was broken off anew."""
         broken_off = unit in self._gathered and unit.state is not UNSHARDED
         if broken_off and unit not in self._pending:
             self._fill(unit, Priority.DEMAND, self._gathered[unit])
@@ -391,7 +402,7 @@ class Unsharder:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """Give up the unit's values, and those on their way. The memory stays allocated."""
+        """Give up the unit's values, and a fill that is under way. The memory stays allocated."""
         unsharded_param.mark_stale(unit)
         interrupt = self._pending.cancel(unit)
         if interrupt is not None:
@@ -401,6 +412,7 @@ class Unsharder:
 
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
+        # A forward inside of backward recomputes: the phase is still the backward.
         if not self.passes.in_backward:
             self._store.pin()
             self.gradients.free_done()
@@ -410,12 +422,12 @@ class Unsharder:
             self.clock.enter("forward" if trains else "evaluation", quiet=quiet)
             self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if self._updates:
-                # Forward opens the gates in its own order; one that escaped would be a read more.
+                # Forward opens the gates in its own order. One that escaped would cost a read.
                 self._executor.hold_gates(True)
 
     def forward_end(self) -> None:
         """End the outermost forward, which has returned or raised."""
-        # A recomputing forward inside of backward is a part of that.
+        # A forward inside of backward has begun nothing here: see `forward_start`.
         if not self.passes.in_backward:
             self.passes.forward_end()
             self.schedule.end()
@@ -435,6 +447,7 @@ class Unsharder:
         try:
             self.schedule.end()
             self.gradients.backward_end()
+            # After the gradients: the mode counts on all of them being ready.
             self._mode.backward_end()
         except BaseException:
             self.passes.in_backward = True  # it has broken off, as `reset` is to know
@@ -442,11 +455,12 @@ class Unsharder:
         self.clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
-        """Tell the other ranks, which may wait, that a forward or backward of this one raised."""
+        """Report to the other ranks, which may wait, that a forward or backward raised here."""
         self._comm.report_exception(where, error)
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
+        # Before `passes.reset`, which forgets that a backward ran.
         if self.passes.in_backward:
             self._mode.backward_aborted()
         self.passes.reset()
@@ -493,13 +507,14 @@ class Unsharder:
         if unit not in self._gathered:
             return
         self._cancel(unit)
+        # This call opens the gate; `_fill` must not open it a second time.
         update.opened = True
         # The update writes to this memory: kernels that still read it come first.
         self.device.behind()
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
         else:
-            # It escaped while this thread was held up: read the values that it left at rest.
+            # The gate escaped in the meantime: the update has left the new values at rest.
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:
@@ -517,6 +532,7 @@ class Unsharder:
         """
         self._changed(unit)
         if in_place:
+            # The memory stays: the update reads the old values there and writes the new ones.
             unsharded_param.mark_stale(unit)
             self._begin(unit, [ticket], self._gathered[unit])
         else:
@@ -535,8 +551,8 @@ class Unsharder:
             unsharded_param.mark_filled(unit)
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
-        """Give up the values of these units, since a write of them was taken back. Blocks while
-        they fill.
+        """Give up the values of these units: a write of them was taken back. Blocks while they
+        are being filled.
         """
         for unit in units:
             self._changed(unit)
@@ -545,7 +561,7 @@ class Unsharder:
                 self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
-        """Note that the unit's values at rest are about to change: it is filled again later."""
+        """Note that the unit's values at rest are about to change, and evict it."""
         self._changed(unit)
         self.invalidate(unit)
 
@@ -560,6 +576,7 @@ class Unsharder:
         """Unshard the unit for the block, with the values at rest, and leave no trace in the
         schedule.
         """
+        # Not `unshard`: single reads are no part of the order that the schedule learns.
         self._access.before_read(unit)
         self._match_version(unit, AT_REST)
         if unit not in self._gathered:
@@ -582,15 +599,15 @@ class Unsharder:
             return values.view(param.shape).to("cpu", copy=True)
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
-        this rank.
+        """Return for each window that all ranks close now whether some rank has written to it.
 
-        Ranks that keep all weights may open a window alone, and are asked nothing.
+        here: whether this rank has.
         """
+        # Ranks with whole parameters may open a window alone: a collective would wait for others.
         return here if self._never_evict else self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
-        """Set the value as `write` does, when all ranks have come to it with the same."""
+        """Set the value as `write` does, on all ranks. Raises: RanksDiverged if theirs differ."""
         self._comm.check_same_collective(
             lambda: fingerprinted(f"writing {param.name}", digest(value))
         )
@@ -608,14 +625,17 @@ class Unsharder:
         self._finish_pending(param.unit)
         layout = param.flat.layout
         start, source, numel = layout.shard_range(param.slot_index, self._comm.rank)
+        # A rank may hold no part of a small parameter.
         if numel:
             values = flat_value[source : source + numel]
             self._store.overwrite(param.flat, start, values)
+            # Else training would compute with the old value until the next step.
             if self.delayed_params is not None:
                 self.delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
         if unit in self._gathered:
+            # Nobody uses it, so the next demand may read the new value.
             if unit.refs == 0 and not self._never_evict:
                 self._evict(unit)
             elif unit.refs == 0 and self._gathered[unit].quantized:
@@ -638,8 +658,8 @@ class Unsharder:
 class PendingUnshard:
     """The fill of one unit, on its way.
 
-    op: of the gather lane; None on one rank. before_gather: for the waiting thread to call once the
-    tickets are filled. submit: makes the op then, where it could not run ahead.
+    op: of the gather lane; None on one rank. before_gather: the waiting thread calls it once the
+    tickets are filled. submit: makes the op after that, where it could not be submitted ahead.
     """
 
     tickets: Sequence[Ticket]
@@ -658,9 +678,11 @@ class PendingUnshard:
         if self.op is None:  # else the lane waits for them
             for ticket in self.tickets:
                 ticket.wait_filled()
+        # Before the other ranks take this shard: it copies the delayed values into it.
         if self.before_gather is not None:
             self.before_gather()
         if self.submit is not None:
+            # `submit` goes, so that a second wait finds the op and submits no other collective.
             self.op, self.submit = self.submit(), None
         if self.op is not None:
             self.op.wait()
@@ -688,7 +710,7 @@ class PendingUnshard:
 class PendingUnshards:
     """The fills of one model that nobody has waited for yet. One thread uses it at a time.
 
-    secondary: shards from which units are filled instead of from their tier.
+    secondary: copies of shards, from which units are filled instead of from their tier.
     """
 
     def __init__(self, comm: Comm, *, secondary: SecondaryShards | None = None) -> None:
@@ -720,9 +742,9 @@ class PendingUnshards:
     ) -> None:
         """Begin the all_gather behind tickets that fill this rank's shards. Does not block.
 
-        version: for secondary shards; None: do not store them. quantized: weights travel as int8
-        groups, and are rounded to these here, too. before_gather: for the waiting thread to call
-        between the tickets and the all_gather.
+        version: under which secondary shards are stored; None: store none. quantized: weights
+        travel as int8 groups, and are rounded to these on this rank, too. before_gather: the
+        waiting thread calls it between the tickets and the all_gather.
         """
         assert unit.state is not SHARDED, f"{unit.name} has no memory to be filled"
         assert unit.state is not UNSHARDED, f"{unit.name} is in use, or holds values still"
@@ -757,19 +779,20 @@ class PendingUnshards:
         self._by_unit[unit] = PendingUnshard((), op)
 
     def pop(self, unit: Unit) -> PendingUnshard:
-        """Take the unit's fill, for the caller to wait for."""
+        """Remove and return the unit's fill; the caller waits for it."""
         return self._by_unit.pop(unit)
 
     def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
-        """Take a fill back whose waiting has failed: it is to be cancelled."""
+        """Put a fill back after its wait has failed, so that `cancel` finds it."""
         self._by_unit[unit] = fill
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Give up what is on its way into the unit's memory, and return when nothing is."""
+        """Cancel the unit's fill. Returns when nothing is on its way into its memory."""
         fill = self._by_unit.pop(unit, None)
         if fill is None:
             return None
         interrupt = fill.cancel_and_wait()
+        # The lane may still write there, so the memory stays allocated for good.
         if fill.stuck:
             self.stuck.add(unit)
         return interrupt
@@ -783,7 +806,7 @@ class PendingUnshards:
         self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool
     ) -> Op:
         secondary = self.secondary if version is not None else None
-        # Noted now, in the order of the program, and stored by the lane: all ranks note the same.
+        # Noted now, in the order of the program, so that all ranks note the same. The lane stores.
         store = secondary.store(unit, version) if secondary is not None else None
         coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]

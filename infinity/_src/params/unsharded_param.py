@@ -8,7 +8,7 @@ memory although the graph lives on, and filling the same storage again is all th
 
 Version counters: each unsharded parameter has its own, set to the generation of its unit at the
 first use after a change. Filling never counts as a modification. An optimizer step or a write
-raises the generation, so that a graph from before it meets torch's own "modified by an inplace
+raises the generation. A graph from before it then gets torch's own "modified by an inplace
 operation" error instead of new values.
 """
 
@@ -33,8 +33,8 @@ from infinity.errors import WeightWritten
 
 
 class UnshardedParameter(torch.nn.Parameter):
-    """An unsharded parameter: a plain one, but for `.data`, through which writes would go unseen
-    and be lost.
+    """An unsharded parameter: a plain one but for `.data`, since writes through it would not be
+    seen, and lost.
     """
 
     infinity_name: str
@@ -74,6 +74,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
         resize_storage(flat.tensor, flat.size_bytes)
     with torch.inference_mode(False), torch.no_grad():
         for param in unit.params:
+            # An own counter each: a write to one parameter must not count as one to its whole unit.
             view = param.flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
             param.gathered = UnshardedParameter(
                 separate_version(view), requires_grad=requires_grad[param]
@@ -85,6 +86,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
     """Give the unit's flats their memory, with undefined contents: it is STALE. Does not block."""
+    # From a pool of its own: among activations units would leave holes that nothing else fits.
     with device.allocation() if device is not None else contextlib.nullcontext():
         for flat in unit.flats:
             resize_storage(flat.tensor, flat.size_bytes)
@@ -105,24 +107,27 @@ def mark_stale(unit: Unit) -> None:
 
 def evict(unit: Unit) -> None:
     """Free the memory of the unit's flats. The unit must not be in use."""
+    # A module or a graph that runs would read freed memory.
     assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
     unit.state = SHARDED
     for flat in unit.flats:
+        # Exporting the storage once, to numpy for instance, forbids resizing it for good.
         if not is_resizable(flat.tensor):
             _renew(flat)
         resize_storage(flat.tensor, 0)
 
 
 def _renew(flat: Flat) -> None:
-    """Move the flat to a new storage: somebody has a numpy array on the old one, which lives as
-    long as that does.
+    """Move the flat to a new storage. The old one has been exported, and lives as long as the numpy
+    array on it.
 
-    Graphs that saved the old one keep it too, with values that stay right for them.
+    Graphs that saved the old storage hold it too, and its values stay right for them.
     """
     with torch.inference_mode(False), torch.no_grad():
         flat.tensor.data = torch.empty_like(flat.tensor)
         for param in flat.params:
             view = flat.tensor[param.offset : param.offset + param.numel].view(param.shape)
+            # The object stays: modules hold it, and its hooks are on it.
             set_data(param.gathered, separate_version(view))
 
 
@@ -130,6 +135,7 @@ def stamp(unit: Unit) -> list[int]:
     """Set the version counters of the unit's gathered parameters to its generation, and return
     them.
     """
+    # By generation: a unit that is gathered again with the same values must not look modified.
     versions = [unit.generation] * len(unit.params)
     set_versions([param.gathered for param in unit.params], versions)
     return versions

@@ -1,4 +1,4 @@
-"""Events of a parameter's life that the update mode answers.
+"""Update mode, as gathering and gradients call it: one method for each event.
 
     Unsharder     a training backward begins          backward_begin()
     GradReducer   a gradient is whole, on all ranks   grad_ready(param, grad)
@@ -6,9 +6,9 @@
     Unsharder     that backward has ended             backward_end(), or backward_aborted()
     GradReducer   the loop assigns a gradient         before_assign(param)
 
-`infinity._src.optim.update_mode` has the whole interface, and the modes. They need the optimizer's
-step, which stands above unsharding, so this half of it is declared here, and calls go the way that
-imports go.
+`infinity._src.optim.update_mode` has the whole interface, and the modes. The modes need the
+optimizer's step, a layer above this one. So this half of the interface is declared here, and calls
+follow the imports.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class UpdateHooks(abc.ABC):
     trains."""
 
     delayed_params: DelayedParams | None
-    """The parameters that training computes with, where those at rest may be newer; None: it
-    computes with these."""
+    """Parameters of before the pending update, with which update="delayed" computes; None in all
+    other modes."""
 
     @property
     @abc.abstractmethod
@@ -41,7 +41,7 @@ class UpdateHooks(abc.ABC):
 
     @abc.abstractmethod
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
-        """A gradient of this backward is complete: this rank's part of it, reduced where there are
+        """A gradient of this backward is complete. grad: this rank's part, reduced if there are
         several ranks."""
 
     @abc.abstractmethod
@@ -51,12 +51,11 @@ class UpdateHooks(abc.ABC):
 
     @abc.abstractmethod
     def backward_end(self) -> None:
-        """A backward has ended, and all its gradients were ready. Raises: what breaks the backward
-        off."""
+        """A backward has ended, and all its gradients were ready. An exception breaks it off."""
 
     @abc.abstractmethod
     def backward_aborted(self) -> None:
-        """A backward broke off: gradients that came of it are not whole."""
+        """A backward broke off: its gradients are not complete."""
 
     @abc.abstractmethod
     def before_assign(self, param: Param) -> None:
@@ -64,10 +63,10 @@ class UpdateHooks(abc.ABC):
 
 
 class Access(Protocol):
-    """Permission to read or write values (`infinity._src.access`)."""
+    """Checks before values are read or written (`infinity._src.access`)."""
 
     def before_read(self, unit: Unit) -> None:
-        """Somebody wants the unit's values. Raises: EngineClosed; what a background update met."""
+        """The unit's values are about to be read. Raises: EngineClosed; the fault of an update."""
 
     def before_write(self) -> None:
         """Values are about to be written. Blocks until no update is pending. Raises as
