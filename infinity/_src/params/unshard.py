@@ -50,7 +50,7 @@ from infinity._src.params import unsharded_param
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.unit import PENDING, SHARDED, UNSHARDED, Flat, Param, Unit
+from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.telemetry import Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
@@ -125,8 +125,9 @@ class Unsharder:
         self._pending = PendingUnshards(comm, secondary=secondary)
         # One rank has nobody to send weights to: they stay as they are.
         self._quantized = qwz and comm.world > 1
-        # Units with memory on the device, all that are not SHARDED, and the version in it.
-        self._gathered: dict[Unit, ParamVersion] = {}
+        # The version in the memory of each unit that is not SHARDED, or on its way there. Whether a
+        # unit has memory is said by its state alone.
+        self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
@@ -159,11 +160,10 @@ class Unsharder:
         self.schedule.demand(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
-        ready = unit.state is UNSHARDED and unit not in self._pending
-        if not ready and unit not in self._gathered:
+        if unit.state is SHARDED:
             self.demand_reads += 1
             self._allocate_and_fill(unit, Priority.DEMAND, version)
-        elif not ready and unit not in self._pending:  # an interrupt broke its fill off
+        elif unit.state is STALE:  # its values were taken back, or an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, version)
         # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
@@ -171,21 +171,24 @@ class Unsharder:
             # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
             soon = itertools.islice(self.schedule.upcoming(), 1)
             self.gradients.prefetch([unit, *(self.units[index] for index in soon)])
-        if not ready:
+        if unit.state is PENDING:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         """Whether a training pass would meet the values that `gather()` shows of the unit; with
         `window`, the reverse.
         """
+        # A window that has closed may get a gradient when its unit is SHARDED again.
+        version = self._versions[unit] if unit.state is not SHARDED else AT_REST
         if window:
-            return self._gathered.get(unit, AT_REST) != AT_REST
-        return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
+            return version != AT_REST
+        return self.passes.trains and version != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
         """Whether the unit holds values at rest although training computes with delayed ones."""
-        gathered = self._gathered
-        return unit in gathered and gathered[unit].delayed != self._trained(unit).delayed
+        if unit.state is SHARDED:
+            return False
+        return self._versions[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
         """The version that training computes with."""
@@ -207,10 +210,17 @@ class Unsharder:
 
     def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
         """Allocate the unit's memory and begin to fill it. Does not block."""
-        self._make_room(unit.size_bytes, NEVER)
-        unsharded_param.allocate(unit, self.device)
-        self._gathered[unit] = version
-        self._gathered_bytes += unit.size_bytes
+        size_bytes = unit.size_bytes
+        self._make_room(size_bytes, NEVER)
+        # Booked before the state says that there is memory, so that an interrupt between the two
+        # leaves none that the books do not know.
+        self._versions[unit] = version
+        self._gathered_bytes += size_bytes
+        try:
+            unsharded_param.allocate(unit, self.device)
+        finally:
+            if unit.state is SHARDED:  # there was none to be had
+                self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
 
@@ -218,7 +228,7 @@ class Unsharder:
         """Begin to fill the unit's memory, which is allocated: from its update, from secondary
         shards, or from the tier where it rests.
         """
-        self._gathered[unit] = version
+        self._versions[unit] = version
         delayed_params = self.delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
@@ -251,7 +261,7 @@ class Unsharder:
         before_gather: Callable[[], None] | None = None,
     ) -> None:
         """Record that these tickets fill this rank's shards with `version`."""
-        self._gathered[unit] = version
+        self._versions[unit] = version
         # Secondary shards serve the next pass: another version is not worth their place.
         key = (unit.generation, version) if version.quantized == self._quantized else None
         self._pending.begin(
@@ -260,10 +270,10 @@ class Unsharder:
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
         """Fill the unit anew if it holds another version than this, unless somebody uses it."""
-        if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
+        if unit.state is SHARDED or unit.refs or self._versions[unit] == version:
             return
         self._finish_pending(unit)
-        unsharded_param.mark_stale(unit)
+        unit.move_to(STALE)
         self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
@@ -273,13 +283,11 @@ class Unsharder:
 
     def _finish_fill(self, unit: Unit) -> None:
         """Wait until the unit's memory is filled. After a fault the unit is evicted."""
-        fill = self._pending.pop(unit)
         start_ns = time.monotonic_ns()
         try:
-            fill.wait()
+            self._pending.wait(unit)
         except BaseException as error:
-            # Put back first: evicting waits for what is still on its way into the memory.
-            self._pending.put_back(unit, fill)
+            # Evicting waits for what is still on its way into the memory.
             self._evict(unit)
             if isinstance(error, AioError):
                 # An update that failed is told as such, with what helps; else it was a read.
@@ -290,32 +298,32 @@ class Unsharder:
         self.wait_s += (end_ns - start_ns) / 1e9
         if end_ns - start_ns > SHORT_WAIT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
-        unsharded_param.mark_filled(unit)
 
     def _evict(self, unit: Unit) -> None:
         """Free the unit's memory, once nothing is on its way into it."""
-        interrupt = self._pending.cancel(unit)
-        self._gathered.pop(unit, None)
-        self._gathered_bytes -= unit.size_bytes
-        if unit in self._pending.stuck:
-            # A collective that does not return may still write here: the memory is given up for
-            # the books, and stays allocated.
-            unsharded_param.mark_stale(unit)
-        else:
+        interrupt = self._pending.cancel(unit) if unit.state is PENDING else None
+        try:
             unsharded_param.evict(unit)
+        finally:
+            if unit.state is SHARDED:  # an interrupt may come before that, or after
+                self._unbook(unit)
         self._heap.freed()
         if interrupt is not None:
             raise interrupt
+
+    def _unbook(self, unit: Unit) -> None:
+        del self._versions[unit]
+        self._gathered_bytes -= unit.size_bytes
 
     def prefetch_ahead(self) -> None:
         """Begin to fill the units that the schedule wants next, as many as there is room for (in
         bytes). Does not block.
         """
-        if self._never_evict and len(self._gathered) == len(self.units):
+        if self._never_evict and len(self._versions) == len(self.units):
             return
         for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
-            if unit in self._gathered:
+            if unit.state is not SHARDED:
                 continue
             if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
                 # In order only: a smaller unit farther away must not take the room of this one.
@@ -333,7 +341,7 @@ class Unsharder:
         if self._never_evict:
             return True
         while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._gathered)
+            idle = filter(self._may_evict, self._versions)
             # The index decides between equals, so that all ranks choose the same one.
             far = max(
                 idle,
@@ -354,13 +362,13 @@ class Unsharder:
         if self._comm.world > 1:
             # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
             return True
-        return not self._pending.under_way(unit)
+        return unit.state is not PENDING or self._pending.filled(unit)
 
     def invalidate(self, unit: Unit) -> None:
         """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
         reads them again.
         """
-        if unit in self._gathered:
+        if unit.state is not SHARDED:
             self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
@@ -374,7 +382,7 @@ class Unsharder:
 
     def renew(self, unit: Unit) -> None:
         """Begin to fill the unit again, whose values have changed, if it has memory."""
-        if unit in self._gathered:
+        if unit.state is not SHARDED:
             self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
@@ -384,18 +392,19 @@ class Unsharder:
 
     def _finish_pending(self, unit: Unit) -> None:
         """Finish a fill that nobody has waited for, or make it if its values were taken back."""
-        broken_off = unit in self._gathered and unit.state is not UNSHARDED
-        if broken_off and unit not in self._pending:
-            self._fill(unit, Priority.DEMAND, self._gathered[unit])
-        if unit in self._pending:
+        if unit.state is STALE:
+            self._fill(unit, Priority.DEMAND, self._versions[unit])
+        if unit.state is PENDING:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
         """Give up the unit's values, and those on their way. The memory stays allocated."""
-        unsharded_param.mark_stale(unit)
-        interrupt = self._pending.cancel(unit)
-        if interrupt is not None:
-            raise interrupt
+        if unit.state is UNSHARDED:
+            unit.move_to(STALE)
+        elif unit.state is PENDING:
+            interrupt = self._pending.cancel(unit)
+            if interrupt is not None:
+                raise interrupt
 
     # -- passes ------------------------------------------------------------------------------------
 
@@ -490,7 +499,7 @@ class Unsharder:
         """
         self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
-        if unit not in self._gathered:
+        if unit.state is SHARDED:
             return
         self._cancel(unit)
         update.opened = True
@@ -506,10 +515,8 @@ class Unsharder:
         """Whether an update may take the unit's parameters from its memory and leave the new ones
         there.
         """
-        ready = unit in self._gathered and unit.state is UNSHARDED
-        ready = ready and unit.refs == 0 and unit not in self._pending
         # The optimizer holds whole values, not those in int8 groups.
-        return ready and not self._gathered[unit].quantized
+        return unit.state is UNSHARDED and unit.refs == 0 and not self._versions[unit].quantized
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """Note that an update of the unit was submitted without a gate; in_place: into its memory,
@@ -517,8 +524,8 @@ class Unsharder:
         """
         self._changed(unit)
         if in_place:
-            unsharded_param.mark_stale(unit)
-            self._begin(unit, [ticket], self._gathered[unit])
+            unit.move_to(STALE)
+            self._begin(unit, [ticket], self._versions[unit])
         else:
             self.renew(unit)
 
@@ -529,10 +536,8 @@ class Unsharder:
             self.renew(unit)
         elif self._comm.world > 1:
             # This rank has written its shards; those of the others are gathered again.
-            unsharded_param.mark_stale(unit)
-            self._begin(unit, (), self._gathered[unit])
-        else:
-            unsharded_param.mark_filled(unit)
+            unit.move_to(STALE)
+            self._begin(unit, (), self._versions[unit])
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
         """Give up the values of these units, since a write of them was taken back. Blocks while
@@ -541,8 +546,7 @@ class Unsharder:
         for unit in units:
             self._changed(unit)
             self._updates.pop(unit, None)
-            if unit in self._gathered:
-                self._cancel(unit)
+            self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
         """Note that the unit's values at rest are about to change: it is filled again later."""
@@ -562,7 +566,7 @@ class Unsharder:
         """
         self._access.before_read(unit)
         self._match_version(unit, AT_REST)
-        if unit not in self._gathered:
+        if unit.state is SHARDED:
             self._allocate_and_fill(unit, Priority.DEMAND, AT_REST)
         self._finish_pending(unit)
         unit.refs += 1
@@ -615,22 +619,23 @@ class Unsharder:
                 self.delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
-        if unit in self._gathered:
-            if unit.refs == 0 and not self._never_evict:
-                self._evict(unit)
-            elif unit.refs == 0 and self._gathered[unit].quantized:
-                # Quantized weights are rounded by the all_gather, not here.
-                self.renew(unit)
-            else:
-                with torch.no_grad():
-                    param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
-                unsharded_param.mark_filled(unit)
+        if unit.state is SHARDED:
+            return
+        if unit.refs == 0 and not self._never_evict:
+            self._evict(unit)
+        elif unit.refs == 0 and self._versions[unit].quantized:
+            # Quantized weights are rounded by the all_gather, not here.
+            self.renew(unit)
+        else:
+            # Nothing is under way since `_finish_pending`: the unit stays UNSHARDED.
+            with torch.no_grad():
+                param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
 
     def close(self) -> None:
         """Evict everything. Pending work must have been waited for."""
         self._pending.close()
         self._updates.clear()
-        for unit in list(self._gathered):
+        for unit in list(self._versions):
             self._evict(unit)
 
 
@@ -660,6 +665,7 @@ class PendingUnshard:
                 ticket.wait_filled()
         if self.before_gather is not None:
             self.before_gather()
+            self.before_gather = None
         if self.submit is not None:
             self.op, self.submit = self.submit(), None
         if self.op is not None:
@@ -686,7 +692,11 @@ class PendingUnshard:
 
 
 class PendingUnshards:
-    """The fills of one model that nobody has waited for yet. One thread uses it at a time.
+    """The fills of the units that are PENDING. One thread uses it at a time.
+
+    Each call that begins or ends a fill moves the unit: to PENDING, and from there to UNSHARDED or
+    back to STALE. A fill is put down before its unit is PENDING and dropped after it, so that an
+    interrupt never leaves a PENDING unit without one.
 
     secondary: shards from which units are filled instead of from their tier.
     """
@@ -695,15 +705,10 @@ class PendingUnshards:
         self._comm = comm
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
-        self.stuck: set[Unit] = set()  # units whose memory must stay, as long as the process lives
 
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._by_unit
-
-    def under_way(self, unit: Unit) -> bool:
-        """Whether something is on its way into the unit's memory."""
-        fill = self._by_unit.get(unit)
-        return fill is not None and not fill.filled
+    def filled(self, unit: Unit) -> bool:
+        """Whether nothing is on its way any more into the memory of the unit, which is PENDING."""
+        return self._by_unit[unit].filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
         """Whether secondary shards hold this version of the unit."""
@@ -724,9 +729,8 @@ class PendingUnshards:
         groups, and are rounded to these here, too. before_gather: for the waiting thread to call
         between the tickets and the all_gather.
         """
-        assert unit.state is not SHARDED, f"{unit.name} has no memory to be filled"
-        assert unit.state is not UNSHARDED, f"{unit.name} is in use, or holds values still"
-        unit.state = PENDING
+        # Before the collective, which nobody can take back.
+        assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
         if self._comm.world == 1:
             fill = PendingUnshard(tickets, before_gather=before_gather)
         elif before_gather is None:
@@ -739,6 +743,7 @@ class PendingUnshards:
                 submit=lambda: self._submit(unit, tickets, version, quantized),
             )
         self._by_unit[unit] = fill
+        unit.move_to(PENDING)
 
     def begin_from_secondary(self, unit: Unit) -> None:
         """Begin to gather the unit from secondary shards. Does not block."""
@@ -752,26 +757,27 @@ class PendingUnshards:
                 load()
                 exchange.all_gather([_parts(flat) for flat in flats], across=across)
 
-        unit.state = PENDING
         op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
         self._by_unit[unit] = PendingUnshard((), op)
+        unit.move_to(PENDING)
 
-    def pop(self, unit: Unit) -> PendingUnshard:
-        """Take the unit's fill, for the caller to wait for."""
-        return self._by_unit.pop(unit)
-
-    def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
-        """Take a fill back whose waiting has failed: it is to be cancelled."""
-        self._by_unit[unit] = fill
+    def wait(self, unit: Unit) -> None:
+        """Block until the unit, which is PENDING, is UNSHARDED. It stays PENDING where that fails,
+        for the caller to cancel. Raises: AioError, RankFailed.
+        """
+        self._by_unit[unit].wait()
+        unit.move_to(UNSHARDED)
+        del self._by_unit[unit]
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Give up what is on its way into the unit's memory, and return when nothing is."""
-        fill = self._by_unit.pop(unit, None)
-        if fill is None:
-            return None
+        """Give up what is on its way into the memory of the unit, which is PENDING, and return when
+        nothing is: the unit is STALE. Returns an interrupt that came meanwhile.
+        """
+        fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
-        if fill.stuck:
-            self.stuck.add(unit)
+        unit.stuck = unit.stuck or fill.stuck
+        unit.move_to(STALE)
+        del self._by_unit[unit]
         return interrupt
 
     def changed(self, unit: Unit) -> None:
@@ -803,7 +809,8 @@ class PendingUnshards:
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""
         for unit in list(self._by_unit):
-            self.cancel(unit)
+            if unit.state is PENDING:
+                self.cancel(unit)
         if self.secondary is not None:
             self.secondary.close()
 

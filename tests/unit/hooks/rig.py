@@ -59,12 +59,12 @@ class RamUnsharder:
         if unit.state is UnitState.UNSHARDED and self.filled.get(unit) == unit.generation:
             return
         gathered.allocate(unit)
-        unit.state = UnitState.PENDING
+        unit.move_to(UnitState.PENDING)
         with torch.no_grad():
             for param in unit.params:
                 target = param.flat.tensor[param.offset : param.offset + param.numel]
                 target.copy_(self.copies[param].reshape(-1))
-        gathered.mark_filled(unit)
+        unit.move_to(UnitState.UNSHARDED)
         self.filled[unit] = unit.generation
         self.peak_numel = max(self.peak_numel, self.gathered_numel)
 
@@ -74,10 +74,11 @@ class RamUnsharder:
     def release(self, unit: Unit) -> None:
         self.events.append(f"idle {unit.name}")
         if self.eager:
-            gathered.evict(unit)
+            self.invalidate(unit)
 
     def invalidate(self, unit: Unit) -> None:
-        gathered.evict(unit)
+        if unit.state is not UnitState.SHARDED:
+            gathered.evict(unit)
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         assert grad.shape == param.shape
