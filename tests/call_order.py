@@ -71,7 +71,7 @@ EVENTS = [
     Event("backward_begin", Unsharder, "backward_start"),
     Event("backward_end", Unsharder, "backward_end"),
     Event("reset", Unsharder, "reset"),
-    Event("grad", Unsharder, "accumulate_grad", _name),
+    Event("grad", GradReducer, "accumulate_grad", _name),
     Event("unit_done", Unsharder, "unit_done", _name),
     Event("reduce", GradReducer, "_reduce", _name),
     Event("accumulate", GradReducer, "accumulate", _name),

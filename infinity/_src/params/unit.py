@@ -200,15 +200,6 @@ class UnsharderInterface(Protocol):
     def release(self, unit: Unit) -> None:
         """Let the unit, whose reference count fell to 0, be evicted, now or later."""
 
-    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient [param.shape] and make its proxy the `.grad` of `at_rest`."""
-
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""
-
-    def use_left(self, unit: Unit) -> None:
-        """Count a use of the unit that a forward call left for backward."""
-
     def unit_done(self, unit: Unit) -> None:
         """Count a use of the unit that has ended: no further gradient comes from it."""
 
@@ -249,3 +240,15 @@ class UnsharderInterface(Protocol):
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
+
+
+class GradientsInterface(Protocol):
+    """`GradReducer` as hooks see it. All calls come from the thread that runs backward, or the
+    loop.
+    """
+
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape] and make its proxy the `.grad` of `at_rest`."""
+
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""

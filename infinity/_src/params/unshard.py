@@ -47,12 +47,12 @@ from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
-from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
+from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
-from infinity._src.telemetry import Marks, PhaseClock, Timeline
+from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
@@ -99,24 +99,24 @@ class Unsharder:
         store: StateStore,
         executor: Executor,
         gradients: GradReducer,
+        progress: Progress,
+        device: Device,
         comm: Comm,
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
         never_evict: bool,
         timeline: Timeline,
-        device: Device | None = None,
         qwz: bool = False,
         secondary: SecondaryShards | None = None,
-        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.units = units
-        self.schedule = Schedule()
-        self.passes = PassTracker()
-        self.wait_s = 0.0  # for units
-        self.update_wait_s = 0.0  # the step pipeline adds to it
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
-        self.device = device or Device(torch.device("cpu"))
+        self._passes, self._schedule = progress.passes, progress.schedule
+        self._clock, self._waits = progress.clock, progress.waits
+        self._device = device
+        self._gradients = gradients
+        self._delayed_params = mode.delayed_params
         self._store = store
         self._executor = executor
         self._comm = comm
@@ -134,14 +134,9 @@ class Unsharder:
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
         self._unsharding: Unit | None = None
-        self.delayed_params = mode.delayed_params
-        self.gradients = gradients
-        # Bound once: hooks call these for every module, and each level of calls would cost.
-        self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
         self._access = access
         self._heap = heap
-        self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
     # -- unshard, release, prefetch, evict ---------------------------------------------------------
 
@@ -157,7 +152,7 @@ class Unsharder:
             self._unsharding = None
 
     def _unshard(self, unit: Unit) -> None:
-        self.schedule.demand(unit.index)
+        self._schedule.demand(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
         if unit.state is SHARDED:
@@ -167,10 +162,10 @@ class Unsharder:
             self._fill(unit, Priority.DEMAND, version)
         # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
-        if self.passes.in_backward:
+        if self._passes.in_backward:
             # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
-            soon = itertools.islice(self.schedule.upcoming(), 1)
-            self.gradients.prefetch([unit, *(self.units[index] for index in soon)])
+            soon = itertools.islice(self._schedule.upcoming(), 1)
+            self._gradients.prefetch([unit, *(self.units[index] for index in soon)])
         if unit.state is PENDING:
             self._finish_fill(unit)
 
@@ -182,7 +177,7 @@ class Unsharder:
         version = self._versions[unit] if unit.state is not SHARDED else AT_REST
         if window:
             return version != AT_REST
-        return self.passes.trains and version != self._trained(unit)
+        return self._passes.trains and version != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
         """Whether the unit holds values at rest although training computes with delayed ones."""
@@ -192,14 +187,14 @@ class Unsharder:
 
     def _trained(self, unit: Unit) -> ParamVersion:
         """The version that training computes with."""
-        delayed = self.delayed_params is not None and self.delayed_params.computes(unit)
+        delayed = self._delayed_params is not None and self._delayed_params.computes(unit)
         return ParamVersion(delayed, self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
         """The version that the running pass computes with, or that `gather()` shows."""
-        if self.passes.trains:
+        if self._passes.trains:
             return self._trained(unit)
-        return ParamVersion(False, self._quantized and self.passes.evaluates)
+        return ParamVersion(False, self._quantized and self._passes.evaluates)
 
     def release(self, unit: Unit) -> None:
         """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
@@ -217,7 +212,7 @@ class Unsharder:
         self._versions[unit] = version
         self._gathered_bytes += size_bytes
         try:
-            unsharded_param.allocate(unit, self.device)
+            unsharded_param.allocate(unit, self._device)
         finally:
             if unit.state is SHARDED:  # there was none to be had
                 self._unbook(unit)
@@ -229,12 +224,12 @@ class Unsharder:
         shards, or from the tier where it rests.
         """
         self._versions[unit] = version
-        delayed_params = self.delayed_params if version.delayed else None
+        delayed_params = self._delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             update.opened = True
             # The update writes to this memory: kernels that still read it come first.
-            self.device.behind()
+            self._device.behind()
             if update.gate.open(self.targets(unit)):
                 self._begin(unit, [update.ticket], version)
                 return
@@ -295,7 +290,7 @@ class Unsharder:
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
-        self.wait_s += (end_ns - start_ns) / 1e9
+        self._waits.units_s += (end_ns - start_ns) / 1e9
         if end_ns - start_ns > SHORT_WAIT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
 
@@ -321,14 +316,14 @@ class Unsharder:
         """
         if self._never_evict and len(self._versions) == len(self.units):
             return
-        for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
+        for index in itertools.islice(self._schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
             if unit.state is not SHARDED:
                 continue
-            if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
+            if not self._make_room(unit.size_bytes, self._schedule.distance(index)):
                 # In order only: a smaller unit farther away must not take the room of this one.
                 return
-            if self.passes.evaluates:
+            if self._passes.evaluates:
                 version = ParamVersion(False, self._quantized)
             else:
                 version = self._trained(unit)
@@ -345,12 +340,12 @@ class Unsharder:
             # The index decides between equals, so that all ranks choose the same one.
             far = max(
                 idle,
-                key=lambda unit: (self.schedule.distance(unit.index), unit.index),
+                key=lambda unit: (self._schedule.distance(unit.index), unit.index),
                 default=None,
             )
             if far is None:
                 return False
-            if distance is not NEVER and self.schedule.distance(far.index) <= distance:
+            if distance is not NEVER and self._schedule.distance(far.index) <= distance:
                 return False
             self._evict(far)
         return True
@@ -410,14 +405,14 @@ class Unsharder:
 
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
-        if not self.passes.in_backward:
+        if not self._passes.in_backward:
             self._store.pin()
-            self.gradients.free_done()
+            self._gradients.free_done()
             trains = torch.is_grad_enabled()
-            self.passes.forward_start(trains=trains)
+            self._passes.forward_start(trains=trains)
             quiet = trains and not self._mode.updates_pending
-            self.clock.enter("forward" if trains else "evaluation", quiet=quiet)
-            self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            self._clock.enter("forward" if trains else "evaluation", quiet=quiet)
+            self._schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if self._updates:
                 # Forward opens the gates in its own order; one that escaped would be a read more.
                 self._executor.hold_gates(True)
@@ -425,30 +420,30 @@ class Unsharder:
     def forward_end(self) -> None:
         """End the outermost forward, which has returned or raised."""
         # A recomputing forward inside of backward is a part of that.
-        if not self.passes.in_backward:
-            self.passes.forward_end()
-            self.schedule.end()
+        if not self._passes.in_backward:
+            self._passes.forward_end()
+            self._schedule.end()
             self._executor.hold_gates(False)
-            self.clock.enter("idle")
+            self._clock.enter("idle")
 
     def backward_start(self) -> None:
         """Begin a backward."""
-        self.passes.backward_start(retain_graph=graph_is_kept())
-        self.clock.enter("backward")
-        self.schedule.start(Phase.BACKWARD)
+        self._passes.backward_start(retain_graph=graph_is_kept())
+        self._clock.enter("backward")
+        self._schedule.start(Phase.BACKWARD)
         self._mode.backward_begin()
 
     def backward_end(self) -> None:
         """End a backward: gradients that no use of a unit claimed are reduced."""
-        self.passes.backward_end()
+        self._passes.backward_end()
         try:
-            self.schedule.end()
-            self.gradients.backward_end()
+            self._schedule.end()
+            self._gradients.backward_end()
             self._mode.backward_end()
         except BaseException:
-            self.passes.in_backward = True  # it has broken off, as `reset` is to know
+            self._passes.in_backward = True  # it has broken off, as `reset` is to know
             raise
-        self.clock.enter("idle")
+        self._clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
         """Tell the other ranks, which may wait, that a forward or backward of this one raised."""
@@ -456,40 +451,23 @@ class Unsharder:
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
-        if self.passes.in_backward:
+        if self._passes.in_backward:
             self._mode.backward_aborted()
-        self.passes.reset()
-        self.gradients.reset()
+        self._passes.reset()
+        self._gradients.reset()
         self._executor.hold_gates(False)
-        self.schedule.abandon()
-        self.clock.enter("idle")
-
-    def _marks(self) -> Marks:
-        """The counters that the clock divides into phases."""
-        store, wait_s = self._store, self.wait_s + self.update_wait_s
-        grads = store.grads_read_bytes, store.grads_written_bytes
-        return Marks.of(self._executor.stats(), store.params_read_bytes, wait_s, grads)
-
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient [param.shape]."""
-        with profiled(f"infinity: drain {param.name}"):
-            self.gradients.accumulate_grad(param, grad)
-
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the parameter's whole gradient."""
-        self.gradients.assign(param, grad)
+        self._schedule.abandon()
+        self._clock.enter("idle")
 
     def unit_done(self, unit: Unit) -> None:
         """Count a use of the unit that backward is done with; after the last, its gradients are
         reduced.
         """
-        self.passes.use_ended(unit)
+        self._passes.use_ended(unit)
         # Ranks reduce a unit once: gradients of several of its modules, or of several calls of
         # one, go together.
-        if self._comm.world == 1 or self.passes.all_ended(unit):
-            self.gradients.unit_done(unit)
+        if self._comm.world == 1 or self._passes.all_ended(unit):
+            self._gradients.unit_done(unit)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -504,7 +482,7 @@ class Unsharder:
         self._cancel(unit)
         update.opened = True
         # The update writes to this memory: kernels that still read it come first.
-        self.device.behind()
+        self._device.behind()
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
         else:
@@ -615,8 +593,8 @@ class Unsharder:
         if numel:
             values = flat_value[source : source + numel]
             self._store.overwrite(param.flat, start, values)
-            if self.delayed_params is not None:
-                self.delayed_params.write(param.flat, start, values)
+            if self._delayed_params is not None:
+                self._delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
         if unit.state is SHARDED:

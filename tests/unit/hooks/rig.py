@@ -13,6 +13,7 @@ from torch import nn
 from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
+from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, UnitState
 
@@ -24,7 +25,7 @@ class DrainedGrad(torch.Tensor):
 
 
 class RamUnsharder:
-    """A real residency that keeps CPU copies.
+    """A real residency that keeps CPU copies, and takes gradients.
 
     eager: a unit is evicted the moment it is idle (the harshest there is); else never.
     """
@@ -86,12 +87,9 @@ class RamUnsharder:
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
         param.at_rest.grad = total.as_subclass(DrainedGrad)
 
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
         param.at_rest.grad = None
         self.accumulate_grad(param, grad)
-
-    def use_left(self, unit: Unit) -> None:
-        """Counted by engines that update in backward only."""
 
     def unit_done(self, unit: Unit) -> None:
         self.done.append(unit.name)
@@ -195,7 +193,13 @@ class Rig:
         self.unsharder = RamUnsharder(self.units, eager=eager)
         self.unsharder.adopt()
         self.lifecycle: Lifecycle = attach(
-            model, self.units, self.unsharder, where=lambda _: "nvme", **options
+            model,
+            self.units,
+            self.unsharder,
+            self.unsharder,
+            PassTracker(),
+            where=lambda _: "nvme",
+            **options,
         )
         self.params = {param.name: param for unit in self.units for param in unit.params}
 
