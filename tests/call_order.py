@@ -28,7 +28,7 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, UpdateMode
 from infinity._src.params.delayed_params import DelayedParams
-from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
+from infinity._src.params.unit import Unit, UnitState
 from infinity._src.params.unshard import Unsharder
 
 
@@ -71,7 +71,7 @@ EVENTS = [
     Event("backward_begin", Unsharder, "backward_start"),
     Event("backward_end", Unsharder, "backward_end"),
     Event("reset", Unsharder, "reset"),
-    Event("grad", Unsharder, "accumulate_grad", _name),
+    Event("grad", GradReducer, "accumulate_grad", _name),
     Event("unit_done", Unsharder, "unit_done", _name),
     Event("reduce", GradReducer, "_reduce", _name),
     Event("accumulate", GradReducer, "accumulate", _name),
@@ -171,15 +171,17 @@ def _wrapped_of_mode(
     return called
 
 
-def _by_drawn_transitions(recorder: Recorder) -> Callable[[Unit, str, Any], None]:
-    """`Unit.__setattr__` that lets a unit's state change only as `UnitState` draws it."""
+_MOVERS = (Unit.move_to.__code__, Unit.__init__.__code__)
+
+
+def _by_move_to(recorder: Recorder) -> Callable[[Unit, str, Any], None]:
+    """`Unit.__setattr__` that notes each change of a unit's state, which only `move_to` makes."""
 
     def assign(unit: Unit, name: str, value: Any) -> None:
         if name == "state":
-            now = unit.__dict__.get("state", value)
-            if now is not value:
-                assert (now, value) in TRANSITIONS, f"{unit.name}: {now} -> {value}"
-                recorder.transitions.add((now, value))
+            assert sys._getframe(1).f_code in _MOVERS, f"{unit.name}.state is `move_to`'s to write"
+            if name in unit.__dict__:
+                recorder.transitions.add((unit.state, value))
         object.__setattr__(unit, name, value)
 
     return assign
@@ -187,10 +189,10 @@ def _by_drawn_transitions(recorder: Recorder) -> Callable[[Unit, str, Any], None
 
 @contextlib.contextmanager
 def recording() -> Iterator[Recorder]:
-    """Models that are offloaded inside are recorded while `on` of the recorder is set, and their
-    units change states as `UnitState` draws it."""
+    """Models that are offloaded inside are recorded while `on` of the recorder is set, and the
+    transitions of their units always."""
     recorder, patch = Recorder(), pytest.MonkeyPatch()
-    patch.setattr(Unit, "__setattr__", _by_drawn_transitions(recorder))
+    patch.setattr(Unit, "__setattr__", _by_move_to(recorder))
     for event in EVENTS:
         patch.setattr(
             event.owner, event.method, _wrapped(recorder, event, getattr(event.owner, event.method))

@@ -575,7 +575,7 @@ def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
 ) -> None:
     model, optimizer = rooted(tmp_path, update="backward", on_nonfinite="ignore")
     monkeypatch.setattr(
-        inf.handle(model).unsharder.gradients, "backward_end", failing("no such luck")
+        inf.handle(model).gradients, "backward_end", failing("no such luck")
     )
     with pytest.raises(AioError, match="no such luck"):
         crashes.step(model, optimizer, 0, 0)

@@ -285,5 +285,4 @@ def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_end
     timer.join()
     assert ticket.filled
     assert unit.state is UnitState.SHARDED
-    assert unit not in unsharder._gathered
     inf.handle(model).close()

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.params.unit import UnitState
 from tests import harness, models
 
 LAYERS = 10
@@ -130,6 +131,11 @@ def test_two_forwards_that_take_turns_are_both_followed(tmp_path: Path) -> None:
     assert all((step.demand_reads, step.deviations) == (0, 0) for step in steps[3:])
 
 
+def with_memory(handle: Any) -> int:
+    """How many units have memory now."""
+    return sum(unit.state is not UnitState.SHARDED for unit in handle.units)
+
+
 @pytest.mark.parametrize(
     ("rows", "least", "most"),
     [(models.VOCAB, 3, 4), (8 * models.VOCAB, 7, 12)],
@@ -147,7 +153,7 @@ def test_how_far_is_read_ahead_is_room_in_bytes(
         handle, counted_units = inf.handle(model), []
         for block in model.blocks:
             block.register_forward_pre_hook(
-                lambda *_: counted_units.append(len(handle.unsharder._gathered))  # noqa: B023
+                lambda *_: counted_units.append(with_memory(handle))  # noqa: B023
             )
         for batch in models.token_batches(2):
             models.loss_of(model, batch).backward()
@@ -167,16 +173,16 @@ def test_a_demand_that_failed_leaves_a_unit_that_may_be_evicted(
     ahead = unsharder.prefetch_ahead
 
     def no_memory() -> None:
-        if last in unsharder._gathered:
+        if last.state is not UnitState.SHARDED:
             raise MemoryError
         ahead()
 
     monkeypatch.setattr(unsharder, "prefetch_ahead", no_memory)
     with pytest.raises(MemoryError):
         models.loss_of(model, models.token_batches(1)[0])
-    assert last in unsharder._gathered
+    assert last.state is not UnitState.SHARDED
     unsharder.read(last.params[0])  # its fill has ended
     for unit in unsharder.units[:3]:
         unsharder.read(unit.params[0])
-    assert last not in unsharder._gathered
+    assert last.state is UnitState.SHARDED
     inf.handle(model).close()

@@ -1,10 +1,11 @@
 """Typed wiring of one engine, in the order of a parameter's life. Each part takes earlier ones.
 
-    take_apart        ranks, device, units
-    open_tiers        budget, gradient memory, swap files, executor, state store
-    fill_tiers        the model's values go to their tiers
-    choose_mode       the update mode, which all later parts call
-    build_grads       the way of gradients from autograd to their slots
+    take_apart        ranks, device, units: what the model is
+    open_tiers        budget, gradient memory, swap files, executor, state store: where values rest
+    fill_tiers        the model's values go there
+    start_progress    which pass runs, in what order units are wanted, and what time it takes
+    choose_mode       when updates happen, which all that follows asks
+    build_grads       from autograd to the slots
     build_unsharder   gathers units, prefetches, evicts
     build_optimizer   step pipeline, registry, states, saves
     open_durable_run  commits that outlive the process
@@ -53,11 +54,12 @@ from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
+from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
 from infinity._src.storage import Storage, check_activations
-from infinity._src.telemetry import Timeline
+from infinity._src.telemetry import LoopWaits, Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Seam
 
 
@@ -145,6 +147,7 @@ class EngineParts:
     split: Split
     tiers: Tiers
     heap: Heap
+    progress: Progress
     mode: UpdateMode
     access: EngineAccess
     grads: Grads
@@ -175,20 +178,21 @@ def build_engine(
     tiers = open_tiers(split, seam, owner, undo)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
     fill_tiers(split, tiers, source)
-    # The mode is made before the gradients, the unsharder and the step, which all call it.
-    mode = choose_mode(split, tiers)
+    # The mode comes first of the parts that behave: all that follows asks it.
+    progress = start_progress(tiers, timeline)
+    mode = choose_mode(split, tiers, progress)
     access = EngineAccess(split.comm, tiers.storage, mode)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     grads = build_grads(split, tiers, mode, undo)
-    unsharder = build_unsharder(split, tiers, grads, mode, access, heap, timeline)
-    optimizer = build_optimizer(split, tiers, grads, unsharder, mode, access, heap, undo)
+    unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
+    optimizer = build_optimizer(split, tiers, progress, grads, unsharder, mode, access, heap, undo)
     # Late: the first commit names places that are filled by now.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: once hooks are on, any forward may call every part above.
-    lifecycle = build_hooks(split, tiers, unsharder, model, owner, timeline, undo)
+    lifecycle = build_hooks(split, tiers, progress, grads, unsharder, model, owner, timeline, undo)
     return EngineParts(
-        split, tiers, heap, mode, access, grads, unsharder, optimizer, durable, lifecycle
+        split, tiers, heap, progress, mode, access, grads, unsharder, optimizer, durable, lifecycle
     )
 
 
@@ -294,7 +298,19 @@ def _store_flat(split: Split, tiers: Tiers, flat: Flat, values: torch.Tensor) ->
     tiers.store.store(flat, 0, shard.data_ptr()).wait()
 
 
-def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
+def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:
+    """Start the clock, before the first pass."""
+    executor, store, waits = tiers.executor, tiers.store, LoopWaits()
+
+    def marks() -> Marks:
+        grads = store.grads_read_bytes, store.grads_written_bytes
+        return Marks.of(executor.stats(), store.params_read_bytes, waits.total_s, grads)
+
+    clock = PhaseClock(timeline, marks, tiers.storage.activations_moved)
+    return Progress(PassTracker(), Schedule(), clock, waits)
+
+
+def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
     """Return the update mode of the policy. Raises: ValueError where the model cannot have it."""
     policy, device = split.policy, split.device
     if policy.update_on == "device":
@@ -314,11 +330,12 @@ def choose_mode(split: Split, tiers: Tiers) -> UpdateMode:
             warmup=policy.delayed_warmup,
         )
     if policy.update == "backward" and policy.generations > 1:
-        return SpeculativeUpdate()
+        return SpeculativeUpdate(device=device, passes=progress.passes)
     if policy.update == "backward":
         return BackwardUpdate(
             split.units,
             device=device,
+            passes=progress.passes,
             dtype_of=tiers.buffers.dtype,
             on_nonfinite=policy.on_nonfinite,
         )
@@ -356,6 +373,7 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
 def build_unsharder(
     split: Split,
     tiers: Tiers,
+    progress: Progress,
     grads: Grads,
     mode: UpdateMode,
     access: EngineAccess,
@@ -368,22 +386,54 @@ def build_unsharder(
         store=tiers.store,
         executor=tiers.executor,
         gradients=grads.reducer,
+        progress=progress,
+        device=split.device,
         comm=split.comm,
         mode=mode,
         access=access,
         heap=heap,
         never_evict=split.ranks.whole_params,
         timeline=timeline,
-        device=split.device,
         qwz=split.policy.qwz,
         secondary=split.ranks.kept(split.units, split.device),
-        activations_moved=tiers.storage.activations_moved,
+    )
+
+
+def build_pipeline(
+    split: Split,
+    tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
+    unsharder: Unsharder,
+    mode: UpdateMode,
+    heap: Heap,
+) -> StepPipeline:
+    """Build the step, a transaction where there are two generations."""
+    units, executor, store = split.units, tiers.executor, tiers.store
+    transaction = None
+    # Two places for each chunk make a step a transaction.
+    if split.policy.generations > 1:
+        transaction = Transaction(units, store=store, executor=executor, unsharder=unsharder)
+    return StepPipeline(
+        units,
+        store=store,
+        executor=executor,
+        unsharder=unsharder,
+        gradients=grads.reducer,
+        progress=progress,
+        device=split.device,
+        comm=split.comm,
+        mode=mode,
+        transaction=transaction,
+        heap=heap,
+        watch=tiers.storage,
     )
 
 
 def build_optimizer(
     split: Split,
     tiers: Tiers,
+    progress: Progress,
     grads: Grads,
     unsharder: Unsharder,
     mode: UpdateMode,
@@ -396,21 +446,7 @@ def build_optimizer(
     """
     policy, units, comm = split.policy, split.units, split.comm
     executor, store = tiers.executor, tiers.store
-    transaction = None
-    # Two places for each chunk make a step a transaction.
-    if policy.generations > 1:
-        transaction = Transaction(units, store=store, executor=executor, unsharder=unsharder)
-    pipeline = StepPipeline(
-        units,
-        store=store,
-        executor=executor,
-        unsharder=unsharder,
-        comm=comm,
-        mode=mode,
-        transaction=transaction,
-        heap=heap,
-        watch=tiers.storage,
-    )
+    pipeline = build_pipeline(split, tiers, progress, grads, unsharder, mode, heap)
     registry = OptimizerRegistry(
         policy,
         split.flats,
@@ -419,7 +455,7 @@ def build_optimizer(
         executor=executor,
         gradients=tiers.buffers,
         book=grads.registry,
-        unsharder=unsharder,
+        reducer=grads.reducer,
         pipeline=pipeline,
         mode=mode,
         rank=comm.rank,
@@ -436,7 +472,14 @@ def build_optimizer(
     undo.callback(mode.close)
     # No optimizer exists yet; the registry prepares the jobs anew when one is registered.
     pipeline.prepare_jobs(split.flats)
-    states = States(store, unsharder, comm, wait=access.before_write)
+    states = States(
+        store,
+        unsharder,
+        grads.reducer,
+        comm,
+        delayed_params=mode.delayed_params,
+        wait=access.before_write,
+    )
     saving = Saver(
         states,
         units=units,
@@ -474,6 +517,8 @@ def open_durable_run(
 def build_hooks(
     split: Split,
     tiers: Tiers,
+    progress: Progress,
+    grads: Grads,
     unsharder: Unsharder,
     model: torch.nn.Module,
     owner: Owner,
@@ -489,6 +534,8 @@ def build_hooks(
         model,
         split.units,
         unsharder,
+        grads.reducer,
+        progress.passes,
         where=lambda _param: tier,
         check_state_dict=owner.check_state_dict,
         activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),

@@ -141,6 +141,7 @@ class Handle:
         self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
         self.rank = self.comm.rank
         self.unsharder, self.durable = parts.unsharder, parts.durable
+        self.gradients = parts.grads.reducer
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
 
@@ -256,6 +257,8 @@ class Handle:
             executor=self.parts.tiers.storage.observe(self.pipeline.steps),
             endurance=self.parts.tiers.storage.endurance,
             unsharder=self.unsharder,
+            gradients=self.gradients,
+            progress=self.parts.progress,
             pipeline=self.pipeline,
             placement=self.parts.tiers.planner.plan,
             param_numel=sum(param.numel for param in self.parts.split.params),

@@ -95,7 +95,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
             )
     elif run is not None and run.waits:
         run.check()
-    restored = RestoreJob(of.saving, of.unsharder, of.pipeline, of.saving.comm, of.policy).restore(
+    restored = RestoreJob(of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy).restore(
         model, opt, source
     )
     if run is not None:

@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.hooks.activation_offload import ActivationFigures
 from infinity._src.memory.placement import PlacementPlan, name_parts
 from infinity._src.optim.step import StepPipeline
+from infinity._src.params.prefetch_schedule import Progress
 from infinity._src.params.unshard import Unsharder
 from infinity._src.perf.step_report import StepTerms
 from infinity._src.sizes import format_size
@@ -312,6 +314,8 @@ class Stats:
         *,
         executor: ExecutorStats,
         unsharder: Unsharder,
+        gradients: GradReducer,
+        progress: Progress,
         pipeline: StepPipeline,
         placement: PlacementPlan,
         param_numel: int,
@@ -333,14 +337,11 @@ class Stats:
         device). bandwidths: of the drives, by directory, where they are known better than from this
         run. ranks: what only several of them have, by field.
         """
-        drives, marks = drive_figures(executor, endurance or Endurance()), unsharder.clock.marks()
-        # No limits are known for updates inside `opt.step()` on the device.
-        terms = None
-        if update is not None:
-            known, clock = bandwidths or {}, unsharder.clock
-            terms = StepTerms.collect(
-                clock, executor, update=update, bandwidths=known, frozen_bytes=frozen_bytes
-            )
+        drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
+        known = bandwidths or {}
+        terms = None if update is None else StepTerms.collect(
+            progress.clock, executor, update=update, bandwidths=known, frozen_bytes=frozen_bytes
+        )
         return cls(
             params=param_numel,
             units=unit_count,
@@ -350,8 +351,8 @@ class Stats:
             params_read_bytes=marks.params_read,
             grads_read_bytes=marks.grads_read,
             grads_written_bytes=marks.grads_written,
-            io_wait_s=unsharder.wait_s,
-            update_wait_s=pipeline.update_wait_s,
+            io_wait_s=progress.waits.units_s,
+            update_wait_s=progress.waits.updates_s,
             compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
@@ -362,7 +363,7 @@ class Stats:
             heap_spare_bytes=heap_spare_bytes,
             demands=unsharder.demands,
             demand_reads=unsharder.demand_reads,
-            deviations=unsharder.schedule.deviations,
+            deviations=progress.schedule.deviations,
             **{name: getattr(executor, name) for name in _OF_EXECUTOR},
             backend_reason=backend_reason,
             written_per_step_bytes=_sum([drive.written_per_step_bytes for drive in drives]),
@@ -372,12 +373,12 @@ class Stats:
             steps_undone=pipeline.steps_undone,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
-            comm_wait_s=unsharder.gradients.wait_s,
+            comm_wait_s=gradients.wait_s,
             h2d_bytes=executor.to_device_bytes,
             d2h_bytes=executor.from_device_bytes,
             h2d_s=executor.to_device_s,
             d2h_s=executor.from_device_s,
-            phases=unsharder.clock.totals(),
+            phases=progress.clock.totals(),
             terms=terms,
             activations=activations or ActivationFigures(),
             drives=drives,

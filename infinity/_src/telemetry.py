@@ -253,6 +253,21 @@ def _row(ends: list[int], span: Span) -> int:
 # -- phases of a step ------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass
+class LoopWaits:
+    """Seconds that the training loop has waited: for units in forward and backward, and for pending
+    updates. Whoever waits adds to it.
+    """
+
+    units_s: float = 0.0
+    updates_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of both."""
+        return self.units_s + self.updates_s
+
+
 class Marks(NamedTuple):
     """Counters of an engine at one moment: bytes and seconds since it was opened.
 

@@ -27,13 +27,13 @@ from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.collectives import Comm
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Param
-from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
@@ -238,11 +238,16 @@ class RestoreJob:
     """One restore of a model; collective on several ranks."""
 
     def __init__(
-        self, saver: Saver, unsharder: Unsharder, pipeline: StepPipeline, comm: Comm, policy: Policy
+        self,
+        saver: Saver,
+        gradients: GradReducer,
+        pipeline: StepPipeline,
+        comm: Comm,
+        policy: Policy,
     ) -> None:
         self._saver = saver
         self._states = saver.states
-        self._unsharder = unsharder
+        self._gradients = gradients
         self._pipeline = pipeline
         self._comm = comm
         self._policy = policy
@@ -415,7 +420,7 @@ class RestoreJob:
         # After the states, so that a fault before leaves the count of the steps that they are of.
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
-        self._unsharder.gradients.forget()
+        self._gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
@@ -452,7 +457,7 @@ class RestoreJob:
 
     def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
-        shadow, flat = self._unsharder.delayed_params, turn.records.flat
+        shadow, flat = self._saver.mode.delayed_params, turn.records.flat
         if shadow is not None:
             chunk = flat.layout.chunks[turn.chunk]
             values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)

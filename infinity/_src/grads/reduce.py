@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import xxhash
 
+from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.exchange import Exchange, Parts
 from infinity._src.distributed.lanes import Op
@@ -330,20 +331,22 @@ class GradReducer:
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
         reduced."""
-        if self._comm.world == 1:
-            self.fresh_bytes_peak = max(self.fresh_bytes_peak, grad.numel() * grad.element_size())
-            self._mode.grad_ready(param, grad)
-            return
-        fresh = self._fresh.setdefault(param.unit, {})
-        if param in fresh:
-            # Several gradients of one backward, by reentrant checkpointing: they add up in the
-            # dtype of the slot, as they do on one rank.
-            before = fresh.pop(param)
-            self._fresh_bytes -= before.numel() * before.element_size()
-            grad = before.to(self.dtype(param.flat)) + grad
-        fresh[param] = grad
-        self._fresh_bytes += grad.numel() * grad.element_size()
-        self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+        with profiled(f"infinity: drain {param.name}"):
+            if self._comm.world == 1:
+                size_bytes = grad.numel() * grad.element_size()
+                self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)
+                self._mode.grad_ready(param, grad)
+                return
+            fresh = self._fresh.setdefault(param.unit, {})
+            if param in fresh:
+                # Several gradients of one backward, by reentrant checkpointing: they add up in the
+                # dtype of the slot, as they do on one rank.
+                before = fresh.pop(param)
+                self._fresh_bytes -= before.numel() * before.element_size()
+                grad = before.to(self.dtype(param.flat)) + grad
+            fresh[param] = grad
+            self._fresh_bytes += grad.numel() * grad.element_size()
+            self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Backward comes to these units: start reading back gradients that spilled, and sums that

@@ -20,7 +20,7 @@ import torch
 
 from infinity._src._torch_compat import graph_task_id, node_sequence_number, queue_callback
 from infinity._src.hooks.unit_refs import UnitRefs
-from infinity._src.params.unit import Param, UnsharderInterface
+from infinity._src.params.unit import GradientsInterface, Param, UnsharderInterface
 from infinity.errors import EngineClosed, SecondOrderUnsupported
 
 
@@ -86,8 +86,14 @@ class BackwardUse:
 class Backward:
     """Running backwards over the graphs of one model."""
 
-    def __init__(self, unsharder: UnsharderInterface, lock: threading.RLock) -> None:
+    def __init__(
+        self,
+        unsharder: UnsharderInterface,
+        gradients: GradientsInterface,
+        lock: threading.RLock,
+    ) -> None:
         self._unsharder = unsharder
+        self._gradients = gradients
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
         self.closed = False
@@ -214,7 +220,7 @@ class Backward:
             with self._lock:
                 # A backward runs, also where no use of this model has started yet.
                 self.task()
-                self._unsharder.accumulate_grad(
+                self._gradients.accumulate_grad(
                     param, grad if grad.layout is torch.strided else grad.to_dense()
                 )
 

@@ -42,7 +42,8 @@ from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, Window
 from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
-from infinity._src.params.unit import Param, Unit, UnsharderInterface
+from infinity._src.params.prefetch_schedule import PassTracker
+from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
 
 
@@ -113,6 +114,8 @@ class Lifecycle:
         model: torch.nn.Module,
         units: list[Unit],
         unsharder: UnsharderInterface,
+        gradients: GradientsInterface,
+        passes: PassTracker,
         *,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
@@ -122,6 +125,8 @@ class Lifecycle:
         self.model = model
         self.units = units
         self.unsharder = unsharder
+        self._gradients = gradients
+        self._passes = passes
         self.closed = False
         self.windows: dict[Param, Window] = {}
         self._activations = activations
@@ -132,7 +137,7 @@ class Lifecycle:
         # Autograd runs hooks of a device in a thread of its own.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
-        self._backward = Backward(unsharder, self._lock)
+        self._backward = Backward(unsharder, gradients, self._lock)
         self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(
             model, units, owner=self, on_demand=self.in_forward, read=unsharder.read
@@ -264,7 +269,7 @@ class Lifecycle:
 
     def take_gradient(self, param: Param, grad: torch.Tensor) -> None:
         """`parameter.grad = tensor`: the tensor becomes the whole gradient."""
-        self.unsharder.assign_gradient(param, grad.detach())
+        self._gradients.assign(param, grad.detach())
 
     def set_requires_grad(self, param: Param, flag: bool) -> None:
         """Mirror `requires_grad` on the gathered parameter and its window."""
@@ -405,7 +410,7 @@ class Lifecycle:
         # Units that were gathered on demand inside the call are among these.
         use.held = tuple(frame.held)
         for refs in use.held:
-            self.unsharder.use_left(refs.unit)
+            self._passes.use_left(refs.unit)
         use.hook_outputs(found, frame.first_node)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
@@ -482,6 +487,8 @@ def attach(
     model: torch.nn.Module,
     units: list[Unit],
     unsharder: UnsharderInterface,
+    gradients: GradientsInterface,
+    passes: PassTracker,
     *,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
@@ -502,6 +509,8 @@ def attach(
         model,
         units,
         unsharder,
+        gradients,
+        passes,
         where=where,
         check_state_dict=check_state_dict,
         activations=activations,

@@ -33,7 +33,7 @@ from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import values_of
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate, Holder
-from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Ticket
 from infinity.errors import AioError, NonFiniteGradient, StateInvalid
@@ -60,10 +60,12 @@ class BackwardUpdate(DeferredUpdate):
         units: Sequence[Unit],
         *,
         device: Device,
+        passes: PassTracker,
         dtype_of: Callable[[Flat], torch.dtype],
         on_nonfinite: str,
     ) -> None:
         super().__init__()
+        self._passes = passes
         self._on_nonfinite = on_nonfinite
         # Gradients that are complete; None for one that has spilled.
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}
@@ -192,7 +194,7 @@ class BackwardUpdate(DeferredUpdate):
             self._ready.get(unit)
             and not leaves
             and graph_task_id() != NO_TASK
-            and self._unsharder.passes.all_ended(unit)
+            and self._passes.all_ended(unit)
         ):
             self._complete(unit)
 
@@ -327,7 +329,7 @@ class BackwardUpdate(DeferredUpdate):
         """Check the step. Raises: RuntimeError when the backward before it broke off, or runs, and
         when a gradient would be applied besides the one that backward applied.
         """
-        if not self._unsharder.passes.in_backward:
+        if not self._passes.in_backward:
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here
             # first.
             late = next(
@@ -357,7 +359,7 @@ class BackwardUpdate(DeferredUpdate):
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
         """Submit the updates that backward did not take (gradients that the loop assigned, say)."""
         # The next backward begins a new step, also when this one raises below.
-        self._unsharder.passes.step_taken()
+        self._passes.step_taken()
         stepping: Any = self._pipeline.stepping
         # Backward updated with these values. A scheduler that steps between backward and opt.step()
         # would be one step late, unseen.

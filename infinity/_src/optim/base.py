@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
@@ -38,6 +39,7 @@ class StepEngine(Protocol):
     policy: Policy
     pipeline: StepPipeline
     unsharder: Unsharder
+    gradients: GradReducer
     states: States
     on_nonfinite: str
 
@@ -305,7 +307,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
         if param.grad is None and param.at_rest.grad is None:
             return False
-        slot = engine.unsharder.slot(param)
+        slot = engine.gradients.slot(param)
         # The loop may have assigned or cleared `p.grad` since backward; the slot follows it here.
         return slot.reconcile(param.at_rest.grad) is SlotState.HELD
 

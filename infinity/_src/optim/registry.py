@@ -18,6 +18,7 @@ from typing import Any
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.step import StepPipeline
@@ -25,7 +26,6 @@ from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
-from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor, Format
 
 
@@ -47,7 +47,7 @@ class OptimizerRegistry:
         executor: Executor,
         gradients: GradBuffers,
         book: GradRegistry,
-        unsharder: Unsharder,
+        reducer: GradReducer,
         pipeline: StepPipeline,
         mode: UpdateMode,
         rank: int,
@@ -61,7 +61,7 @@ class OptimizerRegistry:
         self._executor = executor
         self._gradients = gradients
         self._book = book
-        self._unsharder = unsharder
+        self._reducer = reducer
         self._pipeline = pipeline
         self._mode = mode
         self._rank = rank
@@ -151,7 +151,7 @@ class OptimizerRegistry:
         """
         # Chunks move, so no update, write or read may be in flight.
         self._pipeline.wait()
-        self._unsharder.gradients.flush_spilled()
+        self._reducer.flush_spilled()
         # Reads ahead have no ticket that the pipeline knows.
         self._executor.wait_all()
         before, formats_before = self._planner.saved(), self._formats
@@ -245,7 +245,7 @@ class OptimizerRegistry:
         """
         plan, spilled = self._planner.plan, self._planner.spilled
         self._mode.allocate(self._registered, spilled)
-        self._unsharder.gradients.allocate()
+        self._reducer.allocate()
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
@@ -263,6 +263,6 @@ class OptimizerRegistry:
                 if param.grad is not None:
                     self._gradients.place_slot(param)
                 elif param in self._optimizers:
-                    self._unsharder.slot(param)
+                    self._reducer.slot(param)
         # The scratch of norms is made here, so that no step allocates it.
         self._book.reserve()

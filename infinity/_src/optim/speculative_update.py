@@ -27,11 +27,12 @@ import torch
 from infinity._src._torch_compat import NO_TASK, graph_task_id
 from infinity._src.grads.slot import GradSlot, SlotState, wait_through
 from infinity._src.memory.constants import LAG_UNITS
+from infinity._src.memory.device import Device
 from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts
-from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Param, Unit
 from infinity.aio import Ticket
 
@@ -77,12 +78,13 @@ class SpeculativeUpdate(DeferredUpdate):
 
     _transaction: Transaction
 
-    def __init__(self) -> None:
+    def __init__(self, *, device: Device, passes: PassTracker) -> None:
         super().__init__()
-        # Units that got gradients in this backward, then those whose gradients are on their way
-        # from the device.
-        self._ready: set[Unit] = set()
-        self._due: deque[Unit] = deque()
+        # Behind a device that copies, gradients come some units later.
+        self._lag_units = LAG_UNITS if device.copies else 0
+        self._passes = passes
+        self._ready: set[Unit] = set()  # units that got gradients in this backward
+        self._due: deque[Unit] = deque()  # whose gradients are on their way from the device
         self._ahead: dict[Unit, _Ahead] = {}
         self._backwards = 0  # since the last step
         self._expected = 0  # backwards of the step before; 0: none was taken yet
@@ -163,12 +165,12 @@ class SpeculativeUpdate(DeferredUpdate):
         if (
             unit in self._ready
             and graph_task_id() != NO_TASK
-            and self._unsharder.passes.all_ended(unit)
+            and self._passes.all_ended(unit)
         ):
             self._ready.discard(unit)
             self._due.append(unit)
             # Waiting for the last one's gradients would let the device run dry.
-            while len(self._due) > (LAG_UNITS if self._unsharder.device.copies else 0):
+            while len(self._due) > self._lag_units:
                 self._speculate(self._due.popleft())
 
     def _speculate(self, unit: Unit) -> None:
@@ -223,7 +225,7 @@ class SpeculativeUpdate(DeferredUpdate):
     def before_read(self, unit: Unit) -> None:
         # Not this backward, if one runs, where the unit's update ran ahead: a hook inside.
         # Outside of backward a caller sees all states, so all updates go.
-        if not self._unsharder.passes.in_backward:
+        if not self._passes.in_backward:
             self.withdraw()
         elif unit in self._ahead:
             self.withdraw_unit(unit)
@@ -263,7 +265,7 @@ class SpeculativeUpdate(DeferredUpdate):
     # -- the step ----------------------------------------------------------------------------------
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        self._unsharder.passes.step_taken()
+        self._passes.step_taken()
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
             wanted = {param: item.hyper.tobytes() for param, item in by_unit.get(unit, {}).items()}

@@ -17,9 +17,11 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
+from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
 from infinity._src.params.unshard import Unsharder
@@ -53,11 +55,20 @@ class States:
     """
 
     def __init__(
-        self, store: StateStore, unsharder: Unsharder, comm: Comm, *, wait: Callable[[], None]
+        self,
+        store: StateStore,
+        unsharder: Unsharder,
+        gradients: GradReducer,
+        comm: Comm,
+        *,
+        delayed_params: DelayedParams | None,
+        wait: Callable[[], None],
     ) -> None:
         self.store = store
         self.rank = comm.rank
         self._unsharder = unsharder
+        self._gradients = gradients
+        self._delayed_params = delayed_params
         self._comm = comm
         self._wait = wait
         self._buffers: list[ChunkBuffer] = []
@@ -133,11 +144,11 @@ class States:
             buffer.store(sections).wait()
             # With update="delayed" forwards compute with a second copy, which must show the written
             # value too.
-            if value == 0 and self._unsharder.delayed_params is not None:
+            if value == 0 and self._delayed_params is not None:
                 written = torch.from_numpy(buffer.section(0, span.start, span.numel)).view(
                     param.dtype
                 )
-                self._unsharder.delayed_params.write(
+                self._delayed_params.write(
                     param.flat, int(shard.starts[span.chunk]) + span.start, written
                 )
 
@@ -157,7 +168,7 @@ class States:
         if param.grad is None and param.at_rest.grad is None:
             return None
         # Made on demand: the loop may have assigned `p.grad` before any backward.
-        slot = self._unsharder.slot(param)
+        slot = self._gradients.slot(param)
         if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY and not slot.unreduced:
             return None
         return self._whole(param, [slot.part()])
@@ -174,13 +185,13 @@ class States:
             self.check_ranks_agree(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
-            self._unsharder.slot(param).empty()
+            self._gradients.slot(param).empty()
             param.at_rest.grad = None
             return
         # Each rank stores the part that it would have got from a reduce_scatter.
         _, element, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
-        self._unsharder.gradients.replace(param, part)
+        self._gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of which the ranks have parts, fp32 [param.shape]."""

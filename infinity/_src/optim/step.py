@@ -29,12 +29,14 @@ import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
+from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import ReadByUpdate
+from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.optim.step_consensus import Grouped, describe_step
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
-from infinity._src.params.prefetch_schedule import Phase
+from infinity._src.params.prefetch_schedule import Phase, Progress
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
@@ -86,6 +88,9 @@ class StepPipeline:
         store: StateStore,
         executor: Executor,
         unsharder: Unsharder,
+        gradients: GradReducer,
+        progress: Progress,
+        device: Device,
         comm: Comm,
         mode: StepHooks,
         transaction: Transaction | None,
@@ -96,6 +101,10 @@ class StepPipeline:
         self._store = store
         self._executor = executor
         self._unsharder = unsharder
+        self._gradients = gradients
+        self._passes, self._schedule = progress.passes, progress.schedule
+        self._clock, self._waits = progress.clock, progress.waits
+        self._device = device
         self._comm = comm
         self._mode = mode
         self._heap = heap
@@ -106,7 +115,6 @@ class StepPipeline:
         self._fault: Exception | None = None
         # True: the fault stays, since no rollback mends it.
         self._final = False
-        self.update_wait_s = 0.0
         self.steps = 0
         self.stepping: Any = None  # the optimizer whose step is being submitted
         self.transaction = transaction
@@ -216,9 +224,7 @@ class StepPipeline:
                 ticket.wait()
             except AioError:
                 self._record_fault(ticket)
-        self.update_wait_s += time.perf_counter() - start
-        # The unsharder's marks count these waits as waits of the loop.
-        self._unsharder.update_wait_s = self.update_wait_s
+        self._waits.updates_s += time.perf_counter() - start
         if self._pending:
             self._pending.clear()
             self._unsharder.updates_ended()
@@ -261,7 +267,7 @@ class StepPipeline:
         # The mode first: a backward that broke off explains a busy unit better than the check
         # below.
         self._mode.before_step()
-        self._unsharder.gradients.check_reduced()
+        self._gradients.check_reduced()
         busy = next((param.unit for param in params if param.unit.refs), None)
         if busy is not None:
             raise RuntimeError(
@@ -270,7 +276,7 @@ class StepPipeline:
                 "outside handle.gather()"
             )
         # A failed write of a gradient must surface before the first state changes.
-        self._unsharder.gradients.flush_spilled()
+        self._gradients.flush_spilled()
 
     def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
         """Start the update of these parameters, and count a step of `optimizer`.
@@ -286,7 +292,7 @@ class StepPipeline:
         for item in work:
             by_unit.setdefault(item.param.unit, {})[item.param] = item
         self.check_idle([item.param for item in work])
-        self._unsharder.clock.enter("step")
+        self._clock.enter("step")
         # An empty step waits for nothing: GradScaler skips steps, and a skipped one should cost no
         # stall.
         if by_unit:
@@ -309,7 +315,7 @@ class StepPipeline:
         self.count_step()
         # The next forward starts with reads, and Python has time between the steps.
         self._unsharder.prefetch_ahead()
-        self._unsharder.clock.enter("idle")
+        self._clock.enter("idle")
 
     def step_begins(self) -> None:
         """Note the end of the step's forwards and backwards; its update begins."""
@@ -319,7 +325,7 @@ class StepPipeline:
     def count_step(self) -> None:
         """Count a step that was taken."""
         self.begun = False
-        self._unsharder.passes.step_taken()
+        self._passes.step_taken()
         if self.transaction is not None:
             # Registered before the count changes, so that an interrupt between the two is undone
             # right.
@@ -342,7 +348,7 @@ class StepPipeline:
         """
         # The first use of a unit that runs twice in a forward decides.
         place: dict[int, int] = {}
-        for index in self._unsharder.schedule.order(Phase.TRAIN):
+        for index in self._schedule.order(Phase.TRAIN):
             place.setdefault(index, len(place))
         return sorted(units, key=lambda unit: (place.get(unit.index, len(self._units)), unit.index))
 
@@ -365,7 +371,7 @@ class StepPipeline:
         # Only the executor's idle slots read ahead. A byte of budget that keeps a section resident
         # saves its read and its write in every step; a byte of read-ahead only hides a read.
         ids: list[int] = []
-        for index in self._unsharder.schedule.order(phase):
+        for index in self._schedule.order(phase):
             for flat in self._units[index].flats:
                 plan = self._jobs[flat]
                 ids.extend(plan.jobs["chunk"][np.unique(plan.chunk)].tolist())
@@ -424,7 +430,7 @@ class StepPipeline:
         # Behind a gate the whole unit is handed over, so its other chunks are fetched too. The gate
         # knows the addresses once the unit has memory.
         if gate is not None:
-            jobs["mask"] |= self._unsharder.device.mask
+            jobs["mask"] |= self._device.mask
         else:
             # Without a hand-over nobody waits for the chunks that have no work.
             jobs = jobs[jobs["kind"] == JobKind.UPDATE]
@@ -433,12 +439,12 @@ class StepPipeline:
                 # In and out are the same memory: the update reads the gathered parameters and
                 # replaces them, which saves their read from NVMe.
                 jobs["ptr"][:, 1] = jobs["ptr"][:, 0]
-                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._unsharder.device.mask
+                jobs["mask"] |= MASK_PARAM_IN_MEMORY | self._device.mask
             else:
                 jobs["ptr"][:, 0] = 0
             jobs["base"] = -1
         # The device may still use the unit's memory or write gradients; the update comes behind it.
-        self._unsharder.device.behind()
+        self._device.behind()
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and
         # write.
         self._forget_done()

@@ -37,6 +37,8 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from infinity._src.telemetry import LoopWaits, PhaseClock
+
 if TYPE_CHECKING:
     from infinity._src.params.unit import Unit
 
@@ -404,3 +406,15 @@ class PassTracker:
         left.
         """
         return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of training: which passes run, in what order they want units, how long they
+    take, and how long they wait.
+    """
+
+    passes: PassTracker
+    schedule: Schedule
+    clock: PhaseClock
+    waits: LoopWaits

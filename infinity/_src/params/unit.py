@@ -27,17 +27,18 @@ if TYPE_CHECKING:
 class UnitState(enum.Enum):
     """State of a unit: its memory on the device, and the values in it.
 
-        SHARDED --allocate--> STALE --begin--> PENDING --waited for--> UNSHARDED
-                              STALE <--cancel-- PENDING
-                              STALE <--------- values changed -------- UNSHARDED
-        SHARDED <--evict----- STALE, PENDING, UNSHARDED, while nobody uses the unit
+        SHARDED --allocate--> STALE --begin---> PENDING --waited for--> UNSHARDED
+        SHARDED <----evict--- STALE <--cancel-- PENDING
+                              STALE <---------- values changed -------- UNSHARDED
+        SHARDED <--------------------- evict -------------------------- UNSHARDED
 
-    `Unsharder` moves a unit along the arrows; `TRANSITIONS` lists them, and tests watch that no
-    unit takes another way. The values at rest on their tier are there in every state.
+    `Unit.move_to` takes a unit along an arrow, and along no other way: `TRANSITIONS` lists them.
+    The values at rest on their tier are there in every state.
 
     Orthogonal to it: `Unit.refs`, how many forwards, backwards and windows use the unit (it is not
-    evicted before 0); `Unsharder._gathered`, the `ParamVersion` in the memory of each unit that has
-    some; `PendingUnshards`, the tickets and collectives of each unit that is PENDING.
+    evicted before 0). What belongs to a state lies beside it: the `ParamVersion` in the unit's
+    memory while it has some (`Unsharder`), and the tickets and collectives while it is PENDING
+    (`PendingUnshards`).
     """
 
     SHARDED = "sharded"
@@ -47,7 +48,7 @@ class UnitState(enum.Enum):
     next `unshard` fills it."""
     PENDING = "pending"
     """Memory that is being filled: by reads and an all_gather, or by the update that computes the
-    new values. A fill that an interrupt broke off stays PENDING, and `unshard` begins it again."""
+    new values. Nobody has waited for it yet."""
     UNSHARDED = "unsharded"
     """Memory that holds the values of the unit's generation: modules may use them."""
 
@@ -56,19 +57,17 @@ SHARDED, STALE, PENDING, UNSHARDED = UnitState
 """The states by themselves: on Python 3.10 `UnitState.SHARDED` is a Python call, and hooks read
 these for every module."""
 
-TRANSITIONS = frozenset(
-    {
-        (SHARDED, STALE),  # allocate
-        (STALE, PENDING),  # begin
-        (PENDING, UNSHARDED),  # waited for
-        (PENDING, STALE),  # cancel
-        (UNSHARDED, STALE),  # values changed, or another version is wanted
-        (STALE, SHARDED),  # evict, from here on
-        (PENDING, SHARDED),
-        (UNSHARDED, SHARDED),
-    }
+TRANSITIONS = (
+    (SHARDED, STALE),  # allocate
+    (STALE, PENDING),  # begin
+    (PENDING, UNSHARDED),  # waited for
+    (PENDING, STALE),  # cancel
+    (UNSHARDED, STALE),  # values changed, or another version is wanted
+    (STALE, SHARDED),  # evict
+    (UNSHARDED, SHARDED),  # evict
 )
-"""The arrows between different states. Writing in place keeps UNSHARDED."""
+"""The arrows. Writing in place takes none: the unit stays UNSHARDED. A tuple, since each gather
+looks here, and a set would call the hash of two enums, which is Python."""
 
 
 # Equal by identity: these are keys of dicts, and equality of fields would compare tensors.
@@ -171,14 +170,21 @@ class Unit:
     flats: list[Flat] = dataclasses.field(default_factory=list)
     # In registration order, which differs from that of the flats where dtypes alternate.
     params: list[Param] = dataclasses.field(default_factory=list)
-    # Changed by `params.unshard` and `params.unsharded_param` alone, along `TRANSITIONS`.
+    # `move_to` alone writes it, along `TRANSITIONS`.
     state: UnitState = SHARDED
     refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
+    # A collective that does not return may still write to its memory, which is never freed.
+    stuck: bool = False
     generation: int = 0  # counts the optimizer steps and writes that changed its values
     engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r})"
+
+    def move_to(self, state: UnitState) -> None:
+        """Take the unit to another state, along an arrow that `UnitState` draws."""
+        assert (self.state, state) in TRANSITIONS, f"{self.name}: {self.state} -> {state}"
+        self.state = state
 
     @property
     def size_bytes(self) -> int:
@@ -202,15 +208,6 @@ class UnsharderInterface(Protocol):
 
     def release(self, unit: Unit) -> None:
         """Let the unit, whose reference count fell to 0, be evicted, now or later."""
-
-    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient [param.shape] and make its proxy the `.grad` of `at_rest`."""
-
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""
-
-    def use_left(self, unit: Unit) -> None:
-        """Count a use of the unit that a forward call left for backward."""
 
     def unit_done(self, unit: Unit) -> None:
         """Count a use of the unit that has ended: no further gradient comes from it."""
@@ -252,3 +249,15 @@ class UnsharderInterface(Protocol):
 
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
+
+
+class GradientsInterface(Protocol):
+    """`GradReducer` as hooks see it. All calls come from the thread that runs backward, or the
+    loop.
+    """
+
+    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
+        """Take one fresh gradient [param.shape] and make its proxy the `.grad` of `at_rest`."""
+
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
+        """Make `grad` [param.shape] the at-rest parameter's whole gradient."""

@@ -47,12 +47,12 @@ from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
-from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, PassTracker, Phase, Schedule
+from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
-from infinity._src.params.unit import PENDING, SHARDED, UNSHARDED, Flat, Param, Unit
+from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
-from infinity._src.telemetry import Marks, PhaseClock, Timeline
+from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
@@ -99,24 +99,24 @@ class Unsharder:
         store: StateStore,
         executor: Executor,
         gradients: GradReducer,
+        progress: Progress,
+        device: Device,
         comm: Comm,
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
         never_evict: bool,
         timeline: Timeline,
-        device: Device | None = None,
         qwz: bool = False,
         secondary: SecondaryShards | None = None,
-        activations_moved: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.units = units
-        self.schedule = Schedule()
-        self.passes = PassTracker()
-        self.wait_s = 0.0  # for units
-        self.update_wait_s = 0.0  # the step pipeline adds to it
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
-        self.device = device or Device(torch.device("cpu"))
+        self._passes, self._schedule = progress.passes, progress.schedule
+        self._clock, self._waits = progress.clock, progress.waits
+        self._device = device
+        self._gradients = gradients
+        self._delayed_params = mode.delayed_params
         self._store = store
         self._executor = executor
         self._comm = comm
@@ -125,22 +125,18 @@ class Unsharder:
         self._pending = PendingUnshards(comm, secondary=secondary)
         # One rank has nobody to send weights to: they stay as they are.
         self._quantized = qwz and comm.world > 1
-        # Units with memory on the device, all that are not SHARDED, and the version in it.
-        self._gathered: dict[Unit, ParamVersion] = {}
+        # The version in the memory of each unit that is not SHARDED, or on its way there. Whether a
+        # unit has memory is said by its state alone.
+        self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
         self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
         self._updates: dict[Unit, PendingUpdate] = {}
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
         self._unsharding: Unit | None = None
-        self.delayed_params = mode.delayed_params
-        self.gradients = gradients
-        # Bound once: hooks call these for every module, and each level of calls would cost.
-        self.use_left, self.slot = self.passes.use_left, gradients.slot
         self._mode = mode
         self._access = access
         self._heap = heap
-        self.clock = PhaseClock(timeline, self._marks, activations_moved)
 
     # -- unshard, release, prefetch, evict ---------------------------------------------------------
 
@@ -158,47 +154,49 @@ class Unsharder:
 
     def _unshard(self, unit: Unit) -> None:
         # First: evictions and prefetches below measure distances from this demand on.
-        self.schedule.demand(unit.index)
+        self._schedule.demand(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
-        ready = unit.state is UNSHARDED and unit not in self._pending
-        if not ready and unit not in self._gathered:
+        if unit.state is SHARDED:
             self.demand_reads += 1
             self._allocate_and_fill(unit, Priority.DEMAND, version)
-        elif not ready and unit not in self._pending:  # an interrupt broke its fill off
+        elif unit.state is STALE:  # its values were taken back, or an interrupt broke its fill off
             self._fill(unit, Priority.DEMAND, version)
         # Before waiting: reads of the units to come are under way while this thread sleeps.
         self.prefetch_ahead()
-        if self.passes.in_backward:
-            # Backward will add to sums that have spilled or left the device: they are fetched now.
-            soon = itertools.islice(self.schedule.upcoming(), 1)
-            self.gradients.prefetch([unit, *(self.units[index] for index in soon)])
-        if not ready:
+        if self._passes.in_backward:
+            # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
+            soon = itertools.islice(self._schedule.upcoming(), 1)
+            self._gradients.prefetch([unit, *(self.units[index] for index in soon)])
+        if unit.state is PENDING:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         """Whether a training pass would compute with the values that `gather()` shows of the unit;
         with `window`: whether `gather()` would show the values that training computes with.
         """
+        # A window that has closed may get a gradient when its unit is SHARDED again.
+        version = self._versions[unit] if unit.state is not SHARDED else AT_REST
         if window:
-            return self._gathered.get(unit, AT_REST) != AT_REST
-        return self.passes.trains and self._gathered.get(unit, AT_REST) != self._trained(unit)
+            return version != AT_REST
+        return self._passes.trains and version != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
         """Whether the unit holds values at rest although training computes with delayed ones."""
-        gathered = self._gathered
-        return unit in gathered and gathered[unit].delayed != self._trained(unit).delayed
+        if unit.state is SHARDED:
+            return False
+        return self._versions[unit].delayed != self._trained(unit).delayed
 
     def _trained(self, unit: Unit) -> ParamVersion:
         """The version that training computes with."""
-        delayed = self.delayed_params is not None and self.delayed_params.computes(unit)
+        delayed = self._delayed_params is not None and self._delayed_params.computes(unit)
         return ParamVersion(delayed, self._quantized)
 
     def _wanted(self, unit: Unit) -> ParamVersion:
         """The version that the running pass computes with, or that `gather()` shows."""
-        if self.passes.trains:
+        if self._passes.trains:
             return self._trained(unit)
-        return ParamVersion(False, self._quantized and self.passes.evaluates)
+        return ParamVersion(False, self._quantized and self._passes.evaluates)
 
     def release(self, unit: Unit) -> None:
         """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
@@ -209,10 +207,17 @@ class Unsharder:
 
     def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
         """Allocate the unit's memory and begin to fill it. Does not block."""
-        self._make_room(unit.size_bytes, NEVER)
-        unsharded_param.allocate(unit, self.device)
-        self._gathered[unit] = version
-        self._gathered_bytes += unit.size_bytes
+        size_bytes = unit.size_bytes
+        self._make_room(size_bytes, NEVER)
+        # Booked before the state says that there is memory, so that an interrupt between the two
+        # leaves none that the books do not know.
+        self._versions[unit] = version
+        self._gathered_bytes += size_bytes
+        try:
+            unsharded_param.allocate(unit, self._device)
+        finally:
+            if unit.state is SHARDED:  # there was none to be had
+                self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
 
@@ -220,14 +225,14 @@ class Unsharder:
         """Begin to fill the unit's memory, which is allocated: from its update, from secondary
         shards, or from the tier where it rests.
         """
-        self._gathered[unit] = version
-        delayed_params = self.delayed_params if version.delayed else None
+        self._versions[unit] = version
+        delayed_params = self._delayed_params if version.delayed else None
         update = self._updates.get(unit)
         if update is not None and not update.opened:
             # Marked first: a gate is opened once, also where it turns out to have escaped.
             update.opened = True
             # The update writes to this memory: kernels that still read it come first.
-            self.device.behind()
+            self._device.behind()
             if update.gate.open(self.targets(unit)):
                 self._begin(unit, [update.ticket], version)
                 return
@@ -254,7 +259,7 @@ class Unsharder:
         before_gather: Callable[[], None] | None = None,
     ) -> None:
         """Record that these tickets fill this rank's shards with `version`."""
-        self._gathered[unit] = version
+        self._versions[unit] = version
         # Secondary shards serve the next pass: another version is not worth their place.
         key = (unit.generation, version) if version.quantized == self._quantized else None
         self._pending.begin(
@@ -262,14 +267,12 @@ class Unsharder:
         )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
-        """Begin to fill the unit anew if it holds another version than this and nobody uses it."""
-        # A unit in use stays as it is: modules hold views of it. `UnitRefs.check_version` raises
-        # where two versions must not mix.
-        if unit not in self._gathered or unit.refs or self._gathered[unit] == version:
+        """Fill the unit anew if it holds another version than this, unless somebody uses it."""
+        if unit.state is SHARDED or unit.refs or self._versions[unit] == version:
             return
         # A fill that is under way would write over the new one.
         self._finish_pending(unit)
-        unsharded_param.mark_stale(unit)
+        unit.move_to(STALE)
         self._fill(unit, Priority.DEMAND, version)
 
     def _target(self, flat: Flat) -> int:
@@ -279,13 +282,11 @@ class Unsharder:
 
     def _finish_fill(self, unit: Unit) -> None:
         """Wait until the unit's memory is filled. After a fault the unit is evicted."""
-        fill = self._pending.pop(unit)
         start_ns = time.monotonic_ns()
         try:
-            fill.wait()
+            self._pending.wait(unit)
         except BaseException as error:
-            # Put back first: evicting waits for what is still on its way into the memory.
-            self._pending.put_back(unit, fill)
+            # Evicting waits for what is still on its way into the memory.
             self._evict(unit)
             if isinstance(error, AioError):
                 # Raises the fault of an update, if that failed; otherwise a read failed.
@@ -293,44 +294,42 @@ class Unsharder:
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
-        self.wait_s += (end_ns - start_ns) / 1e9
+        self._waits.units_s += (end_ns - start_ns) / 1e9
         if end_ns - start_ns > SHORT_WAIT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
-        unsharded_param.mark_filled(unit)
 
     def _evict(self, unit: Unit) -> None:
         """Free the unit's memory, once nothing is on its way into it."""
-        # First: a transfer that is still running would write into freed memory.
-        interrupt = self._pending.cancel(unit)
-        self._gathered.pop(unit, None)
-        self._gathered_bytes -= unit.size_bytes
-        if unit in self._pending.stuck:
-            # A collective that does not return may still write here: the memory counts as free,
-            # and stays allocated.
-            unsharded_param.mark_stale(unit)
-        else:
+        interrupt = self._pending.cancel(unit) if unit.state is PENDING else None
+        try:
             unsharded_param.evict(unit)
+        finally:
+            if unit.state is SHARDED:  # an interrupt may come before that, or after
+                self._unbook(unit)
         self._heap.freed()
         if interrupt is not None:
             raise interrupt
+
+    def _unbook(self, unit: Unit) -> None:
+        del self._versions[unit]
+        self._gathered_bytes -= unit.size_bytes
 
     def prefetch_ahead(self) -> None:
         """Begin to fill the units that the schedule wants next, as many as there is room for (in
         bytes). Does not block.
         """
-        # Every unit has memory, so there is nothing to search for at each demand.
-        if self._never_evict and len(self._gathered) == len(self.units):
+        if self._never_evict and len(self._versions) == len(self.units):
             return
-        for index in itertools.islice(self.schedule.upcoming(), AHEAD_MAX):
+        for index in itertools.islice(self._schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
-            if unit in self._gathered:
+            if unit.state is not SHARDED:
                 continue
-            if not self._make_room(unit.size_bytes, self.schedule.distance(index)):
+            if not self._make_room(unit.size_bytes, self._schedule.distance(index)):
                 # In order only: a smaller unit farther away must not take the room of this one.
                 return
             # Not `_wanted`: `gather()` prefetches too, between passes, for the training pass to
             # come.
-            if self.passes.evaluates:
+            if self._passes.evaluates:
                 version = ParamVersion(False, self._quantized)
             else:
                 version = self._trained(unit)
@@ -343,17 +342,17 @@ class Unsharder:
         if self._never_evict:
             return True
         while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._gathered)
+            idle = filter(self._may_evict, self._versions)
             # The index decides between equals, so that all ranks choose the same one.
             far = max(
                 idle,
-                key=lambda unit: (self.schedule.distance(unit.index), unit.index),
+                key=lambda unit: (self._schedule.distance(unit.index), unit.index),
                 default=None,
             )
             if far is None:
                 return False
             # NEVER is a demand: it may evict any idle unit.
-            if distance is not NEVER and self.schedule.distance(far.index) <= distance:
+            if distance is not NEVER and self._schedule.distance(far.index) <= distance:
                 return False
             self._evict(far)
         return True
@@ -365,13 +364,13 @@ class Unsharder:
         if self._comm.world > 1:
             # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
             return True
-        return not self._pending.under_way(unit)
+        return unit.state is not PENDING or self._pending.filled(unit)
 
     def invalidate(self, unit: Unit) -> None:
         """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
         reads them again.
         """
-        if unit in self._gathered:
+        if unit.state is not SHARDED:
             self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:
@@ -384,8 +383,8 @@ class Unsharder:
         return flat.tensor[start : start + flat.layout.shard_numel]
 
     def renew(self, unit: Unit) -> None:
-        """Begin to fill the unit again after its values have changed, if it has memory."""
-        if unit in self._gathered:
+        """Begin to fill the unit again, whose values have changed, if it has memory."""
+        if unit.state is not SHARDED:
             self._cancel(unit)
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
@@ -394,33 +393,34 @@ class Unsharder:
         self._pending.changed(unit)
 
     def _finish_pending(self, unit: Unit) -> None:
-        """Wait for the unit's fill, if one is under way. Make a fill that was broken off anew."""
-        broken_off = unit in self._gathered and unit.state is not UNSHARDED
-        if broken_off and unit not in self._pending:
-            self._fill(unit, Priority.DEMAND, self._gathered[unit])
-        if unit in self._pending:
+        """Finish a fill that nobody has waited for, or make it if its values were taken back."""
+        if unit.state is STALE:
+            self._fill(unit, Priority.DEMAND, self._versions[unit])
+        if unit.state is PENDING:
             self._finish_fill(unit)
 
     def _cancel(self, unit: Unit) -> None:
-        """Give up the unit's values, and a fill that is under way. The memory stays allocated."""
-        unsharded_param.mark_stale(unit)
-        interrupt = self._pending.cancel(unit)
-        if interrupt is not None:
-            raise interrupt
+        """Give up the unit's values, and those on their way. The memory stays allocated."""
+        if unit.state is UNSHARDED:
+            unit.move_to(STALE)
+        elif unit.state is PENDING:
+            interrupt = self._pending.cancel(unit)
+            if interrupt is not None:
+                raise interrupt
 
     # -- passes ------------------------------------------------------------------------------------
 
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         # A forward inside of backward recomputes: the phase is still the backward.
-        if not self.passes.in_backward:
+        if not self._passes.in_backward:
             self._store.pin()
-            self.gradients.free_done()
+            self._gradients.free_done()
             trains = torch.is_grad_enabled()
-            self.passes.forward_start(trains=trains)
+            self._passes.forward_start(trains=trains)
             quiet = trains and not self._mode.updates_pending
-            self.clock.enter("forward" if trains else "evaluation", quiet=quiet)
-            self.schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            self._clock.enter("forward" if trains else "evaluation", quiet=quiet)
+            self._schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             if self._updates:
                 # Forward opens the gates in its own order. One that escaped would cost a read.
                 self._executor.hold_gates(True)
@@ -428,31 +428,30 @@ class Unsharder:
     def forward_end(self) -> None:
         """End the outermost forward, which has returned or raised."""
         # A forward inside of backward has begun nothing here: see `forward_start`.
-        if not self.passes.in_backward:
-            self.passes.forward_end()
-            self.schedule.end()
+        if not self._passes.in_backward:
+            self._passes.forward_end()
+            self._schedule.end()
             self._executor.hold_gates(False)
-            self.clock.enter("idle")
+            self._clock.enter("idle")
 
     def backward_start(self) -> None:
         """Begin a backward."""
-        self.passes.backward_start(retain_graph=graph_is_kept())
-        self.clock.enter("backward")
-        self.schedule.start(Phase.BACKWARD)
+        self._passes.backward_start(retain_graph=graph_is_kept())
+        self._clock.enter("backward")
+        self._schedule.start(Phase.BACKWARD)
         self._mode.backward_begin()
 
     def backward_end(self) -> None:
         """End a backward: gradients that no use of a unit claimed are reduced."""
-        self.passes.backward_end()
+        self._passes.backward_end()
         try:
-            self.schedule.end()
-            self.gradients.backward_end()
-            # After the gradients: the mode counts on all of them being ready.
+            self._schedule.end()
+            self._gradients.backward_end()
             self._mode.backward_end()
         except BaseException:
-            self.passes.in_backward = True  # it has broken off, as `reset` is to know
+            self._passes.in_backward = True  # it has broken off, as `reset` is to know
             raise
-        self.clock.enter("idle")
+        self._clock.enter("idle")
 
     def broke(self, where: str, error: BaseException) -> None:
         """Report to the other ranks, which may wait, that a forward or backward raised here."""
@@ -461,40 +460,23 @@ class Unsharder:
     def reset(self) -> None:
         """Forget what an interrupted forward or backward left."""
         # Before `passes.reset`, which forgets that a backward ran.
-        if self.passes.in_backward:
+        if self._passes.in_backward:
             self._mode.backward_aborted()
-        self.passes.reset()
-        self.gradients.reset()
+        self._passes.reset()
+        self._gradients.reset()
         self._executor.hold_gates(False)
-        self.schedule.abandon()
-        self.clock.enter("idle")
-
-    def _marks(self) -> Marks:
-        """The counters that the clock divides into phases."""
-        store, wait_s = self._store, self.wait_s + self.update_wait_s
-        grads = store.grads_read_bytes, store.grads_written_bytes
-        return Marks.of(self._executor.stats(), store.params_read_bytes, wait_s, grads)
-
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
-        """Take one fresh gradient [param.shape]."""
-        with profiled(f"infinity: accumulate_grad {param.name}"):
-            self.gradients.accumulate_grad(param, grad)
-
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
-        """Make `grad` [param.shape] the parameter's whole gradient."""
-        self.gradients.assign(param, grad)
+        self._schedule.abandon()
+        self._clock.enter("idle")
 
     def unit_done(self, unit: Unit) -> None:
         """Count a use of the unit that backward is done with; after the last, its gradients are
         reduced.
         """
-        self.passes.use_ended(unit)
+        self._passes.use_ended(unit)
         # Ranks reduce a unit once: gradients of several of its modules, or of several calls of
         # one, go together.
-        if self._comm.world == 1 or self.passes.all_ended(unit):
-            self.gradients.unit_done(unit)
+        if self._comm.world == 1 or self._passes.all_ended(unit):
+            self._gradients.unit_done(unit)
 
     # -- updates -----------------------------------------------------------------------------------
 
@@ -504,13 +486,13 @@ class Unsharder:
         """
         self._changed(unit)
         update = self._updates[unit] = PendingUpdate(ticket, gate)
-        if unit not in self._gathered:
+        if unit.state is SHARDED:
             return
         self._cancel(unit)
         # This call opens the gate; `_fill` must not open it a second time.
         update.opened = True
         # The update writes to this memory: kernels that still read it come first.
-        self.device.behind()
+        self._device.behind()
         if gate.open(self.targets(unit)):
             self._begin(unit, [ticket], self._trained(unit))
         else:
@@ -521,10 +503,8 @@ class Unsharder:
         """Whether an update may take the unit's parameters from its memory and leave the new ones
         there.
         """
-        ready = unit in self._gathered and unit.state is UNSHARDED
-        ready = ready and unit.refs == 0 and unit not in self._pending
         # The optimizer holds whole values, not those in int8 groups.
-        return ready and not self._gathered[unit].quantized
+        return unit.state is UNSHARDED and unit.refs == 0 and not self._versions[unit].quantized
 
     def updated(self, unit: Unit, ticket: Ticket, *, in_place: bool) -> None:
         """Note that an update of the unit was submitted without a gate; in_place: into its memory,
@@ -532,9 +512,8 @@ class Unsharder:
         """
         self._changed(unit)
         if in_place:
-            # The memory stays: the update reads the old values there and writes the new ones.
-            unsharded_param.mark_stale(unit)
-            self._begin(unit, [ticket], self._gathered[unit])
+            unit.move_to(STALE)
+            self._begin(unit, [ticket], self._versions[unit])
         else:
             self.renew(unit)
 
@@ -545,10 +524,8 @@ class Unsharder:
             self.renew(unit)
         elif self._comm.world > 1:
             # This rank has written its shards; those of the others are gathered again.
-            unsharded_param.mark_stale(unit)
-            self._begin(unit, (), self._gathered[unit])
-        else:
-            unsharded_param.mark_filled(unit)
+            unit.move_to(STALE)
+            self._begin(unit, (), self._versions[unit])
 
     def mark_stale(self, units: Iterable[Unit]) -> None:
         """Give up the values of these units: a write of them was taken back. Blocks while they
@@ -557,8 +534,7 @@ class Unsharder:
         for unit in units:
             self._changed(unit)
             self._updates.pop(unit, None)
-            if unit in self._gathered:
-                self._cancel(unit)
+            self._cancel(unit)
 
     def touched(self, unit: Unit) -> None:
         """Note that the unit's values at rest are about to change, and evict it."""
@@ -579,7 +555,7 @@ class Unsharder:
         # Not `unshard`: single reads are no part of the order that the schedule learns.
         self._access.before_read(unit)
         self._match_version(unit, AT_REST)
-        if unit not in self._gathered:
+        if unit.state is SHARDED:
             self._allocate_and_fill(unit, Priority.DEMAND, AT_REST)
         self._finish_pending(unit)
         unit.refs += 1
@@ -630,27 +606,27 @@ class Unsharder:
             values = flat_value[source : source + numel]
             self._store.overwrite(param.flat, start, values)
             # Else training would compute with the old value until the next step.
-            if self.delayed_params is not None:
-                self.delayed_params.write(param.flat, start, values)
+            if self._delayed_params is not None:
+                self._delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
-        if unit in self._gathered:
-            # Nobody uses it, so the next demand may read the new value.
-            if unit.refs == 0 and not self._never_evict:
-                self._evict(unit)
-            elif unit.refs == 0 and self._gathered[unit].quantized:
-                # Quantized weights are rounded by the all_gather, not here.
-                self.renew(unit)
-            else:
-                with torch.no_grad():
-                    param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
-                unsharded_param.mark_filled(unit)
+        if unit.state is SHARDED:
+            return
+        if unit.refs == 0 and not self._never_evict:
+            self._evict(unit)
+        elif unit.refs == 0 and self._versions[unit].quantized:
+            # Quantized weights are rounded by the all_gather, not here.
+            self.renew(unit)
+        else:
+            # Nothing is under way since `_finish_pending`: the unit stays UNSHARDED.
+            with torch.no_grad():
+                param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
 
     def close(self) -> None:
         """Evict everything. Pending work must have been waited for."""
         self._pending.close()
         self._updates.clear()
-        for unit in list(self._gathered):
+        for unit in list(self._versions):
             self._evict(unit)
 
 
@@ -681,6 +657,7 @@ class PendingUnshard:
         # Before the other ranks take this shard: it copies the delayed values into it.
         if self.before_gather is not None:
             self.before_gather()
+            self.before_gather = None
         if self.submit is not None:
             # `submit` goes, so that a second wait finds the op and submits no other collective.
             self.op, self.submit = self.submit(), None
@@ -708,7 +685,11 @@ class PendingUnshard:
 
 
 class PendingUnshards:
-    """The fills of one model that nobody has waited for yet. One thread uses it at a time.
+    """The fills of the units that are PENDING. One thread uses it at a time.
+
+    Each call that begins or ends a fill moves the unit: to PENDING, and from there to UNSHARDED or
+    back to STALE. A fill is put down before its unit is PENDING and dropped after it, so that an
+    interrupt never leaves a PENDING unit without one.
 
     secondary: copies of shards, from which units are filled instead of from their tier.
     """
@@ -717,15 +698,10 @@ class PendingUnshards:
         self._comm = comm
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
-        self.stuck: set[Unit] = set()  # units whose memory must stay, as long as the process lives
 
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._by_unit
-
-    def under_way(self, unit: Unit) -> bool:
-        """Whether something is on its way into the unit's memory."""
-        fill = self._by_unit.get(unit)
-        return fill is not None and not fill.filled
+    def filled(self, unit: Unit) -> bool:
+        """Whether nothing is on its way any more into the memory of the unit, which is PENDING."""
+        return self._by_unit[unit].filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
         """Whether secondary shards hold this version of the unit."""
@@ -746,9 +722,8 @@ class PendingUnshards:
         travel as int8 groups, and are rounded to these on this rank, too. before_gather: the
         waiting thread calls it between the tickets and the all_gather.
         """
-        assert unit.state is not SHARDED, f"{unit.name} has no memory to be filled"
-        assert unit.state is not UNSHARDED, f"{unit.name} is in use, or holds values still"
-        unit.state = PENDING
+        # Before the collective, which nobody can take back.
+        assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
         if self._comm.world == 1:
             fill = PendingUnshard(tickets, before_gather=before_gather)
         elif before_gather is None:
@@ -761,6 +736,7 @@ class PendingUnshards:
                 submit=lambda: self._submit(unit, tickets, version, quantized),
             )
         self._by_unit[unit] = fill
+        unit.move_to(PENDING)
 
     def begin_from_secondary(self, unit: Unit) -> None:
         """Begin to gather the unit from secondary shards. Does not block."""
@@ -774,27 +750,27 @@ class PendingUnshards:
                 load()
                 exchange.all_gather([_parts(flat) for flat in flats], across=across)
 
-        unit.state = PENDING
         op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
         self._by_unit[unit] = PendingUnshard((), op)
+        unit.move_to(PENDING)
 
-    def pop(self, unit: Unit) -> PendingUnshard:
-        """Remove and return the unit's fill; the caller waits for it."""
-        return self._by_unit.pop(unit)
-
-    def put_back(self, unit: Unit, fill: PendingUnshard) -> None:
-        """Put a fill back after its wait has failed, so that `cancel` finds it."""
-        self._by_unit[unit] = fill
+    def wait(self, unit: Unit) -> None:
+        """Block until the unit, which is PENDING, is UNSHARDED. It stays PENDING where that fails,
+        for the caller to cancel. Raises: AioError, RankFailed.
+        """
+        self._by_unit[unit].wait()
+        unit.move_to(UNSHARDED)
+        del self._by_unit[unit]
 
     def cancel(self, unit: Unit) -> KeyboardInterrupt | None:
-        """Cancel the unit's fill. Returns when nothing is on its way into its memory."""
-        fill = self._by_unit.pop(unit, None)
-        if fill is None:
-            return None
+        """Give up what is on its way into the memory of the unit, which is PENDING, and return when
+        nothing is: the unit is STALE. Returns an interrupt that came meanwhile.
+        """
+        fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
-        # The lane may still write there, so the memory stays allocated for good.
-        if fill.stuck:
-            self.stuck.add(unit)
+        unit.stuck = unit.stuck or fill.stuck
+        unit.move_to(STALE)
+        del self._by_unit[unit]
         return interrupt
 
     def changed(self, unit: Unit) -> None:
@@ -826,7 +802,8 @@ class PendingUnshards:
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""
         for unit in list(self._by_unit):
-            self.cancel(unit)
+            if unit.state is PENDING:
+                self.cancel(unit)
         if self.secondary is not None:
             self.secondary.close()
 

@@ -28,7 +28,7 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.memory.device import Device
 from infinity._src.memory.layout import FlatLayout
-from infinity._src.params.unit import SHARDED, STALE, UNSHARDED, Flat, Param, Unit
+from infinity._src.params.unit import SHARDED, STALE, Flat, Param, Unit
 from infinity.errors import WeightWritten
 
 
@@ -81,7 +81,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
             )
             param.gathered.infinity_name = param.name
     if was_evicted:
-        evict(unit)
+        _free(unit)
 
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
@@ -90,26 +90,21 @@ def allocate(unit: Unit, device: Device | None = None) -> None:
     with device.allocation() if device is not None else contextlib.nullcontext():
         for flat in unit.flats:
             resize_storage(flat.tensor, flat.size_bytes)
-    unit.state = STALE
-
-
-def mark_filled(unit: Unit) -> None:
-    """Note that the unit's flats hold the values of its present generation."""
-    assert all(storage_size(flat.tensor) == flat.size_bytes for flat in unit.flats)
-    unit.state = UNSHARDED
-
-
-def mark_stale(unit: Unit) -> None:
-    """Note that the unit's flats no longer hold its values; the memory stays allocated."""
-    assert unit.state is not SHARDED, f"{unit.name} has no memory"
-    unit.state = STALE
+    unit.move_to(STALE)
 
 
 def evict(unit: Unit) -> None:
-    """Free the memory of the unit's flats. The unit must not be in use."""
-    # A module or a graph that runs would read freed memory.
-    assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
-    unit.state = SHARDED
+    """Free the memory of the unit's flats. The unit must not be in use, nor be filled."""
+    if not unit.stuck:
+        assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
+        unit.move_to(SHARDED)
+        _free(unit)
+    else:
+        # Given up for the books alone: a collective may still write to this memory.
+        unit.move_to(SHARDED)
+
+
+def _free(unit: Unit) -> None:
     for flat in unit.flats:
         # Exporting the storage once, to numpy for instance, forbids resizing it for good.
         if not is_resizable(flat.tensor):

@@ -13,6 +13,7 @@ from torch import nn
 from infinity._src.hooks.forward import Lifecycle, attach
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params import unsharded_param as gathered
+from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, UnitState
 
@@ -24,7 +25,7 @@ class DrainedGrad(torch.Tensor):
 
 
 class RamUnsharder:
-    """A real residency that keeps CPU copies.
+    """A real residency that keeps CPU copies, and takes gradients.
 
     eager: a unit is evicted the moment it is idle (the harshest there is); else never.
     """
@@ -59,12 +60,12 @@ class RamUnsharder:
         if unit.state is UnitState.UNSHARDED and self.filled.get(unit) == unit.generation:
             return
         gathered.allocate(unit)
-        unit.state = UnitState.PENDING
+        unit.move_to(UnitState.PENDING)
         with torch.no_grad():
             for param in unit.params:
                 target = param.flat.tensor[param.offset : param.offset + param.numel]
                 target.copy_(self.copies[param].reshape(-1))
-        gathered.mark_filled(unit)
+        unit.move_to(UnitState.UNSHARDED)
         self.filled[unit] = unit.generation
         self.peak_numel = max(self.peak_numel, self.gathered_numel)
 
@@ -74,10 +75,11 @@ class RamUnsharder:
     def release(self, unit: Unit) -> None:
         self.events.append(f"idle {unit.name}")
         if self.eager:
-            gathered.evict(unit)
+            self.invalidate(unit)
 
     def invalidate(self, unit: Unit) -> None:
-        gathered.evict(unit)
+        if unit.state is not UnitState.SHARDED:
+            gathered.evict(unit)
 
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         assert grad.shape == param.shape
@@ -85,12 +87,9 @@ class RamUnsharder:
         total = grad.clone() if have is None else have.as_subclass(torch.Tensor).add_(grad)
         param.at_rest.grad = total.as_subclass(DrainedGrad)
 
-    def assign_gradient(self, param: Param, grad: torch.Tensor) -> None:
+    def assign(self, param: Param, grad: torch.Tensor) -> None:
         param.at_rest.grad = None
         self.accumulate_grad(param, grad)
-
-    def use_left(self, unit: Unit) -> None:
-        """Counted by engines that update in backward only."""
 
     def unit_done(self, unit: Unit) -> None:
         self.done.append(unit.name)
@@ -194,7 +193,13 @@ class Rig:
         self.unsharder = RamUnsharder(self.units, eager=eager)
         self.unsharder.adopt()
         self.lifecycle: Lifecycle = attach(
-            model, self.units, self.unsharder, where=lambda _: "nvme", **options
+            model,
+            self.units,
+            self.unsharder,
+            self.unsharder,
+            PassTracker(),
+            where=lambda _: "nvme",
+            **options,
         )
         self.params = {param.name: param for unit in self.units for param in unit.params}
 

@@ -1,8 +1,10 @@
-"""A unit's state, in every update mode: what the enum says of memory, version and fills holds."""
+"""A unit's state, in every update mode: memory, version and fill are there as the state says, and
+the arrows of `UnitState` are the ways that units take."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -10,44 +12,48 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.params.unit import TRANSITIONS, UnitState
+from infinity._src.engine import offload
+from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
+from infinity.aio import Fault, Seam
+from infinity.errors import AioError
 from tests import harness, test_call_order
 from tests.call_order import recording
 from tests.device import simulated
+from tests.distributed.ranks import on_ranks
 
 MODES = {
     **test_call_order.MODES,
     "whole_params": {"params": "device", "optim": "nvme", "ram": "min"},
 }
+Transition = tuple[UnitState, UnitState]
 
 
-def assert_agrees(unsharder: Any) -> None:
-    """The state and what belongs to it agree, while no call is under way."""
+def assert_as_stated(unsharder: Any) -> None:
+    """Each unit has what its state promises, while no call is under way."""
     for unit in unsharder.units:
         stored = sum(flat.tensor.untyped_storage().size() for flat in unit.flats)
         has_memory = unit.state is not UnitState.SHARDED
-        assert (unit in unsharder._gathered) == has_memory, unit
         assert stored == (unit.size_bytes if has_memory else 0), unit
-        assert (unit in unsharder._pending) == (unit.state is UnitState.PENDING), unit
         assert unit.refs == 0 or unit.state is UnitState.UNSHARDED, unit
-    assert unsharder._gathered_bytes == sum(unit.size_bytes for unit in unsharder._gathered)
+    with_memory = {unit for unit in unsharder.units if unit.state is not UnitState.SHARDED}
+    assert unsharder._versions.keys() == with_memory
+    assert unsharder._gathered_bytes == sum(unit.size_bytes for unit in with_memory)
+    filling = {unit for unit in unsharder.units if unit.state is UnitState.PENDING}
+    assert unsharder._pending._by_unit.keys() == filling
 
 
-def train(name: str, place: Path) -> tuple[set[Any], set[UnitState]]:
+def train(values: dict[str, Any]) -> tuple[set[Transition], set[UnitState]]:
     """Three steps with all that is done between them; the transitions and states that were seen."""
     torch.manual_seed(0)
     seen: set[UnitState] = set()
-    values = {"nvme": place, "units": ["Block"], **MODES[name]}
-    on_device = name == "device"
-    computer = simulated(pytest.MonkeyPatch()) if on_device else contextlib.nullcontext()
-    with harness.one_thread(), computer, recording() as recorder:
+    with harness.one_thread(), recording() as recorder:
         model = test_call_order.Small()
-        inf.offload(model, inf.Policy(**values))
+        inf.offload(model, inf.Policy(units=["Block"], **values))
         handle = inf.handle(model)
         unsharder = handle.unsharder
 
         def look(*_: Any) -> None:
-            assert_agrees(unsharder)
+            assert_as_stated(unsharder)
             seen.update(unit.state for unit in unsharder.units)
 
         for block in model.blocks:
@@ -78,33 +84,72 @@ def train(name: str, place: Path) -> tuple[set[Any], set[UnitState]]:
     return recorder.transitions, seen
 
 
+def read_that_fails(place: Path) -> set[Transition]:
+    """The transitions of a forward whose reads fail: the fill is given up, and its memory."""
+    policy = inf.Policy(nvme=place, units=["Block"], **MODES["deferred"])
+    with recording() as recorder:
+        fault = Fault("read", 1, persistent=True)
+        model = offload(test_call_order.Small(), policy, _seam=Seam(fault=fault))
+        handle = inf.handle(model)
+        with pytest.raises(AioError, match="cannot be gathered"):
+            model(torch.randn(2, test_call_order.WIDTH))
+        assert_as_stated(handle.unsharder)
+        handle.close()
+    return recorder.transitions
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainOnRank:
+    """Trains as `train` does, as one of several ranks."""
+
+    values: dict[str, Any]
+
+    def __call__(self, rank: int, place: Path) -> set[tuple[str, str]]:
+        drive = place / str(rank)
+        drive.mkdir()
+        transitions, _ = train({**self.values, "nvme": drive})
+        return {(before.name, after.name) for before, after in transitions}
+
+
 @pytest.mark.parametrize("name", MODES)
-def test_state_memory_and_fills_agree(name: str, tmp_path: Path) -> None:
-    transitions, seen = train(name, tmp_path)
-    assert transitions <= TRANSITIONS
+def test_units_have_what_their_state_says(name: str, tmp_path: Path) -> None:
+    on_device = name == "device"
+    with simulated(pytest.MonkeyPatch()) if on_device else contextlib.nullcontext():
+        transitions, seen = train({**MODES[name], "nvme": tmp_path})
+    assert transitions <= set(TRANSITIONS)
     assert {UnitState.SHARDED, UnitState.UNSHARDED} <= seen
 
 
+@pytest.mark.parametrize("values", [{}, {"qwz": True}, {"params": "device"}], ids=str)
+def test_units_of_two_ranks_have_what_their_state_says(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    taken = on_ranks(TrainOnRank({**MODES["deferred"], **values}), tmp_path / "ranks", 2)
+    assert taken[0] == taken[1], "what is evicted follows the program alone"
+    assert {("STALE", "PENDING"), ("PENDING", "UNSHARDED")} <= taken[0]
+
+
 def test_every_drawn_transition_happens(tmp_path: Path) -> None:
-    found: set[Any] = set()
-    for number, name in enumerate(("deferred", "speculative")):
-        place = tmp_path / str(number)
-        place.mkdir()
-        found |= train(name, place)[0]
-    found |= {  # what follows takes faults or timing: a read that fails, and a prefetch given up
-        (UnitState.STALE, UnitState.SHARDED),
-        (UnitState.PENDING, UnitState.SHARDED),
-        (UnitState.PENDING, UnitState.STALE),
-    }
-    assert found == TRANSITIONS
+    found = read_that_fails(tmp_path)
+    for name in ("deferred", "speculative"):
+        found |= train({**MODES[name], "nvme": tmp_path})[0]
+    assert found == set(TRANSITIONS)
 
 
-def test_a_transition_that_is_not_drawn_is_seen(tmp_path: Path) -> None:
-    with recording():
-        model = test_call_order.Small()
-        inf.offload(model, inf.Policy(params="cpu", optim="cpu"))
-        unit = inf.handle(model).units[0]
-        assert unit.state is UnitState.SHARDED
-        with pytest.raises(AssertionError, match=r"SHARDED -> UnitState\.UNSHARDED"):
-            unit.state = UnitState.UNSHARDED
-        inf.handle(model).close()
+def test_no_other_transition_happens() -> None:
+    for before in UnitState:
+        for after in UnitState:
+            unit = Unit(0, "block", (), state=before)
+            if (before, after) in TRANSITIONS:
+                unit.move_to(after)
+                assert unit.state is after
+            else:
+                with pytest.raises(AssertionError, match=f"block: {before} -> {after}"):
+                    unit.move_to(after)
+                assert unit.state is before
+
+
+def test_nothing_but_move_to_writes_a_state() -> None:
+    unit = Unit(0, "block", ())
+    with recording(), pytest.raises(AssertionError, match="is `move_to`'s to write"):
+        unit.state = UnitState.STALE

@@ -498,7 +498,7 @@ def on_device(
         stats, kept = handle.stats(), handle.unsharder.gathered_bytes_max
         # What moved in a step is counted also where no limits are claimed for it.
         terms = StepTerms.collect(
-            handle.unsharder.clock,
+            handle.parts.progress.clock,
             handle.parts.tiers.executor.stats(),
             update=job.policy.update,
             bandwidths={},
