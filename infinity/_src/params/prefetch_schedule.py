@@ -15,17 +15,17 @@ the unit's first free place in the trace, behind the cursor (it was left out bef
 the phase may go on from there (the places between are left out) or from the cursor (the unit came
 early): both are foreseen until the next demand decides. Every place is taken once.
 
-A phase that strayed from its trace is remembered as it was. Where it yet followed most of the
-trace, the order expected next time has all its units, and those it left out (a layer dropped at
-random), unless they were left out the time before, too.
+A phase that strayed from its trace is remembered as it was. If it yet followed most of the trace,
+the next expected order adds the units that it left out (a layer dropped at random), but not units
+left out the time before, too.
 
 All of this depends on nothing but the demands, so ranks that demand the same units decide the same.
 
 `PassTracker` knows which phase runs, and whether a backward is done with a unit. A forward call
 that needs a unit leaves a use of it, which ends when backward has gone past the call. Several
 forwards may leave theirs for one backward, so they are counted until a backward has ended all of
-them and freed its graph, or a step is taken (which makes graphs of before useless). A count that is
-too high makes a gradient late and never early: that of a use that no backward comes for, say.
+them and freed its graph, or a step is taken (which makes graphs of before useless). A use that no
+backward comes for leaves a count too high. Then a gradient comes late, and never early.
 """
 
 from __future__ import annotations
@@ -68,16 +68,17 @@ TRACES_MAX = 8
 class _Trace:
     """An order that a phase has had.
 
-    then: the trace that is expected after it, for each phase that may follow; doubted: of which
-    phases something else came the last time, or nothing has come yet. What comes once does not
-    unsettle what is not doubted. missed: the places that were left out the last time.
+    then: the trace that is expected after it, for each phase that may follow. doubted: phases whose
+    expected trace did not come the last time, or has never come. An expected trace that is not
+    doubted stays when another comes once, and is then doubted. missed: the places that were left
+    out the last time.
     """
 
     order: list[int] = dataclasses.field(default_factory=list)
     then: dict[Phase, _Trace] = dataclasses.field(default_factory=dict)
     doubted: set[Phase] = dataclasses.field(default_factory=set)
     missed: set[int] = dataclasses.field(default_factory=set)
-    # Of each unit, ascending.
+    # The places of each unit, ascending.
     places: dict[int, list[int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,17 +100,17 @@ class Schedule:
     """Units are named by their index. Distances count demands from now."""
 
     def __init__(self) -> None:
-        # The last that came is last.
+        # The newest trace is last.
         self._traces: dict[Phase, list[_Trace]] = {phase: [] for phase in Phase}
-        # The last that came to its end; apart for evaluation, which only visits.
+        # The trace of the last phase that ended; evaluation has its own, since it only visits.
         self._ended: dict[bool, _Trace | None] = {}
         self._phase = Phase.TRAIN
-        self._trace = _Trace()  # that is followed
+        self._trace = _Trace()  # the one followed
         self._cursor = 0  # the place that comes next
         self._left: int | None = None  # the place that came next before the last demand jumped
         self._taken: set[int] = set()  # places whose demand has come
         self._record: list[int] | None = None
-        self._record_places: list[int] = []  # that the demands of the record took; -1: none
+        self._record_places: list[int] = []  # places that the record's demands took; -1: none
         self._foreseen = 0  # demands of the record
         self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
@@ -123,7 +124,7 @@ class Schedule:
         return self._expected(self._trace if running else self._ended.get(evaluates), phase).order
 
     def start(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Begin a phase: follow the trace that is expected after the one before."""
         self._phase = phase
         self._trace = self._expected(self._ended.get(phase is Phase.EVAL), phase)
         self._matching = list(self._traces[phase])
@@ -133,7 +134,7 @@ class Schedule:
         self._go_to(0)
 
     def end(self) -> None:
-        """The phase has ended: its order is one to follow, and comes after the one before it."""
+        """End the phase: remember its order, and that it came after the one before."""
         if self._record:
             new = all(len(one.order) != len(self._record) for one in self._matching)
             trace = self._remembered(self._record, set())
@@ -148,20 +149,20 @@ class Schedule:
         self._record = None
 
     def abandon(self) -> None:
-        """The phase broke off: what was recorded of it is no order to follow."""
+        """Drop the record of a phase that broke off: its order is none to follow."""
         self._record = None
         self._go_to(0)
 
     def demand(self, unit: int) -> bool:
-        """A unit is wanted now. Returns whether the schedule expected it next."""
+        """Note that a unit is wanted now. Returns whether the schedule expected it next."""
         foreseen = self._record is not None and self._follow(unit, self._record)
         self._foreseen += foreseen
         self.deviations += not foreseen and bool(self._trace.order)
         return foreseen
 
     def upcoming(self) -> Iterator[int]:
-        """The units to come, each once, over the end of the phase, soonest first; of the next
-        LOOK_MAX uses.
+        """Yield the units of the next LOOK_MAX uses, each once, soonest first, over the end of the
+        phase.
         """
         found: set[int] = set()
         here = self._trace.order
@@ -259,8 +260,8 @@ class Schedule:
         return self._traces[phase][-1] if self._traces[phase] else _Trace()
 
     def _completed(self, record: list[int]) -> tuple[list[int], set[int]]:
-        """The record with what was left out of the trace, but not the time before; and the places
-        of that.
+        """Return the record with the units that it left out of the trace, and their places. Units
+        that were left out the time before, too, stay out.
         """
         order: list[int] = []
         missed: set[int] = set()
@@ -280,10 +281,8 @@ class Schedule:
         return order, missed
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
-        """The trace with this order, as the last that came in this phase; the one that came longest
-        ago is forgotten.
-
-        A new one is taken to go on as the one does that the phase has strayed from.
+        """Return the trace with this order, now the newest of this phase; the oldest is forgotten.
+        A new trace is expected to go on as the trace that the phase has strayed from.
         """
         traces = self._traces[self._phase]
         trace = next((one for one in traces if one.order == order), None)
@@ -305,35 +304,35 @@ class PassTracker:
     """The passes that have begun and not ended. A backward may run inside a forward, and forwards
     (recompute) inside a backward.
 
-    in_backward: also when one broke off and nothing has begun since.
+    in_backward: a backward runs, or one broke off and nothing has begun since.
     """
 
     def __init__(self) -> None:
         self._forward: Phase | None = None
         self.in_backward = False
         self._left: dict[Unit, int] = {}  # Uses
-        # Of those, by forwards without gradients: no backward comes for them, or that of a
-        # checkpoint of the whole model.
+        # The part left by forwards without gradients. No backward comes for these uses, but where a
+        # checkpoint spans the whole model.
         self._idle_left: dict[Unit, int] = {}
-        self._ended: dict[Unit, int] = {}  # of those, for good: in backwards that freed their graph
+        self._ended: dict[Unit, int] = {}  # ended for good: their backwards freed the graph
         self._ended_now: dict[Unit, int] = {}  # in this backward
         self._retains_graph = False  # the graph of this backward may run again
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward without gradients runs, with whatever backward is inside."""
+        """True while a forward without gradients runs, also in a backward inside it."""
         return self._forward is Phase.EVAL
 
     @property
     def trains(self) -> bool:
-        """Whether a training forward or backward runs."""
+        """True while a training forward or backward runs."""
         return self._forward is Phase.TRAIN or (self.in_backward and not self.evaluates)
 
     def forward_start(self, *, trains: bool) -> None:
         """Begin an outermost forward; trains: with gradients.
 
-        Forwards without gradients before it were evaluation: their uses never end, and on one rank
-        perhaps alone.
+        Earlier forwards without gradients were evaluation: their uses never end, and perhaps one
+        rank alone ran them.
         """
         if trains:
             for unit, count in self._idle_left.items():
@@ -372,7 +371,7 @@ class PassTracker:
         self.step_taken()
 
     def step_taken(self) -> None:
-        """Note that no use of before will be wanted."""
+        """Forget all uses: none of before this step will be wanted."""
         self._left.clear()
         self._idle_left.clear()
         self._ended.clear()
@@ -389,7 +388,7 @@ class PassTracker:
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:
-        """Whether this backward is done with the unit: as many uses have ended as forwards have
-        left.
+        """Tell whether this backward is done with the unit: as many uses have ended as forwards
+        have left.
         """
         return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)
