@@ -1,8 +1,5 @@
-"""Ends that come whole.
-
-`run_all` takes every step of an end, whatever the others raise.
-`cancel_and_wait` gives up on reads:
-nothing may be on its way into memory that is about to be freed.
+"""Clean-up that takes every step. `run_all` runs all steps of a close, whatever some of them raise.
+`cancel_and_wait` gives up on reads: no read may still fill memory that is about to be freed.
 """
 
 from __future__ import annotations
@@ -22,8 +19,8 @@ log = logging.getLogger("infinity")
 
 @contextlib.contextmanager
 def run_all(*steps: Callable[[], object]) -> Iterator[None]:
-    """After the block, however that ends, take every step in turn, also after one that raised. What
-    failed first is raised; what fails after it is logged."""
+    """Run every step in turn after the block, however that ends, also after a step that raised. The
+    first error is raised; later ones are logged."""
     failure: BaseException | None = None
     try:
         yield

@@ -63,8 +63,8 @@ class Policy:
     qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a
         quarter of the bytes.
     error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2
-        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. It is
-        in no checkpoint: after `inf.restore` it begins with nothing.
+        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. No
+        checkpoint has these errors: after `inf.restore` they begin with nothing.
     mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are
         found.
     rank_timeout_s: seconds after which a rank that does not come to what all do together is given
@@ -260,7 +260,7 @@ class Policy:
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether micro-batches inside `no_sync` add up in whole gradients of this rank."""
+        """True where micro-batches inside `no_sync` add up in whole gradients of this rank."""
         return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
@@ -326,11 +326,11 @@ class Policy:
 
     @property
     def speculates(self) -> bool:
-        """Whether units update during backward ahead of a step that may decide otherwise."""
+        """True where units update during backward ahead of a step that may decide otherwise."""
         return self.update == "backward" and self.generations > 1
 
     def whole_params(self, *, several: bool) -> bool:
-        """Whether each rank keeps all parameters on its device. several: there is more than one."""
+        """Tell whether each rank keeps all parameters on its device; several: of more than one."""
         return self.params == "device" and (self.zero < 3 or not several)
 
     @property

@@ -77,7 +77,7 @@ def load_safetensors(
     Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
     the model holds what the file says and nothing of what was there; a parameter without optimizer
     states keeps what its dtype holds. Moments, step counts, gradients and hyper-parameters stay as
-    they are. Waits for pending updates; blocks. Of a tied parameter one name is enough. Names,
+    they are. Waits for pending updates; blocks. One name of a tied parameter is enough. Names,
     shapes and kinds of dtype are checked before anything is written.
 
     strict=False: what either side lacks is left out, and returned. On several ranks all call it,
@@ -102,16 +102,16 @@ def export_dcp(
     """Write a checkpoint that `torch.distributed.checkpoint.load` reads: parameters, buffers,
     optimizer states. Blocks.
 
-    It stands for `{"model": ..., "optim": ...}` (`keys`) as torch.distributed.checkpoint.state_dict
-    makes them, so that a plain or sharded torch model and optimizer go on from it: `model.<name>`,
-    `optim.state.<name>.exp_avg` (and each other state, "step" included),
-    `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt` holds; None writes
-    the model.
+    The checkpoint stands for `{"model": ..., "optim": ...}` (`keys`) as
+    torch.distributed.checkpoint.state_dict makes them, so that a plain or sharded torch model and
+    optimizer go on from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
+    "step" included), `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt`
+    holds; None writes the model.
 
     masters: `model.<name>` is the fp32 master, which loses nothing. False: it is the value that
     computes, and masters lie in `optim.state.<name>.master`. Streams, one parameter in memory at a
-    time. Waits for pending updates. On several ranks all call it; rank 0 writes. It is a checkpoint
-    once it is whole and on the drive.
+    time. Waits for pending updates. On several ranks all call it; rank 0 writes. The directory is a
+    checkpoint once it is whole and on the drive.
 
     Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an
     optimizer of another model; OSError naming the path.

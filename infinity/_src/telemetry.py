@@ -299,7 +299,7 @@ class Marks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PhaseFigures:
-    """All runs of one phase together: how many, and in seconds and bytes what passed meanwhile.
+    """All runs of one phase together: their count, time, and traffic meanwhile.
 
     wait_s: the part of `seconds` in which the training thread waited for a unit or for updates.
     bytes_read, bytes_written: what the drives confirmed, of whatever was in flight;
@@ -327,8 +327,8 @@ class PhaseFigures:
 
     @property
     def compute_s(self) -> float:
-        """Time less waits. What computed beside updates and reads was slowed by them, and counts as
-        it was."""
+        """Time less waits. Updates and reads slow the compute beside them; no correction is
+        made."""
         return self.seconds - self.wait_s
 
     def __add__(self, other: PhaseFigures) -> PhaseFigures:
