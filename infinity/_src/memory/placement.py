@@ -83,7 +83,7 @@ class FlatNeed:
 
     @property
     def held(self) -> bool:
-        """Whether an optimizer holds it, and so writes its sections every step."""
+        """True where an optimizer holds the flat, and so writes its sections every step."""
         # RAW is the format of a flat that no optimizer holds: its parameter alone.
         return self.format != Format.RAW
 
@@ -476,7 +476,7 @@ class _SpillChoice:
         """Make the sections resident that the argument `resident` asks for."""
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
-            # Of what may rest on NVMe: the rest is in RAM anyhow, and no part of the share.
+            # The share is of sections that may rest on NVMe: the others are in RAM anyhow.
             total = sum(size for _, _, _, size in candidates)
             # A float is a share of the candidates, an int bytes, as Policy.resident says.
             limit = int(wanted * total) if isinstance(wanted, float) else wanted
@@ -574,7 +574,7 @@ class _SpillChoice:
     def smallest(self) -> int:
         """Smallest budget that works: with pools, or with everything in RAM where that is less."""
         whole = self.everything()
-        # Of a small model all states may take less than the pools through which they would move.
+        # All states of a small model may take less than the pools through which they would move.
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:

@@ -227,7 +227,7 @@ class PlacementPlanner:
     def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
         policy = self._policy
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
-        # Of flats with states only: norms are taken of gradients.
+        # Norms are taken of gradients, so only flats with states count.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
         # Later plans keep the choice of the first.
         spill = None
