@@ -4,8 +4,8 @@
     gather lane    shards of weights              after this rank's shard was read, ahead of compute
     reduce lane    gradients of a unit            while backward goes on
 
-Each lane is a thread with a process group of its own. Work runs in the order of submission. That is
-the order of the program, and so the same on every rank. With one rank nothing is called.
+Each lane is a thread with a process group of its own. Work runs in the order of submission, which
+is the order of the program, and so the same on every rank. One rank alone calls nothing.
 """
 
 from __future__ import annotations

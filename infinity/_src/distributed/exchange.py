@@ -11,9 +11,9 @@ twice. Counterparts are the ranks with the same local rank, one of each node.
 
 **Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two
 levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype that
-travels, and the mean of these in the order of nodes. It depends on nothing else: not on the backend
-of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every run, which
-is why all_reduce and reduce_scatter of the backend are not used.
+travels, and the mean of these in the order of nodes. The sum depends on nothing else: not on the
+backend of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every
+run, which is why all_reduce and reduce_scatter of the backend are not used.
 
 Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as
 `infinity._src.kernels.comm_codec` lays them out.
@@ -72,7 +72,7 @@ class Exchange:
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Buffer [numel], not initialized, that is reused under this name by later collectives.
 
-        It grows to the largest size ever asked for.
+        Its memory grows to the largest size ever asked for.
         """
         size_bytes = numel * dtype.itemsize
         found = self._buffers.get(name)

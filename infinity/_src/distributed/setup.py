@@ -84,7 +84,7 @@ class RankSetup:
 
     @property
     def whole_params(self) -> bool:
-        """Whether this rank keeps all parameters on its device."""
+        """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
