@@ -7,9 +7,9 @@ measurement of the moment.
                 written down here by hand
     else        torch
 
-Where the two do not round alike, the choice is part of the numerics (it is recorded, and `infinity
-doctor` shows it). So it must not change from one run to the next. On the CPU Triton runs in its
-interpreter only (TRITON_INTERPRET=1), for tests.
+The choice is part of the numerics where the two do not round alike (it is recorded, and `infinity
+doctor` shows it). So the choice must not change from one run to the next. On the CPU Triton runs in
+its interpreter only (TRITON_INTERPRET=1), for tests.
 """
 
 from __future__ import annotations

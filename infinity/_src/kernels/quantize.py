@@ -19,9 +19,9 @@ zero comes back as zero; every implementation gives the same bits. **Rounding of
 what else holds:
 
 - to nearest, symmetric: the scale is the largest magnitude / 127 (7), rounded to the nearest bf16.
-  That is at most 1/257 off, so the largest has the code 127 (7) and is half a step off at most,
-  like all others; and the same scale comes out again: the fp32 values of a round trip, quantized
-  once more, are the same codes and scales.
+  Rounding puts the scale at most 1/257 off, so the largest has the code 127 (7) and is half a step
+  off at most, like all others; and the same scale comes out again: the fp32 values of a round trip,
+  quantized once more, are the same codes and scales.
 - else the scale is rounded up: asymmetric, where the codes must span the range, and at random,
   where nothing may be clipped, or the mean is wrong. Both at once spend one code on it: the range /
   254 (14), and a zero that is rounded up. A second round trip may then choose a finer scale.
@@ -79,7 +79,7 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """Whether zero is the code 0 of every group."""
+        """True where zero is the code 0 of every group."""
         return self.zeros is None
 
     @property

@@ -204,7 +204,7 @@ class TiledWeight(torch.Tensor):
         There is no storage, and an operation that reached for it would crash in C.
         """
         weight = args[0] if args and isinstance(args[0], TiledWeight) else None
-        # Who freezes `layer.weight` means what learns, and that is the tiles.
+        # A user who freezes `layer.weight` means the tiles, which are what learns.
         if weight is not None and func in (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__):
             flag = bool((kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True))
             for tile in weight._tiles:
