@@ -54,8 +54,8 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # Some Pythons pickle the members of an enum by it. It becomes a record like the others, and is
-    # never called.
+    # Some Pythons pickle the members of an enum by getattr, which becomes a record like the others,
+    # and is never called.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",

@@ -195,7 +195,7 @@ class DurableRun:
 
     def capture(self) -> None:
         """Capture the small state to commit, as it is now."""
-        # What `handle.extra` holds before the first step belongs to that step: no step has none.
+        # `handle.extra` before the first step belongs to that step: a run without steps has none.
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:

@@ -376,7 +376,7 @@ class RestoreJob:
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
-            # What is gathered of the unit now has the old values, and is gathered anew.
+            # Gathered memory of the unit has the old values: gather it anew.
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))

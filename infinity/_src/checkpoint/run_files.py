@@ -152,7 +152,7 @@ class RunFiles:
             found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
             if not _DRIVE.fullmatch(link) or found is None:
                 continue
-            # It leads to a directory of this run already.
+            # The link leads to a directory of this run already.
             if (self.home / name).exists() and (self.home / link).resolve() in mine:
                 continue
             with typed_errors(self.home / link, "rename", 0):
@@ -302,7 +302,7 @@ def _link(home: Path, target: Path) -> str:
             try:
                 path.symlink_to(target)
             except FileExistsError:
-                # Of a drive that states of the run before are on: its link stays as it is.
+                # States of the run before are on this drive: its link stays as it is.
                 if not path.is_symlink() or path.readlink() != target:
                     number += 1
                     continue

@@ -172,7 +172,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):
-            # Of a dtype or byte order that tensors do not have: refused when it is read back.
+            # Reading refuses arrays of a dtype or byte order that tensors do not have.
             with contextlib.suppress(TypeError, ValueError):
                 return (_array if type(value) is np.ndarray else _scalar), (
                     torch.from_numpy(np.array(value)),

@@ -582,7 +582,7 @@ class ExportJob:
         self._dtype = dtype
         self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
-        # Of rank 0, as an export from a model writes them.
+        # Rank 0's buffers, as an export from a model writes them.
         buffers = read_buffers(data) if data is not None else {}
         self._buffers = [
             _SavedTensor(name, value.dtype, tuple(value.shape), (), value)

@@ -228,7 +228,7 @@ class Save:
         # Set by the save's thread, waited for by any.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # Whether the user was told of the error; an untold one is raised by a later call.
+        # True once the user was told of the error; an untold one is raised by a later call.
         self.told = False
 
     @property

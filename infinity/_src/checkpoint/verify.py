@@ -345,7 +345,7 @@ class VerifyJob:
                 self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
             return
         sizes = _row_bytes(manifest)
-        # What lies before the cut can still be verified.
+        # Rows before the cut can still be verified.
         ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
         if size < file.size_bytes and len(mine) and int(ends.max()) > size:
             self._tell(

@@ -87,7 +87,7 @@ class DataWriter:
             self._file = undo.enter_context(SwapFile.new(path))
             # All at once: a drive that is too full is known before anything is written.
             self._file.grow(self.entry.size_bytes)
-            # Of one section each: a padded row is written section by section.
+            # A slot holds one section: a padded row is written section by section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend
