@@ -103,8 +103,8 @@ class Link:
 class BusyTime:
     """Least seconds that a resource is busy: in the window of the updates, and in the rest.
 
-    total_s: as if all of the step were one window. It is less than the sum of the two where one
-    part fills one direction and the other part the other direction.
+    total_s: as if all of the step were one window; less than the sum of the two where one part
+    fills one direction and the other part the other direction.
     """
 
     beside_states_s: float
@@ -235,7 +235,7 @@ def measured_copies(
             up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches
         )
     else:
-        # Of 2M gathers the window has one, that of the next forward.
+        # One of 2M gathers is in the window: that of the next forward.
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)
 

@@ -138,7 +138,7 @@ class StepTerms:
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
-        # Where nothing moved the drives are no term of the limits, known or not.
+        # The drives are no term of the limits where nothing moved, known or not.
         measured = (
             bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
         )

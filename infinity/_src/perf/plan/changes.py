@@ -123,7 +123,7 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
     or with an update mode that GPUs do not have.
 
     The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
-    unless its user says otherwise. That default needs no memory of a GPU, and goes with everything
+    unless its user says otherwise. The default needs no memory of a GPU, and goes with everything
     else.
     """
     if not now.machine.gpus or now.job.policy.update != "deferred":

@@ -86,8 +86,8 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""Assumptions where a figure is not given: (value, its source). Those of GPUs are
-`infinity._src.perf.plan.machine.KINDS`.
+"""Assumptions where a figure is not given: (value, its source).
+`infinity._src.perf.plan.machine.KINDS` has the assumptions on GPUs.
 """
 
 POSITIVE = (
