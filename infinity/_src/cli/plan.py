@@ -531,7 +531,7 @@ def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]
         gain = _gain(found, change.prediction)
         if not change.prediction.fits:
             never.append(change.name)
-        # Where the plan itself does not fit, every change that fits is worth its row.
+        # Every change that fits is worth its row where the plan itself does not fit.
         elif gain is not None and abs(gain - 1) < SAME_MAX:
             same.append(change.name)
         else:
