@@ -426,7 +426,7 @@ class Bench:
         Raises ChecksumError.
         """
         with aio.Slab(4 * CHUNK_BYTES) as target:
-            # What is read is thrown away, so chunks may share their target.
+            # Chunks may share their target: the data read are thrown away.
             pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
             jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
             if not everything:
