@@ -69,7 +69,7 @@ def open_executor(
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet
         # them too.
         except OSError as error:
-            # What a user forces and cannot have is an error, never something else in silence.
+            # A forced backend that cannot be had is an error, never another one in silence.
             if backend != "auto":
                 raise OSError(
                     f"I/O backend {backend!r} was asked for and cannot be had: {error}"

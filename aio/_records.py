@@ -403,9 +403,9 @@ TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_D
 #: (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
 #: In an UPDATE's mask: section 0 is not read from the drive but taken from ptr[1], in the caller's
-#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. It is not
-#: verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0 is
-#: resident: the resident section has the same values.
+#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. This section is
+#: not verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0
+#: is resident: the resident section has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000

@@ -34,8 +34,8 @@ class IoSettings:
     depth: requests in flight per drive, at least 2. Both are fitted to what the device takes
         without blocking. Ranks that share a drive divide it, 8 each at least.
     bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per
-        second; ranks that share one have equal parts. Where all directories of a policy are in it,
-        they share the data in this proportion; else it is measured at set-up.
+        second; ranks that share one have equal parts. All directories of a policy must be in it:
+        then they share the data in this proportion; else it is measured at set-up.
     backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes
         what suits it. None: `block_bytes` is for any.
 

@@ -193,7 +193,8 @@ class SwapFile:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """Open the file at `path` to read it. It is not locked, and may belong to another user.
+        """Open the file at `path` to read it. The file is not locked, and may belong to another
+        user.
 
         Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
         DeviceFailedError.
