@@ -1,11 +1,11 @@
 """Parameters at rest: what the module and the optimizer hold while the values are elsewhere.
 
 An at-rest parameter is an nn.Parameter with shape, dtype, device and `requires_grad`, and no
-storage. What asks for metadata works. What asks for values is answered by the tensor that the owner
-(the life cycle) has for it at that moment: the gathered parameter inside forward, a window on it
-inside `gather()`; otherwise it raises `ParameterReleased` with the name. What would part the
+storage. Metadata can be read as usual. An operation on values gets the tensor that the owner (the
+life cycle) has at that moment: the gathered parameter inside forward, a window on it inside
+`gather()`; otherwise it raises `ParameterReleased` with the name. Operations that would part the
 parameter from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always
-raises: each was a silent loss or a segfault.
+raise: each was a silent loss or a segfault.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 `ShardRecords` has the chunk records of one flat: the places of its sections in RAM and on NVMe.
 
 Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an
-optimizer gives the flats that it holds their state sections: `convert` moves what must move and
-zeroes what is new. What rests where is the placement plan's decision
-(infinity._src.memory.placement); here it is only carried out.
+optimizer gives the flats that it holds their state sections: `convert` moves sections that must
+move and zeroes new ones. The placement plan decides the tier of each section
+(infinity._src.memory.placement); this module only carries it out.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ShardRecords:
     NVMe.
 
     `sections` and `records["section_*"]` agree; a section of a chunk is resident (an address) or in
-    the chunk's run. Of versioned chunks `records` are what they were made with; which place is the
-    live one only the executor knows.
+    the chunk's run. `records` of versioned chunks are as they were made; only the executor knows
+    which place is the live one.
     """
 
     flat: Flat
@@ -466,7 +466,7 @@ class StateStore:
 
     def named(self) -> None:
         """All places in use were named by a commit that outlives the process: from now on places
-        that are given up stay as they are until the next one. Those of before are free.
+        that are given up stay as they are until the next one. Places given up before are free.
         """
         self._named = True
         for place in self._dropped:

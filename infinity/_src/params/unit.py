@@ -210,8 +210,8 @@ class UnsharderInterface(Protocol):
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
-        this rank.
+        """Tell which of the windows that all ranks close now some rank has written to; `here`: this
+        rank.
         """
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:

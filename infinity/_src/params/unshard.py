@@ -582,8 +582,8 @@ class Unsharder:
             return values.view(param.shape).to("cpu", copy=True)
 
     def written(self, here: list[bool]) -> list[bool]:
-        """Tell, of windows that all ranks close now, which ones some rank has written to; `here`:
-        this rank.
+        """Tell which of the windows that all ranks close now some rank has written to; `here`: this
+        rank.
 
         Ranks that keep all weights may open a window alone, and are asked nothing.
         """
