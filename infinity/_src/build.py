@@ -281,7 +281,7 @@ def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
     source.fill_buffers(split.device.torch_device)
     # From here on an error of one rank is met in collectives, no longer in the rendezvous.
     split.resources.end_rendezvous()
-    # Each rank keeps a part; of different values the whole would be no rank's.
+    # Each rank keeps a part; the parts of different values would make a whole that no rank had.
     split.ranks.check_values()
 
 

@@ -1,5 +1,4 @@
-"""The user's policy: where states rest, how they are encoded, how a step runs. Validated once,
-here."""
+"""The user's policy: tiers and encoding of states, and how a step runs. Validated once, here."""
 
 from __future__ import annotations
 
@@ -253,7 +252,7 @@ class Policy:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Return the settings that all ranks must have alike: those that decide numbers, or the
+        """Return the settings that all ranks must have alike: settings that decide numbers, or the
         exchange.
         """
         return {field: repr(getattr(self, field)) for field in _OF_ALL_RANKS}
