@@ -1,4 +1,4 @@
-"""NUMA node for the memory and the threads of a rank: that of the device that it computes on.
+"""NUMA node for the memory and the threads of a rank: the node of the device that computes.
 
     GPU     the node of its PCI device
     CPU     the ranks of a machine are divided among its nodes; one rank alone is bound to none

@@ -95,8 +95,8 @@ class PlacementPlanner:
         # made since that plan count beside it.
         self._staged = 0
         self._owner = ledger_owner
-        # Once: what is left shrinks as this model takes its share, and must not be halved again for
-        # the optimizer.
+        # Once: the memory that is left shrinks as this model takes its share, and must not be
+        # halved again for the optimizer.
         self._default_bytes = default_bytes
         # Chosen by the first plan, and never again: pools are allocated once.
         self._pools: tuple[int, int] | None = None
