@@ -364,5 +364,5 @@ def digest_of_text(text: str) -> int:
 
 def fingerprinted(what: str, number: int) -> str:
     """Name of a collective with the digest of its values, for `Comm.check_same_collective`."""
-    # At the end of the name: of a long one only the end travels.
+    # At the end of the name: only the end of a long name travels.
     return f"{what} (digest {number:016x})"
