@@ -104,7 +104,7 @@ def implementation(name: str, device: torch.device) -> str:
     # On the CPU Triton runs in its interpreter only, for tests.
     if device.type != "cuda":
         return "torch"
-    # Never a measurement of the moment: where the two round differently, a run must repeat.
+    # Never a measurement of the moment: a run must repeat where the two round differently.
     return (
         "triton"
         if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0

@@ -65,7 +65,7 @@ class Quantized:
 
     codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the
     even number in the low half, as two's complement when symmetric. scales: bf16 [groups]. zeros:
-    uint8 [groups], or None when symmetric. shape, dtype: of what was quantized. group_numel:
+    uint8 [groups], or None when symmetric. shape, dtype: of the values before. group_numel:
     elements per group.
     """
 
@@ -141,8 +141,9 @@ def dequantize(
 ) -> torch.Tensor:
     """Dequantize into `out`, or into a new tensor of `quantized.shape`.
 
-    dtype: bf16, fp16 or fp32; None: that of `out`, else what was quantized. out: any strides
-    without overlap, on the same device. Raises: ValueError for another dtype or shape.
+    dtype: bf16, fp16 or fp32; None: the dtype of `out`, else of the values that were quantized.
+    out: any strides without overlap, on the same device. Raises: ValueError for another dtype or
+    shape.
     """
     if out is None:
         out = torch.empty(

@@ -223,7 +223,7 @@ def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
     most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
     bad = most >= _INFINITY_BITS
     if moment == 1:
-        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: what has a sign is negative, or a NaN
+        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: a sign means negative, or a NaN
     # Rounded up to bf16, so that no code would have to stand for more than the scale.
     up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
     return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)

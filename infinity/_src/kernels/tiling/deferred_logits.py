@@ -186,7 +186,7 @@ class DeferredLogits(torch.Tensor):
                 if self._of is not None:
                     whole, view = self._of
                     self._computed = view(whole.settle(what))
-                # Not where somebody wrote to the computed ones: those are the logits now.
+                # Not where somebody wrote to the computed ones, which are the logits now.
                 elif not self.is_settled():
                     self.compute(what)
             self._settled = True

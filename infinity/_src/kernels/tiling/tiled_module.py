@@ -411,7 +411,7 @@ def _is_own(key: str, prefix: str) -> bool:
 def _name_whole(module: nn.Module, incompatible: Any) -> None:
     """List the missing tiles of a loaded module as one missing `weight`.
 
-    Tiles of a weight of a wrong shape are left out: that error has been listed.
+    Tiles of a weight of a wrong shape are left out: their error has been listed.
     """
     assert isinstance(module, TiledModule)
     missing: list[str] = incompatible.missing_keys
