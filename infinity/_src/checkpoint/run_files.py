@@ -168,7 +168,7 @@ class RunFiles:
         self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
-        """Remove states files that no manifest names and no process holds: those of the earlier
+        """Remove states files that no manifest names and no process holds: files of the earlier
         run, and of processes that died. Also remove links to drives on which no named file lies.
 
         named: names of files as manifests have them.
@@ -229,7 +229,7 @@ class RunFiles:
 
         A copy of a run's first directory alone still has links to the original's other drives.
         """
-        # In the home, or with its sum: of this run.
+        # A file in the home, or with its sum, is of this run.
         if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
             return False
         try:
@@ -244,7 +244,7 @@ class RunFiles:
 
     def _remove_states(self) -> None:
         """Close the states files; remove those that no manifest names: no run can use them."""
-        # Closed in any case; what a manifest names stays for the next process.
+        # Closed in any case; a file that a manifest names stays for the next process.
         for files in self._made:
             for file in files:
                 file.close()

@@ -64,9 +64,9 @@ class DataWriter:
     """A new data file: rows are written in any order, several at once, and are there after
     `finish`. One thread uses it.
 
-    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates
-    all, so that a full drive is told first. Raises: SwapFullError, AioError; then the file may be
-    there, of no use.
+    rows: ROW [n], whose places are set here. flats: the flats that rows["flat"] counts.
+    Preallocates all, so that a full drive is told first. Raises: SwapFullError, AioError; then the
+    file may be there, of no use.
     """
 
     def __init__(
