@@ -56,8 +56,8 @@ of writing a meaning where no rating is known.
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """Bytes at rest by kind, of one parameter or of a whole model: what computes, the other states,
-    spilled gradients.
+    """Bytes at rest by kind, of one parameter or of a whole model: the values that compute, the
+    other states, spilled gradients.
 
     frozen: parameters that no optimizer holds.
     """
@@ -169,10 +169,10 @@ class Traffic:
     """Traffic of a step over the drives, by kind and by when it may move. Bytes of a model, or of
     one parameter.
 
-    params_read: parameters for a forward or a backward; states: what updates move, parameters that
-    they read included; grads: spilled gradients; activations: those that wait for backward on a
-    drive, written once and read once per micro-batch. beside_states: of `total`, what can only move
-    in the window of the updates (see the module).
+    params_read: parameters for a forward or a backward; states: bytes that updates move, parameters
+    that they read included; grads: spilled gradients; activations: bytes that wait for backward on
+    a drive, written once and read once per micro-batch. beside_states: the part of `total` that can
+    only move in the window of the updates (see the module).
     """
 
     params_read: float
@@ -195,7 +195,7 @@ class Traffic:
 def traffic(
     on_nvme: AtRest, update: str, micro_batches: int, *, activations: float = 0.0
 ) -> Traffic:
-    """Count the traffic of one step. `on_nvme`: what rests there; `activations`: bytes that one
+    """Count the traffic of one step. `on_nvme`: bytes at rest there; `activations`: bytes that one
     micro-batch spills there.
 
     >>> exact = traffic(AtRest(params=2, optim=10), "deferred", 1).total

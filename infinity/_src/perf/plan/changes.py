@@ -26,8 +26,8 @@ class Change:
 def one_change(
     shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
 ) -> list[Change]:
-    """Predict the changes that are worth trying: those that fit first, sorted by tokens per second,
-    then those that do not fit.
+    """Predict the changes that are worth trying. Changes that fit come first, sorted by tokens per
+    second, then the others.
 
     choose_micro_batches: take with each change the fewest micro-batches whose activations fit; else
     as many as now.

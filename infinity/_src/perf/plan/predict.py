@@ -53,8 +53,8 @@ class Prediction:
     one GPU. Seconds per step.
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
-    model_flops: what the model's forward and backward take, without recomputing, over all nodes.
-    exchanged: what each rank receives from the others.
+    model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
+    exchanged: bytes that each rank receives from the others.
     why_not: the parts that do not fit and what would help; empty where everything fits. Else the
     times are those of the least that would work. days: until the drives have been written as often
     as they are rated for.
@@ -152,7 +152,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
-    # With GPUs the update is a part of `busy`: of the CPU's memory, or of the GPUs'.
+    # With GPUs the update is a part of `busy`, for the CPU's memory or the GPUs'.
     update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,

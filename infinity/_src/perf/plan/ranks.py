@@ -17,8 +17,8 @@ that as M (`Exchanges.volume`): a step of one micro-batch under stage 3 is 3 M (
 reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales). Over the link of two
 nodes as many bytes go, both directions together.
 
-Stages 1 and 2, whose parameters stay on every device, gather once in a step: what was updated. With
-a reduction goes a byte for each parameter: which ones have a gradient.
+Stages 1 and 2, whose parameters stay on every device, gather the updated values once in a step.
+With a reduction goes a byte for each parameter, which tells if it has a gradient.
 
 A rank holds, under each ZeRO stage:
 

@@ -240,7 +240,8 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
         key = (parameter.dtype, parameter.requires_grad and not frozen)
         numels = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
-        # A weight that any other kind of module shares cannot be tiled: that module needs it whole.
+        # A weight that any other kind of module shares cannot be tiled, since that module needs it
+        # whole.
         if holders & linears and holders <= linears | embeddings:
             found.append(
                 LinearShape(
