@@ -1,5 +1,4 @@
-"""`infinity doctor`: what this machine offers for offloading, what is missing, and what to do about
-it.
+"""`infinity doctor`: find out if this machine can offload, and say how to mend gaps.
 
 Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing;
 warnings are named below the table. Without its C extension infinity offloads nothing; without any

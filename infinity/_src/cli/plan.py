@@ -302,8 +302,8 @@ def show_plan(
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
     what was assumed.
 
-    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under
-    each stage.
+    sides: the same with updates on the CPU and on the GPUs. ranks: bytes that one of several holds
+    under each stage.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
