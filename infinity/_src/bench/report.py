@@ -467,8 +467,8 @@ def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, floa
 class _Bar:
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
-        # Drawn from the calls, not by a thread of its own: that thread's CPU time would count as
-        # the benchmark's.
+        # Drawn from the calls, not by a thread of its own, whose CPU time would count as the
+        # benchmark's.
         self._progress = Progress(*columns, console=console, transient=True, auto_refresh=False)
         self._task = self._progress.add_task("starting", total=1.0)
         self._drawn_s = 0.0

@@ -136,7 +136,7 @@ class Streams:
         return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
     def close(self) -> None:
-        """End the executor; what has not started does not run."""
+        """End the executor; jobs that have not started do not run."""
         self.executor.close(wait=False)
 
     def __enter__(self) -> Streams:
