@@ -79,8 +79,8 @@ class Forecast:
         """Days until a drive rated for `rated_tb` terabytes written (TBW) has reached them.
 
         At the current rate.
-        used_tb: what it had before, for example "Data Units Written" of `smartctl`. Infinite when
-        nothing is written. Raises: ValueError for a rating that is not positive.
+        used_tb: terabytes written before, for example "Data Units Written" of `smartctl`. Infinite
+        when nothing is written. Raises: ValueError for a rating that is not positive.
         """
         if not (rated_tb > 0 and used_tb >= 0):
             raise ValueError(

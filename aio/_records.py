@@ -227,8 +227,8 @@ Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
 
 
 def chunk_numel(state_format: Format) -> int:
-    """Elements per chunk: what CHUNK_BYTES hold of all sections, a multiple of 8 * GROUP_NUMEL; RAW
-    as the `exact` state.
+    """Elements per chunk: as many as CHUNK_BYTES hold of all sections, a multiple of 8 *
+    GROUP_NUMEL; RAW as the `exact` state.
 
     Spilled gradients do not count, so that a budget does not change where chunks begin.
     """
