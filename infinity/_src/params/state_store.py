@@ -5,7 +5,7 @@
 Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an
 optimizer gives the flats that it holds their state sections: `convert` moves sections that must
 move and zeroes new ones. The placement plan decides the tier of each section
-(infinity._src.memory.placement); this module only carries it out.
+(infinity._src.memory.placement); this module carries the plan out.
 """
 
 from __future__ import annotations
