@@ -42,14 +42,14 @@ class Policy:
         buffers, gradients, resident extents. "min" is the least that works; None is `RAM_SHARE` of
         what the machine or its cgroup leaves, divided by the ranks of the node.
     resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5,
-        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: what the budget leaves, as
-        the planner places it.
+        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: as much as the budget leaves,
+        as the planner places it.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16
         parameter). "bf16": moments in bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1).
         The last two round at random, keyed on `seed`.
-    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1
-        and 2 keep whole parameters on every rank's device: params="device".
-    accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each
+    zero: states that the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too.
+        Stages 1 and 2 keep whole parameters on every rank's device: params="device".
+    accumulate: use of the micro-batches inside `handle.no_sync()` on several ranks. "shard": each
         is reduced into this rank's shard, at once; memory stays flat, and each costs a reduction.
         "local": they add up in whole gradients of this rank, in CPU memory (in `ram`: the gradients
         of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
@@ -85,7 +85,7 @@ class Policy:
     units: the modules to gather as one unit: modules, their classes' names, or qualified names.
         None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
-    on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is
+    on_nonfinite: answer of `opt.step()` to a gradient that is not finite, before any state is
         touched.
     verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in
         16 of each section that is read (at least one), others each time: a run that is stale or
