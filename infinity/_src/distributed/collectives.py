@@ -205,7 +205,7 @@ class Comm:
         """Wait until all ranks have come here with the same `what` and the same numbers, but for
         rounding.
 
-        Blocks. names: what each number is, for the message.
+        Blocks. names: the name of each number, for the message.
         Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
         """
         if self.world == 1:
