@@ -1,5 +1,7 @@
-"""Clean-up that takes every step. `run_all` runs all steps of a close, whatever some of them raise.
-`cancel_and_wait` gives up on reads: no read may still fill memory that is about to be freed.
+"""Clean-up that takes every step.
+
+`run_all` runs all steps of a close, whatever some of them raise. `cancel_and_wait` gives up on
+reads: no read may still fill memory that is about to be freed.
 """
 
 from __future__ import annotations

@@ -53,8 +53,7 @@ class Op:
 
     @property
     def done(self) -> bool:
-        """True once the work has ended, well or not; on CUDA, once it was launched. Does not
-        block."""
+        """True once the work has ended, well or not; on CUDA, once launched. Does not block."""
         return self._done.is_set()
 
     def wait(self) -> None:

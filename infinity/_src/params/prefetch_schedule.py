@@ -282,6 +282,7 @@ class Schedule:
 
     def _remembered(self, order: list[int], missed: set[int]) -> _Trace:
         """Return the trace with this order, now the newest of this phase; the oldest is forgotten.
+
         A new trace is expected to go on as the trace that the phase has strayed from.
         """
         traces = self._traces[self._phase]
