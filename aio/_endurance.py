@@ -79,8 +79,8 @@ class Forecast:
         """Days until a drive rated for `rated_tb` terabytes written (TBW) has reached them.
 
         At the current rate.
-        used_tb: what it had before, for example "Data Units Written" of `smartctl`. Infinite when
-        nothing is written. Raises: ValueError for a rating that is not positive.
+        used_tb: terabytes written before, for example "Data Units Written" of `smartctl`. Infinite
+        when nothing is written. Raises: ValueError for a rating that is not positive.
         """
         if not (rated_tb > 0 and used_tb >= 0):
             raise ValueError(
@@ -157,9 +157,9 @@ class _Class:
 class _Direction:
     """Direction of traffic: reads, writes, or both at once.
 
-    It has the streak of slow or good samples in a row, and the episode, if there is one.
-    A sample is its rate relative to what its class sustained, so that samples of several classes
-    can follow each other.
+    Holds the streak of slow or good samples in a row, and the episode, if there is one. A sample is
+    its rate relative to what its class sustained, so that samples of several classes can follow
+    each other.
     """
 
     name: str
@@ -196,12 +196,12 @@ class _Direction:
         now = statistics.median(self.streak) * before
         self.streak.clear()
         if self.slow_since_s is None:
-            # It began with the first slow sample, not with the one that was one too many.
+            # The episode began with the first slow sample, not with the one that was one too many.
             self.slow_since_s = self.streak_start_s
             self.episodes += 1
             self.notice = Notice(path, self.name, before, now, end_s - self.slow_since_s)
             return self.notice
-        # It ended where the good samples began.
+        # The episode ended where the good samples began.
         lasted_s = self.streak_start_s - self.slow_since_s
         self.slow_since_s = self.notice = None
         return Notice(path, self.name, before, now, lasted_s, recovered=True)

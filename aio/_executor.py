@@ -13,8 +13,8 @@ updates them on the way. The caller describes the work of a whole unit as arrays
         COPY    copy ptr[2] bytes from ptr[1] to ptr[0]; one of them is on the device; no chunk
 
 An UPDATE reads all sections, except section 0 when the caller has it in memory
-(MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) only when a segment wants them. It writes
-all sections except `grad`.
+(MASK_PARAM_IN_MEMORY), and spilled gradients (`grad`) only when a segment wants them. All sections
+except `grad` are written.
 
 Words: a *slot* is a buffer of the slab that holds one chunk. A *gate* holds a submission back until
 the caller has a place for its result. A *marked* drive takes no writes. An *invalid* section has no
@@ -145,7 +145,7 @@ class Executor:
     backend: "io_uring" (one ring and thread per drive) or "threads" (`threads_per_drive` of them
         with pread and pwrite).
     block_bytes: the longest request. None: 1 MiB for rings, whole runs (up to 16 MiB) for threads,
-        which have one request each. It and `depth` are fitted to what each drive takes.
+        which have one request each. The executor fits it and `depth` to each drive.
 
     Raises OSError when the backend cannot be had here, ImportError when the extension
     is missing, MemoryError when the pools do not fit what the machine or its cgroup leaves. Use

@@ -313,7 +313,7 @@ class Gate:
         result = core.quick.gate_open(core.address, self._address, array, len(bases))
         if result == 1:
             return True
-        # It escaped: updates ran without this copy, and fetches were skipped.
+        # The gate escaped: updates ran without this copy, and fetches were skipped.
         if result == 0:
             return False
         if result == -errno.EALREADY:

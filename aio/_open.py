@@ -40,7 +40,7 @@ def open_executor(
 
     `drives`: open swap files, which must stay open until `close`. `small`, `large`: the pools.
     `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
-    (_validate.VERIFY). `block_bytes`: the longest request (None: what suits the backend), `depth`:
+    (_validate.VERIFY). `block_bytes`: the longest request (None: the backend's default), `depth`:
     how many of them a drive has at most, one number or one for each drive; both are fitted to the
     drive. `hold_s`: idle time after which closed gates escape. Raises ImportError when the C
     extension is missing, ValueError for an unknown backend, OSError when a named one cannot be had
@@ -69,7 +69,7 @@ def open_executor(
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet
         # them too.
         except OSError as error:
-            # What a user forces and cannot have is an error, never something else in silence.
+            # A forced backend that cannot be had is an error, never another one in silence.
             if backend != "auto":
                 raise OSError(
                     f"I/O backend {backend!r} was asked for and cannot be had: {error}"

@@ -1,4 +1,4 @@
-"""Probe of this machine for `infinity doctor`: what an executor gets here, and why not more.
+"""Probe of this machine for `infinity doctor`: the means an executor gets, and why not more.
 
 Each capability is tried, never inferred from a version: containers forbid io_uring with any kernel
 (seccomp: EPERM).
@@ -115,7 +115,7 @@ def probe_engine() -> EngineProbe:
         with Slab(HUGE_PAGE_BYTES) as slab:
             # The setting may allow them and the kernel still have none, so one is asked for.
             works = slab.huge_bytes() >= HUGE_PAGE_BYTES
-    except MemoryError:  # not even for one; what memory is left has a line of its own
+    except MemoryError:  # not even for one; memory that is left has its own line
         works = False
     return EngineProbe(
         native=not native_reason,
@@ -194,7 +194,7 @@ def probe_directory(path: str | os.PathLike[str]) -> DirectoryProbe:
             kind = file_system_type(name)
             space = os.fstatvfs(file.fd)
             free = space.f_bavail * space.f_frsize
-            # Preallocation is tried, too: what a file system promises tells nothing.
+            # Preallocation is tried, too: a file system's promise tells nothing.
             file.grow(mmap.PAGESIZE)
             direct_reason, preallocates = file.direct_reason, file.preallocated
             alignments, limits = direct_alignments(file.fd), limits_of(file)

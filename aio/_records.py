@@ -227,8 +227,8 @@ Format.FP32 = Format(Master.FP32, Moments.FP32, 2)
 
 
 def chunk_numel(state_format: Format) -> int:
-    """Elements per chunk: what CHUNK_BYTES hold of all sections, a multiple of 8 * GROUP_NUMEL; RAW
-    as the `exact` state.
+    """Elements per chunk: as many as CHUNK_BYTES hold of all sections, a multiple of 8 *
+    GROUP_NUMEL; RAW as the `exact` state.
 
     Spilled gradients do not count, so that a budget does not change where chunks begin.
     """
@@ -403,9 +403,9 @@ TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_D
 #: (`infinity.bench`).
 MASK_MOVE_ONLY = 0x8000_0000
 #: In an UPDATE's mask: section 0 is not read from the drive but taken from ptr[1], in the caller's
-#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. It is not
-#: verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0 is
-#: resident: the resident section has the same values.
+#: memory: the chunk's part of it, whole, unchanged until the ticket is `filled`. This section is
+#: not verified, and written with the rest. ptr[0] may be the same memory. No effect where section 0
+#: is resident: the resident section has the same values.
 MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000

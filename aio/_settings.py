@@ -29,12 +29,12 @@ class IoSettings:
     """Settings of requests to drives. The defaults suit most; `python -m infinity.bench swap
     --sweep --json FILE` measures others.
 
-    block_bytes: bytes per request, a multiple of 4096. None: what suits the backend, 1 MiB for
-        rings, whole runs of up to 16 MiB for threads, which have one request each.
+    block_bytes: bytes per request, a multiple of 4096. None: the backend's default, 1 MiB
+        for rings, whole runs of up to 16 MiB for threads, which have one request each.
     depth: requests in flight per drive, at least 2. Both are fitted to what the device takes
         without blocking. Ranks that share a drive divide it, 8 each at least.
     bandwidths: for each directory (absolute) the measured (read, write) of its drive in bytes per
-        second; ranks that share one have equal parts. Where all directories of a policy are in it,
+        second; ranks that share one have equal parts. If all directories of a policy are in it,
         they share the data in this proportion; else it is measured at set-up.
     backend: the one that `block_bytes` was measured with ("io_uring" or "threads"); another takes
         what suits it. None: `block_bytes` is for any.

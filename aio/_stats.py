@@ -44,8 +44,8 @@ class DriveStats:
 
     `direct`: O_DIRECT, and in `direct_reason` why not. `block_bytes`, `depth`: of requests, as
     fitted to the device. `busy_s`: time with a request in flight; `depth_mean`: requests in flight
-    in that time. `windows`: the last 64 seconds with traffic, oldest first. `failed`: what marked
-    the drive, empty while it is sound.
+    in that time. `windows`: the last 64 seconds with traffic, oldest first. `failed`: the error
+    that marked the drive, empty while it is sound.
     """
 
     path: str
@@ -81,7 +81,7 @@ class ExecutorStats:
     huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose
     write failed and whose contents are in memory only. `jobs_cancelled`: fetches that were given
     up. `reads_ahead`: chunks that idle slots began to read for later UPDATEs;
-    `reads_ahead_dropped`: those of them of which no UPDATE had anything. `to_device_bytes`,
+    `reads_ahead_dropped`: reads ahead that served no UPDATE. `to_device_bytes`,
     `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
     such copy was under way.
     """

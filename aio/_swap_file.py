@@ -87,7 +87,7 @@ class SwapFile:
         """Make a nameless file in `directory`, mode 0600. Removes files of dead processes there,
         never those of live ones.
 
-        O_DIRECT is tried, not assumed; where it does not work the file is buffered, with the reason
+        O_DIRECT is tried, not assumed; the file is buffered where it does not work, with the reason
         kept, and logged once. Raises ValueError for a missing directory or one in memory,
         SwapFullError when there is no room at all, AioError when the file cannot be made there.
         """
@@ -193,7 +193,8 @@ class SwapFile:
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
-        """Open the file at `path` to read it. It is not locked, and may belong to another user.
+        """Open the file at `path` to read it. The file is not locked, and may belong to another
+        user.
 
         Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
         DeviceFailedError.

@@ -188,8 +188,8 @@ def clear_dead(parent: str) -> list[str]:
     """Remove the private directories below `parent` whose owners are dead; returns their names.
 
     Only directories with our prefix, of this user, mode 0700, with nothing in them but what a
-    PrivateDirectory holds, and whose lock is free. Never fails: what cannot be removed stays, and
-    is logged.
+    PrivateDirectory holds, and whose lock is free. Never fails: a directory that cannot be removed
+    stays, and is logged.
     """
     removed = []
     try:

@@ -59,7 +59,7 @@ _EARLIER = {
     ),
 }
 
-#: `verify`: which pieces that were read are compared with their checksums. "sample": one of
+#: `verify`: the choice of pieces to be compared with their checksums. "sample": one of
 #: VERIFY_STRIDE, others each time.
 VERIFY = ("full", "sample", "off")
 VERIFY_STRIDE = 16

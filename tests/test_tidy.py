@@ -155,6 +155,10 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
 
 
 RIDDLES = re.compile(r"^(What|Who|Whose|Whom|Where|Which|How|Those|That|It|Of)\b")
+# Inside a docstring a sentence begins behind a full stop, or with a paragraph.
+RIDDLES_INSIDE = re.compile(
+    r"""(?:[.!?][)"'`]*\s+|\n\s*\n\s*)((?:What|Who|Whose|Whom|Where|Which|Those)\b.*)"""
+)
 
 
 def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -173,6 +177,18 @@ def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
         f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)
     ]
     assert not found, "begin with a verb or with a noun of the field"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_sentences_of_docstrings_have_their_subject_first(path: Path) -> None:
+    """Behind the opener, too, a relative clause is no subject."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found = [
+        f"{name(path)}:{line + text[: match.start(1)].count(chr(10))} {match[1][:40]}"
+        for line, text in docstrings(tree)
+        for match in RIDDLES_INSIDE.finditer(text)
+    ]
+    assert not found, "begin with the thing of the field that the clause stands for"
 
 
 def test_every_module_of_the_implementation_has_a_layer() -> None:

@@ -101,7 +101,7 @@ graph_task_id: Callable[[], int] = _C._current_graph_task_id
 """The id of the backward that this thread runs now; nested backwards have their own."""
 
 graph_is_kept: Callable[[], bool] = _C._autograd._get_current_graph_task_keep_graph
-"""Whether the backward that this thread runs now retains its graph, which may then run again."""
+"""True where this thread's running backward retains its graph, which may then run again."""
 
 sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 """The number that the next autograd node made by this thread gets.
@@ -151,7 +151,7 @@ def resize_storage(tensor: torch.Tensor, size_bytes: int) -> None:
 
 
 def is_resizable(tensor: torch.Tensor) -> bool:
-    """Whether the storage may be resized.
+    """Tell whether the storage may be resized.
 
     Exporting it once, to numpy for instance, forbids that for good.
     """
@@ -300,7 +300,7 @@ def calling_module_frame() -> FrameType | None:
 
 
 def is_running(wanted: FrameType, thread: int) -> bool:
-    """Whether `wanted` is on the Python stack of `thread`."""
+    """Tell whether `wanted` is on the Python stack of `thread`."""
     frame: FrameType | None = (
         sys._getframe(1) if thread == get_ident() else sys._current_frames().get(thread)
     )

@@ -11,9 +11,9 @@
     open_durable_run  commits that outlive the process
     build_hooks       the hooks by which torch calls the engine
 
-Collaborators are given by constructors. Where two parts need each other, the one that is made first
-gets the other by one call of `attach`: the update mode, the access checks, and the transaction in a
-durable run.
+Collaborators are given by constructors. Two parts may need each other. Then the one that is made
+first gets the other by one call of `attach`: the update mode, the access checks, and the
+transaction in a durable run.
 """
 
 from __future__ import annotations
@@ -265,8 +265,8 @@ def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.E
 
 
 def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
-    """Return the pinned memory through which gradients reach their slots or updates. It grows when
-    parameters are unfrozen.
+    """Return the pinned memory through which gradients reach their slots or updates. Unfreezing
+    parameters makes it grow.
     """
     policy = split.policy
     # Only updates in backward read gradients from windows; others wait in slots. Speculation leaves

@@ -47,7 +47,7 @@ def cancel_and_wait(tickets: Sequence[Ticket]) -> KeyboardInterrupt | None:
     """Wait until nothing is on its way into the buffers of these fills, whatever became of them.
 
     Returns an interrupt that came meanwhile, to be raised once the memory is freed. Faults are not
-    lost: those of updates are sticky, and reads are made anew.
+    lost: faults of updates are sticky, and reads are made anew.
     """
     interrupt = None
     for ticket in tickets:

@@ -1,5 +1,4 @@
-"""The user's policy: where states rest, how they are encoded, how a step runs. Validated once,
-here."""
+"""The user's policy: tiers and encoding of states, and how a step runs. Validated once, here."""
 
 from __future__ import annotations
 
@@ -43,14 +42,14 @@ class Policy:
         buffers, gradients, resident extents. "min" is the least that works; None is `RAM_SHARE` of
         what the machine or its cgroup leaves, divided by the ranks of the node.
     resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5,
-        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: what the budget leaves, as
-        the planner places it.
+        "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: as much as the budget leaves,
+        as the planner places it.
     state: the encoding of states at rest. "exact": fp32 masters and moments (12 bytes per bf16
         parameter). "bf16": moments in bf16 (8). "compact": 24-bit masters, moments in 8 bits (5.1).
         The last two round at random, keyed on `seed`.
-    zero: what the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too. Stages 1
-        and 2 keep whole parameters on every rank's device: params="device".
-    accumulate: what the micro-batches inside `handle.no_sync()` do on several ranks. "shard": each
+    zero: states that the ranks split. 1: optimizer states; 2: gradients, too; 3: parameters, too.
+        Stages 1 and 2 keep whole parameters on every rank's device: params="device".
+    accumulate: use of the micro-batches inside `handle.no_sync()` on several ranks. "shard": each
         is reduced into this rank's shard, at once; memory stays flat, and each costs a reduction.
         "local": they add up in whole gradients of this rank, in CPU memory (in `ram`: the gradients
         of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
@@ -63,8 +62,8 @@ class Policy:
     qgz: gradients are reduced as int4 groups, first inside the node, then over nodes (ZeRO++): a
         quarter of the bytes.
     error_feedback: with qgz, what rounding took from a gradient is added to the next one. Costs 2
-        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. It is
-        in no checkpoint: after `inf.restore` it begins with nothing.
+        bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. No
+        checkpoint has these errors: after `inf.restore` they begin with nothing.
     mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are
         found.
     rank_timeout_s: seconds after which a rank that does not come to what all do together is given
@@ -86,7 +85,7 @@ class Policy:
     units: the modules to gather as one unit: modules, their classes' names, or qualified names.
         None: found.
     unit_bytes_max: modules larger than this are split further where the module tree allows it.
-    on_nonfinite: what `opt.step()` does about a gradient that is not finite, before any state is
+    on_nonfinite: answer of `opt.step()` to a gradient that is not finite, before any state is
         touched.
     verify: "full" checks every byte that is read against its checksum. "sample" checks one piece in
         16 of each section that is read (at least one), others each time: a run that is stale or
@@ -255,14 +254,14 @@ class Policy:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Return the settings that all ranks must have alike: those that decide numbers, or the
+        """Return the settings that all ranks must have alike: settings that decide numbers, or the
         exchange.
         """
         return {field: repr(getattr(self, field)) for field in _OF_ALL_RANKS}
 
     @property
     def accumulates_locally(self) -> bool:
-        """Whether micro-batches inside `no_sync` add up in whole gradients of this rank."""
+        """True where micro-batches inside `no_sync` add up in whole gradients of this rank."""
         return self.accumulate == "local" or (self.accumulate is None and self.zero == 1)
 
     def _check_together(self) -> None:
@@ -328,11 +327,11 @@ class Policy:
 
     @property
     def speculates(self) -> bool:
-        """Whether units update during backward ahead of a step that may decide otherwise."""
+        """True where units update during backward ahead of a step that may decide otherwise."""
         return self.update == "backward" and self.generations > 1
 
     def whole_params(self, *, several: bool) -> bool:
-        """Whether each rank keeps all parameters on its device. several: there is more than one."""
+        """Tell whether each rank keeps all parameters on its device; several: of more than one."""
         return self.params == "device" and (self.zero < 3 or not several)
 
     @property

@@ -57,7 +57,7 @@ def offload(
 
     Returns the same module. load: the source of values, unit by unit, when the module is on the
     meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
-    tensors, or a directory of safetensors. It is called under no_grad once per parameter and
+    tensors, or a directory of safetensors. A callable runs under no_grad once per parameter and
     persistent buffer. Blocks until all is at rest.
 
     Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`

@@ -3,8 +3,8 @@ torch.distributed.checkpoint, DeepSpeed.
 
 All of it is streamed (one tensor of a parameter in memory at a time, or one shard of an export),
 blocks, and is collective on several ranks: all call, all see the same files, and if one rank fails,
-all raise. Nothing that is read is ever unpickled freely: what a file may name is a fixed list, and
-none of it is imported for its sake.
+all raise. Nothing that is read is ever unpickled freely: a file may use the names of a fixed list
+only, and none is imported for its sake.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def load_safetensors(
     Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
     the model holds what the file says and nothing of what was there; a parameter without optimizer
     states keeps what its dtype holds. Moments, step counts, gradients and hyper-parameters stay as
-    they are. Waits for pending updates; blocks. Of a tied parameter one name is enough. Names,
+    they are. Waits for pending updates; blocks. One name of a tied parameter is enough. Names,
     shapes and kinds of dtype are checked before anything is written.
 
-    strict=False: what either side lacks is left out, and returned. On several ranks all call it,
-    and each stores its shard.
+    strict=False: names that either side lacks are left out, and returned. On several ranks all call
+    it, and each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected or different, an index that points out of
     its directory, a broken file; FileNotFoundError; RuntimeError inside forward, backward or
@@ -102,16 +102,16 @@ def export_dcp(
     """Write a checkpoint that `torch.distributed.checkpoint.load` reads: parameters, buffers,
     optimizer states. Blocks.
 
-    It stands for `{"model": ..., "optim": ...}` (`keys`) as torch.distributed.checkpoint.state_dict
-    makes them, so that a plain or sharded torch model and optimizer go on from it: `model.<name>`,
-    `optim.state.<name>.exp_avg` (and each other state, "step" included),
-    `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt` holds; None writes
-    the model.
+    The checkpoint stands for `{"model": ..., "optim": ...}` (`keys`) as
+    torch.distributed.checkpoint.state_dict makes them, so that a plain or sharded torch model and
+    optimizer go on from it: `model.<name>`, `optim.state.<name>.exp_avg` (and each other state,
+    "step" included), `optim.param_groups.<i>.<name>`. Parameters and states are those that `opt`
+    holds; None writes the model.
 
-    masters: `model.<name>` is the fp32 master, which loses nothing. False: it is the value that
-    computes, and masters lie in `optim.state.<name>.master`. Streams, one parameter in memory at a
-    time. Waits for pending updates. On several ranks all call it; rank 0 writes. It is a checkpoint
-    once it is whole and on the drive.
+    masters: `model.<name>` is the fp32 master, which loses nothing. False: the value that computes,
+    and masters lie in `optim.state.<name>.master`. Streams, one parameter in memory at a time.
+    Waits for pending updates. On several ranks all call it; rank 0 writes. The directory is a
+    checkpoint once it is whole and on the drive.
 
     Raises: ValueError for `keys` that are empty or equal, a directory that has a checkpoint, or an
     optimizer of another model; OSError naming the path.
@@ -169,13 +169,14 @@ def load_dcp(
     ...}` on any number of ranks, with `optim` from torch.distributed.checkpoint.state_dict. Masters
     are `optim.state.<name>.master` where there are such, else the parameters, in the precision of
     the file. Moments are rounded to what the policy's `state` holds. Hyper-parameters stay those of
-    `opt`; None loads the model alone; of a model that was saved without a key
-    (`dcp.save(model.state_dict())`) keys[0] is "". Its `.metadata` is a pickle, and is read by a
-    parser that knows the few classes which belong there and imports nothing; tensors are read with
+    `opt`; None loads the model alone; keys[0] is "" for a model that was saved without a key
+    (`dcp.save(model.state_dict())`). Its `.metadata` is a pickle, and is read by a parser that
+    knows the few classes which belong there and imports nothing; tensors are read with
     weights_only=True.
 
-    Everything is checked by name and shape before anything is written. strict=False: what either
-    side lacks is left out, and returned. On several ranks all call it, and each stores its shard.
+    Everything is checked by name and shape before anything is written. strict=False: names that
+    either side lacks are left out, and returned. On several ranks all call it, and each stores its
+    shard.
 
     Raises: ValueError naming what is missing, unexpected, different, damaged or refused;
     FileNotFoundError; RuntimeError inside forward, backward or gather(). After an error of reading
@@ -217,9 +218,9 @@ def load_deepspeed(
     """Set parameters, masters and buffers from a ZeRO-3 checkpoint of DeepSpeed, whatever its
     number of ranks. Blocks.
 
-    directory: what was given to `save_checkpoint`; `tag` names a folder in it, and None is the one
-    that `latest` names. Masters take the fp32 weights; what was frozen has the dtype that it had
-    there. Moments, step counts and hyper-parameters of this model's optimizer stay as they are:
+    directory: the one given to `save_checkpoint`; `tag` names a folder in it, and None is the one
+    that `latest` names. Masters take the fp32 weights; frozen parameters have the dtype that they
+    had there. Moments, step counts and hyper-parameters of this model's optimizer stay as they are:
     they are not read. Nothing of DeepSpeed is imported, and no file is unpickled freely. Otherwise
     as `load_safetensors`.
 

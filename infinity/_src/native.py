@@ -16,7 +16,7 @@ from typing import Any
 
 ISA_NAMES = ("portable", "avx2", "avx512")
 
-# Set below where the extension loads. Where it does not, `__getattr__` answers for them.
+# Set below where the extension loads; else `__getattr__` answers for both.
 ffi: Any
 lib: Any
 _reason = ""

@@ -20,8 +20,8 @@ __all__ = ["Restored", "Save", "restore", "save"]
 def save(
     model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *, extra: Any = None
 ) -> Save:
-    """Start saving everything that training goes on from; it goes on meanwhile. `.wait()` of the
-    result returns when it is whole.
+    """Start saving everything that training goes on from; training goes on meanwhile. `.wait()` of
+    the result returns when the checkpoint is whole.
 
     Saved: parameters, masters, moments, step counts, parameter groups, persistent buffers, and
     `extra`: small state of yours (the scheduler's `state_dict()`, random generators, the place in
@@ -31,8 +31,8 @@ def save(
 
     opt: the optimizer that holds the parameters, a list of all of them, or None where none does.
     Call it between steps. Waits for pending updates and for the save before; then an update of
-    states that are not copied yet waits until they are. It takes about 40 MiB beside the policy's
-    `ram` while it runs.
+    states that are not copied yet waits until they are. A save takes about 40 MiB beside the
+    policy's `ram` while it runs.
 
     The checkpoint appears as a whole, on the drive and with checksums, or not at all: one that is
     in `directory` already stays valid until then, and is removed after. So there has to be room for
@@ -40,8 +40,8 @@ def save(
     that all of them see.
 
     Raises: ValueError for what cannot be saved; AioError while another model is saved into the
-    directory; RuntimeError inside forward, backward and `gather()`; what the save before met. What
-    goes wrong later is raised by `.wait()`, or else by the next call that meets the engine.
+    directory; RuntimeError inside forward, backward and `gather()`; the error of the save before.
+    Later errors are raised by `.wait()`, or else by the next call that meets the engine.
     """
     of = handle(model)
     # A save begins between steps: no update may be pending.
@@ -53,17 +53,17 @@ def save(
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
-    """Go on from a checkpoint: of any world size, tiers, budget, drives and state format, of the
-    same model and optimizer.
+    """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives
+    and state format may differ.
 
     Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
     buffers, and drops gradients. Under the same numerics training goes on bit for bit as if nothing
     had been (update="delayed": as `save` says). Another state format rounds to nearest, and
     `.rounded` says what; `.notes` says what else is different.
 
-    directory: a checkpoint, or the (first) `nvme` directory of a durable run. Of the run that this
-    engine's own policy goes on with, and of which nothing was committed, the model stays as it was
-    built, and `.step` is 0.
+    directory: a checkpoint, or the (first) `nvme` directory of a durable run. The model stays as it
+    was built, and `.step` is 0, if that is the run that this engine's own policy goes on with and
+    no commit of it exists.
 
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
     goes on with a durable run). Blocks. On several ranks all call it.

@@ -153,12 +153,13 @@ class Stats:
     params: elements of the model; step_count: optimizer steps submitted; bytes_read, bytes_written:
         on all drives;
     io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that
-    `opt.step()`, `flush()` and others waited for updates; ram_bytes: what the engine holds in RAM
-    by plan, ram_min_bytes the least that works; its parts:
+    `opt.step()`, `flush()` and others waited for updates; ram_bytes: RAM that the engine holds by
+    plan, ram_min_bytes the least that works; its parts:
     pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill,
     shadow_bytes: the second copy of the parameters (update="delayed"), resident_bytes: states,
-    sums_bytes: their checksums, scratch_bytes: what norms and optimizers compute in; nvme_bytes:
-    states that rest on NVMe, of them frozen_bytes of parameters that no optimizer holds;
+    sums_bytes: their checksums, scratch_bytes: memory that norms and optimizers compute in;
+    nvme_bytes: states that rest on NVMe, of them frozen_bytes of parameters that no optimizer
+    holds;
     spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at
         once,
     fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
@@ -170,12 +171,12 @@ class Stats:
     io_uring has the pools' pages registered, else registered_reason says why not; kept_chunks:
     chunks whose write failed, which are in memory only; jobs_cancelled: reads that were given up;
     written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
-    step; phases: where the time went, and what moved meanwhile, by the names of `telemetry.PHASES`;
+    step; phases: time and traffic by phase, by the names of `telemetry.PHASES`;
     updates_ahead: units that were updated in backward ahead of their step and kept,
-    updates_withdrawn: those that the step forbade; steps_undone: by faults (the last three with two
-    generations);
-    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: what this rank
-    sent of weights and of gradients, to ranks of its node (inside) and of others (across),
+    updates_withdrawn: units whose update the step forbade; steps_undone: by faults (the last three
+    with two generations);
+    commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: bytes that this
+    rank sent of weights and of gradients, to ranks of its node (inside) and of others (across),
     comm_wait_s: time that backward waited for reductions;
     whole_grad_bytes: whole sums of gradients (accumulate="local"), secondary_bytes: secondary
     shards of gathered weights (hpz, or stage 3 on the device), feedback_bytes: rounding errors of
@@ -335,7 +336,7 @@ class Stats:
 
         update: when updates run; None where no limits are known (inside `opt.step()`, on the
         device). bandwidths: of the drives, by directory, where they are known better than from this
-        run. ranks: what only several of them have, by field.
+        run. ranks: fields that only several ranks have.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
         known = bandwidths or {}

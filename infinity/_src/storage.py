@@ -188,7 +188,7 @@ class Storage:
 
     def step_begins(self, steps: int) -> None:
         """Note that a training step's forwards and backwards are done, and its update begins.
-        steps: those before it.
+        steps: taken before it.
         """
         if self._activations is not None:
             self._activations.step_ended()

@@ -316,14 +316,14 @@ class Marks(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PhaseFigures:
-    """All runs of one phase together: how many, and in seconds and bytes what passed meanwhile.
+    """All runs of one phase together: their count, time, and traffic meanwhile.
 
     wait_s: the part of `seconds` in which the training thread waited for a unit or for updates.
-    bytes_read, bytes_written: what the drives confirmed, of whatever was in flight;
-    params_read_bytes, grads_*, activations_*: what was begun of parameters for a gather, spilled
-    gradients, activations (the rest of what a run moves are states). drives_busy_s: with a request
-    in flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it; h2d_s,
-    d2h_s: with such a copy under way.
+    bytes_read, bytes_written: bytes that the drives confirmed, of whatever was in flight;
+    params_read_bytes, grads_*, activations_*: bytes whose move was begun, of parameters for a
+    gather, spilled gradients, activations (a run moves states besides). drives_busy_s: with a
+    request in flight, mean over the drives. h2d_bytes, d2h_bytes: copied to a GPU and from it;
+    h2d_s, d2h_s: with such a copy under way.
     """
 
     count: int = 0
@@ -366,8 +366,8 @@ def _values(figures: PhaseFigures) -> tuple[Any, ...]:
 
 
 PHASES: Final = ("first forward", "forward", "backward", "step", "evaluation", "idle")
-"""Phases of a run. "first forward": the training forward that follows a step; "forward": those of
-further micro-batches; "step": `opt.step()`; "idle": everything else, such as the data loader,
+"""Phases of a run. "first forward": the training forward that follows a step; "forward": forwards
+of further micro-batches; "step": `opt.step()`; "idle": everything else, such as the data loader,
 clipping, and `flush()`.
 """
 

@@ -3,8 +3,8 @@ memory.
 
 Arms run in turns, a round of each; figures are medians over the rounds. "cache": two pieces,
 updated again and again. "memory": states far larger than any cache, beside the memory's bandwidth
-in the same round. That is what additions in place read and write, the faster of `a += 1` and `a +=
-b`: a copy would be no limit, since it also reads the lines that it overwrites.
+in the same round. Additions in place measure that bandwidth, the faster of `a += 1` and `a += b`: a
+copy would be no limit, since it also reads the lines that it overwrites.
 `torch.optim.AdamW(fused=True)` on fp32 stands beside them from memory only: in cache it is mostly
 the overhead of `step()`.
 """

@@ -117,7 +117,7 @@ class _Buffers:
 
         self._torch = torch
         pinned = memory == "pinned"
-        # One pair for each direction: both ways at once must not touch the same memory. It is
+        # One pair for each direction: both ways at once must not touch the same memory. Both are
         # written, since untouched zeros need not have pages of their own.
         self._host = [torch.zeros(size_bytes, dtype=torch.uint8).add_(7) for _ in range(2)]
         if pinned:

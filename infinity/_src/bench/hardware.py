@@ -23,7 +23,7 @@ def machine() -> dict[str, Any]:
     return {
         "host": platform.node(),
         "cpu": cpu_model(),
-        # Those of this process: a container may have fewer than the machine.
+        # Cores of this process: a container may have fewer than the machine.
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),

@@ -162,9 +162,9 @@ def _fio_version() -> str:
 
 def _run(command: list[str], descriptors: Sequence[int]) -> dict[str, Any]:
     """Run fio and return its report. Ends fio whatever ends the wait."""
-    # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. It
-    # stays in our session: one of its own would be scheduled as a group of its own, and get more
-    # than we do of a machine that others use too.
+    # fio's buffers come from malloc; without huge pages it reaches half of what a drive gives. fio
+    # stays in our session: a session of its own would be scheduled as a group of its own, and get
+    # more than we do of a machine that others use too.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     process = subprocess.Popen(
         command,

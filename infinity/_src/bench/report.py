@@ -195,7 +195,7 @@ def _notes(figures: SwapFigures, record: dict[str, Any]) -> list[str]:
     for drive in figures.drives:
         if not drive.direct and drive.direct_reason:
             notes.append(f"{drive.path}: {drive.direct_reason}")
-        # Where no block was asked for, the drive's own is no surprise.
+        # The drive's own block is no surprise where none was asked for.
         asked = (figures.block_bytes_asked or drive.block_bytes, figures.depth)
         # 0: the backend does not say.
         if drive.block_bytes and (drive.block_bytes, drive.depth) != asked:
@@ -458,8 +458,8 @@ _REFRESH_S = 0.25
 
 
 def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, float], None] | None]:
-    """Return the context of a progress bar. It gives the function that phases call with their name
-    and done share; None where there is no terminal.
+    """Return the context of a progress bar. The context gives the function that phases call with
+    their name and done share; None where there is no terminal.
     """
     return _Bar(console) if console.is_terminal else nullcontext()
 
@@ -467,8 +467,8 @@ def progress_bar(console: Console) -> AbstractContextManager[Callable[[str, floa
 class _Bar:
     def __init__(self, console: Console) -> None:
         columns = (TextColumn("{task.description:<20}"), BarColumn(), TimeElapsedColumn())
-        # Drawn from the calls, not by a thread of its own: that thread's CPU time would count as
-        # the benchmark's.
+        # Drawn from the calls, not by a thread of its own, whose CPU time would count as the
+        # benchmark's.
         self._progress = Progress(*columns, console=console, transient=True, auto_refresh=False)
         self._task = self._progress.add_task("starting", total=1.0)
         self._drawn_s = 0.0

@@ -3,8 +3,8 @@
 Every drive has its own stream, so that a slow drive does not hold back a fast one, and each drive's
 share is seen. With one drive the stream runs in the calling thread.
 
-What is written is random, so that no drive can compress it, and never the same block twice, so that
-none can deduplicate it.
+The written data are random, so that no drive can compress them, and no block comes twice, so that
+none can deduplicate them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Streams:
         return min(max(drive.block_bytes for drive in self.executor.stats().drives), CHUNK_BYTES)
 
     def close(self) -> None:
-        """End the executor; what has not started does not run."""
+        """End the executor; jobs that have not started do not run."""
         self.executor.close(wait=False)
 
     def __enter__(self) -> Streams:

@@ -7,10 +7,10 @@
 
 Rounds alternate kinds and arms, so that a drive whose speed drifts is seen from all sides. With
 `checksums="off"` they move slots as they are (`MASK_MOVE_ONLY`): they measure the drive and the
-rings, not memcpy; what they write is the random data that earlier reads left in the slots, about 72
-MiB that repeats. With "full" and "sample" every chunk is copied and its checksums are computed
-(write) or compared (read), and what is written is made new for every round. A phase ends at the
-data's end or at its deadline.
+rings, not memcpy; they write the random data that earlier reads left in the slots, about 72 MiB
+that repeats. With "full" and "sample" every chunk is copied and its checksums are computed (write)
+or compared (read), and what is written is made new for every round. A phase ends at the data's end
+or at its deadline.
 """
 
 from __future__ import annotations
@@ -426,7 +426,7 @@ class Bench:
         Raises ChecksumError.
         """
         with aio.Slab(4 * CHUNK_BYTES) as target:
-            # What is read is thrown away, so chunks may share their target.
+            # Chunks may share their target: the data read are thrown away.
             pointers = target.address + np.arange(4, dtype=np.uint64) * np.uint64(CHUNK_BYTES)
             jobs = streams.jobs(aio.JobKind.FETCH, 1, pointers)
             if not everything:
@@ -503,7 +503,7 @@ def measure_swap(task: SwapTask, progress: Progress | None = None) -> SwapFigure
     """
     say = progress or (lambda _phase, _share: None)
     with Bench(task, say) as bench:
-        # Also with checksums off: those of the fill are compared once, and only the rounds move
+        # Also with checksums off: the fill's checksums are compared once, and only the rounds move
         # slots as they are.
         verify = "sample" if task.checksums == "sample" else "full"
         with bench.streams(

@@ -2,8 +2,8 @@
 default in turns.
 
 Judged by mixed bandwidth, which is what a step does (14 bytes read and 12 written per parameter).
-Of what lies within `CLOSE` of the best the pair with the least bytes in flight wins: it needs the
-least pinned memory.
+The pair with the least bytes in flight wins among all within `CLOSE` of the best: less in flight is
+less pinned memory.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def choose(points: Sequence[Point]) -> Point:
     finalists = [point for point in points if point.final] or list(points)
     top = max(point.rate("mixed") for point in finalists)
     close = [point for point in finalists if point.rate("mixed") >= (1 - CLOSE) * top]
-    # Of equals the larger block: fewer requests, less CPU.
+    # A tie goes to the larger block: fewer requests, less CPU.
     return min(close, key=lambda point: (point.in_flight_bytes, -point.block_bytes))
 
 
@@ -134,8 +134,8 @@ def measure_sweep(
 
 
 def _look(bench: Bench, points: Sequence[Point]) -> None:
-    """Measure every pair for a short time, there and back again, so that drift meets both ends. Of
-    equal pairs one is measured.
+    """Measure every pair for a short time, there and back again, so that drift meets both ends. One
+    of several equal pairs is measured.
     """
     owner: dict[object, Point] = {}
     for number, point in enumerate([*points, *reversed(points)]):

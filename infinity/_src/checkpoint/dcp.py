@@ -54,8 +54,8 @@ _RECORDS = (
     f"{_META}.TensorProperties", f"{_META}.StorageMeta",
     _TENSOR, _BYTES, _INDEX, f"{_META}._MEM_FORMAT_ENCODING", _STORAGE,
     "torch.serialization._get_layout",
-    # Some Pythons pickle the members of an enum by it. It becomes a record like the others, and is
-    # never called.
+    # Some Pythons pickle the members of an enum by getattr, which becomes a record like the others,
+    # and is never called.
     "builtins.getattr",
     "pathlib.PosixPath", "pathlib.WindowsPath",
     "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
@@ -555,8 +555,8 @@ def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
     """Write the states that were matched, one tensor in memory at a time. Calls no collective.
     Blocks.
 
-    Raises: what reading or writing meets, ValueError for a number that it cannot be; then some
-    states have been written.
+    Raises: any error of reading or writing, ValueError for an impossible number; then some states
+    have been written.
     """
     # By the names in the file: the tiles of a weight take their parts of one tensor, which is read
     # once.
@@ -588,7 +588,7 @@ def tensors_of(
     """Yield the states of one parameter, or of a weight in tiles, as a checkpoint has them, one at
     a time. Collective. Blocks.
 
-    every: the parameters that an optimizer holds; of one that it does not hold there are none.
+    every: the parameters that an optimizer holds; a parameter that it does not hold has no states.
     Numbers are the first tile's. Raises: ValueError where an optimizer holds some tiles of a weight
     and not the others.
     """

@@ -51,7 +51,8 @@ def is_of(path: Path, rank: int) -> bool:
 
 def next_generation(directory: Path) -> int:
     """Return the number of a save that begins now: no file has it yet."""
-    # Over all files, not manifests alone: what a save that died left must not be mixed with these.
+    # Over all files, not manifests alone: leftovers of a save that died must not be mixed with
+    # these.
     return max((generation for _, generation in files_of(directory)), default=0) + 1
 
 

@@ -124,7 +124,7 @@ class DurableRun:
         self._first_forward.remove()
 
     def _before_forward(self, *_: object) -> None:
-        # Forward changes buffers (running means, say): what is committed is as before it.
+        # Forward changes buffers (running means, say): commit them as they were before it.
         if not self._stepped and not self.begun and not self.waits:
             self.capture()
         # A forward of evaluation leaves the hook for the first one that trains.
@@ -195,7 +195,7 @@ class DurableRun:
 
     def capture(self) -> None:
         """Capture the small state to commit, as it is now."""
-        # What `handle.extra` holds before the first step belongs to that step: no step has none.
+        # `handle.extra` before the first step belongs to that step: a run without steps has none.
         self._capture(self._extra if self._stepped else lambda: None)
 
     def _capture(self, extra: Callable[[], object]) -> None:
@@ -435,7 +435,7 @@ class DurableRun:
         )
         if everything:
             try:
-                # All ranks' manifests: what any of them names stays.
+                # All ranks' manifests: a file that any of them names stays.
                 whole = read_generation(self.files.home, manifest.generation)
                 self.files.remove_strangers(entry.name for each in whole for entry in each.files)
             except (OSError, AioError) as error:
@@ -473,7 +473,7 @@ def _rows_of(
     rows = np.zeros(len(now), dtype=ROW)
     for name in ("numel", "key", "generation", "file_offset", "section_at"):
         rows[name] = now[name]
-    # `other_bytes`: of the states alone, while `run_bytes` of a chunk may hold gradients too.
+    # `other_bytes` counts the states alone; `run_bytes` of a chunk may hold gradients too.
     rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
     # Gradients are no part of a run.
     rows["section_at"][:, records.format.written_count :] = -1

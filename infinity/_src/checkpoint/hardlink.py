@@ -77,7 +77,7 @@ class PinnedLayers:
         if len(self._files.layers) >= FILE_MAX - 1:
             return False
         sources = [Path(self._files.layers[layer][drive].path) for layer, drive in targets]
-        # Names first: where they cannot be made, no room is taken.
+        # Names first: a failure to make them then takes no room.
         if not link_all(sources, list(targets.values())):
             return False
         try:

@@ -32,8 +32,8 @@ class Receiver(Protocol):
 
 
 class Loaded(NamedTuple):
-    """Names that a load with strict=False left out: those that only the model has, and those that
-    only the source has.
+    """Names that a load with strict=False left out: names of the model alone, and of the source
+    alone.
     """
 
     missing: tuple[str, ...]
@@ -167,7 +167,7 @@ class LastRead:
 def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """Write what was matched, one tensor in memory at a time. Calls no collective. Blocks.
 
-    Raises: what reading or writing meets; then some tensors have been written and others not.
+    Raises: any error of reading or writing; then some tensors have been written and others not.
     """
     with torch.inference_mode(False), torch.no_grad():
         read = LastRead(source.read)

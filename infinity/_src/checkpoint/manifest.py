@@ -6,8 +6,8 @@
 
 `layout` changes only when the model, its formats or its ranks do, and is encoded once. `state`
 changes with every step. A row says where one chunk of the rank's shard lies, or a part of its
-sections: those with section_at >= 0, in a run of one file. Several rows may share a chunk (some
-sections here, some there); together they have every section once.
+sections (section_at >= 0), in a run of one file. Several rows may share a chunk (some sections
+here, some there); together they have every section once.
 
 A generation of a directory is valid when all its ranks have a readable manifest of the same save:
 nothing else commits it.
@@ -84,8 +84,8 @@ byte of a file is without a checksum.
 
 @dataclasses.dataclass(frozen=True)
 class ParamEntry:
-    """One parameter: every name that it has in the module tree, the first one first; where it lies
-    in its flat.
+    """One parameter: every name that it has in the module tree, the first one first; its place in
+    its flat.
     """
 
     names: tuple[str, ...]
@@ -181,7 +181,7 @@ class Manifest:
     """One rank's part of one generation. save: a number that all ranks of a save have in common.
     step: steps completed.
 
-    files: those that rows point into. buffers, extra: whole files of their own. algorithm: of the
+    files: targets of the rows. buffers, extra: whole files of their own. algorithm: kind of the
     rows' checksums.
     """
 
@@ -388,7 +388,7 @@ def _wrong_flats(manifest: Manifest) -> Iterator[str]:
 
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     rows, flats = manifest.rows, manifest.layout.flats
-    # One kind of number after the other: what follows computes with those before.
+    # One kind of number after the other: later checks compute with numbers that passed.
     for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", 2)):
         if ((rows[name] < 0) | (rows[name] >= count)).any():
             yield f"a row has a {name} that there is not"

@@ -182,7 +182,7 @@ class Checkpoint:
 
     def attachment(self, kind: str, rank: int) -> bytes | None:
         """Read the "buffers" or the "extra" of a rank, or of rank 0 where there is no such rank;
-        None: it had none.
+        None where that rank had none.
 
         Raises: ChecksumError, AioError.
         """
@@ -299,8 +299,8 @@ class _RankRows:
 
 
 class ChunkReader:
-    """Chunks of a checkpoint in memory, read ahead; the last `capacity` are cached. sections: those
-    that are read (None: all).
+    """Chunks of a checkpoint in memory, read ahead; the last `capacity` are cached. sections: the
+    indices to read (None: all).
     """
 
     def __init__(
@@ -389,8 +389,8 @@ class Piece:
 def pieces(
     low: int, numel: int, shard_numel: int, chunks_of: Callable[[int], Chunks]
 ) -> Iterator[Piece]:
-    """Yield the chunks that hold elements [low, low + numel) of a flat, in order. chunks_of: those
-    of a rank.
+    """Yield the chunks that hold elements [low, low + numel) of a flat, in order. chunks_of: the
+    chunks of a rank.
     """
     at, end = low, low + numel
     while at < end:

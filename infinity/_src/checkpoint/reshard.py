@@ -58,7 +58,7 @@ from infinity.errors import SwapFullError
 
 # Neighbours share saved chunks, since boundaries of old and new chunks differ.
 CHUNKS_KEPT = 8
-"""Saved chunks in memory: those that are read ahead, and those that the next chunk wants as well.
+"""Saved chunks in memory: chunks read ahead, and chunks that the next one wants as well.
 """
 LOOK_AHEAD = 4
 """Chunks to be put together whose saved chunks are read ahead."""
@@ -200,7 +200,8 @@ class ReshardJob:
         self._world = world
         self._progress: Callable[[int], object] = lambda _size: None
         self._backend = backend
-        # Before any layout: what the engine refuses would be found only when it is restored.
+        # Before any layout: a state that the engine refuses would be found only when it is
+        # restored.
         _check_state(checkpoint, state)
         numerics: dict[str, Any] = {
             **checkpoint.numerics,

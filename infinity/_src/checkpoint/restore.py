@@ -44,7 +44,7 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
 
     Raises: ValueError naming parameters that are missing, unexpected, or of another shape or dtype.
     """
-    # Under every name: which name of a tied parameter comes first may differ between models.
+    # Under every name: a tied parameter may have another first name in another model.
     by_name = {name: saved for saved in checkpoint.params.values() for name in saved.entry.names}
     found: dict[Param, SavedParam] = {}
     for param in params:
@@ -123,7 +123,7 @@ class MatchedOptimizer:
         self._states: dict[Param, Any] = {}
         for param in self.held:
             saved, mine = entry.params[saved_name[param]], list(optimizer.moments_of(param))
-            # SGD without momentum has none, say: what is saved would have no place, or a place no
+            # SGD without momentum has none, say: a saved moment would have no place, or a place no
             # value.
             if saved["moments"] != mine:
                 raise ValueError(
@@ -156,7 +156,7 @@ class MatchedOptimizer:
             if found[record].entry.name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
-        # One group has one value; which of the saved ones is right is for the user to say.
+        # One group has one value; the user has to say which of the saved ones is right.
         if any(other != values[0] for other in values[1:]):
             names = " and ".join(record.name for record in list(indices.values())[:2])
             raise ValueError(
@@ -228,7 +228,7 @@ class _Turn:
         return any(param in held for param in self.records.flat.params)
 
     def sections(self, held: Container[Param]) -> range:
-        """The sections that are stored: those of the master alone, where no states are restored."""
+        """The sections that are stored: the master's alone, where no states are restored."""
         form = self.records.format
         # Spilled gradients are never among them: they are no part of a checkpoint.
         return range(form.written_count if self.with_states(held) else form.master_count)
@@ -280,7 +280,7 @@ class RestoreJob:
                 prepared = self._prepare(model, given, checkpoint)
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
-        # Before anything is written: what one rank refuses, no rank restores.
+        # Before anything is written: no rank restores a checkpoint that one rank refuses.
         self._agree(problem if agreed or problem else _elsewhere(directory))
         assert checkpoint is not None
         with checkpoint:
@@ -381,7 +381,7 @@ class RestoreJob:
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
-            # What is gathered of the unit now has the old values, and is gathered anew.
+            # Gathered memory of the unit has the old values: gather it anew.
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         turns = list(self._turns(checkpoint, found))

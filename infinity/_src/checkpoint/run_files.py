@@ -152,7 +152,7 @@ class RunFiles:
             found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
             if not _DRIVE.fullmatch(link) or found is None:
                 continue
-            # It leads to a directory of this run already.
+            # The link leads to a directory of this run already.
             if (self.home / name).exists() and (self.home / link).resolve() in mine:
                 continue
             with typed_errors(self.home / link, "rename", 0):
@@ -168,7 +168,7 @@ class RunFiles:
         self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
-        """Remove states files that no manifest names and no process holds: those of the earlier
+        """Remove states files that no manifest names and no process holds: files of the earlier
         run, and of processes that died. Also remove links to drives on which no named file lies.
 
         named: names of files as manifests have them.
@@ -229,7 +229,7 @@ class RunFiles:
 
         A copy of a run's first directory alone still has links to the original's other drives.
         """
-        # In the home, or with its sum: of this run.
+        # A file in the home, or with its sum, is of this run.
         if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
             return False
         try:
@@ -244,7 +244,7 @@ class RunFiles:
 
     def _remove_states(self) -> None:
         """Close the states files; remove those that no manifest names: no run can use them."""
-        # Closed in any case; what a manifest names stays for the next process.
+        # Closed in any case; a file that a manifest names stays for the next process.
         for files in self._made:
             for file in files:
                 file.close()
@@ -302,7 +302,7 @@ def _link(home: Path, target: Path) -> str:
             try:
                 path.symlink_to(target)
             except FileExistsError:
-                # Of a drive that states of the run before are on: its link stays as it is.
+                # States of the run before are on this drive: its link stays as it is.
                 if not path.is_symlink() or path.readlink() != target:
                     number += 1
                     continue

@@ -48,7 +48,7 @@ class Record:
 
 def record_class(name: str) -> Any:
     """Make a new record class that stands for `name`."""
-    # A new class for each read: what one file sets on it is gone with it.
+    # A new class for each read: attributes that one file sets on it are gone with it.
     return type("Record", (Record,), {"kind": name})
 
 
@@ -136,7 +136,7 @@ def extra_bytes(extra: object) -> bytes | None:
         torch.save(
             extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         )
-        # Read back at once: that it cannot be must not be found out after a crash.
+        # Read back at once: a failure to read must not be found out after a crash.
         read_extra(out.getvalue())
     except Exception as error:
         refused = isinstance(error, pickle.UnpicklingError)
@@ -172,7 +172,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is np.ndarray or isinstance(value, np.generic):
-            # Of a dtype or byte order that tensors do not have: refused when it is read back.
+            # Reading refuses arrays of a dtype or byte order that tensors do not have.
             with contextlib.suppress(TypeError, ValueError):
                 return (_array if type(value) is np.ndarray else _scalar), (
                     torch.from_numpy(np.array(value)),

@@ -272,7 +272,7 @@ def file_order(tensor: FileTensor) -> tuple[int, str]:
 
 
 def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
-    """Write one file. Blocks. Raises: OSError naming the path; what `values` raise.
+    """Write one file. Blocks. Raises: OSError naming the path; any error of `values`.
 
     tensors: in `file_order`. values: their elements, in parts of any length, one after the other.
     """
@@ -582,7 +582,7 @@ class ExportJob:
         self._dtype = dtype
         self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
-        # Of rank 0, as an export from a model writes them.
+        # Rank 0's buffers, as an export from a model writes them.
         buffers = read_buffers(data) if data is not None else {}
         self._buffers = [
             _SavedTensor(name, value.dtype, tuple(value.shape), (), value)
@@ -590,7 +590,7 @@ class ExportJob:
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
-        # Tiles are units of their own; those of one weight are put together.
+        # Tiles are units of their own; tiles of one weight are put together.
         units = itertools.groupby(
             saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit
         )

@@ -174,7 +174,7 @@ class Snapshot:
 
     def _fetch(self, row: int, buffer: Bytes) -> Ticket:
         start = 0
-        # The data file has checksums over whole pages: what pads a section must be zero.
+        # The data file has checksums over whole pages: the padding of a section must be zero.
         for exact, padded in zip(self._exact[row], self._sizes[row], strict=False):
             buffer[start + exact : start + padded] = 0
             start += int(padded)
@@ -228,7 +228,7 @@ class Save:
         # Set by the save's thread, waited for by any.
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # Whether the user was told of the error; an untold one is raised by a later call.
+        # True once the user was told of the error; an untold one is raised by a later call.
         self.told = False
 
     @property
@@ -239,9 +239,9 @@ class Save:
     def wait(self, timeout: float | None = None) -> None:
         """Block until the checkpoint is whole and on the drive, on all ranks.
 
-        Raises: what went wrong, every time (SwapFullError, DeviceFailedError, ChecksumError of
-        stored states, AioError when it was another rank): then the directory is as it was before.
-        TimeoutError after `timeout` seconds.
+        Raises: the error that stopped the save, at every call (SwapFullError, DeviceFailedError,
+        ChecksumError of stored states, AioError when it was another rank): then the directory is as
+        it was before. TimeoutError after `timeout` seconds.
         """
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
@@ -251,7 +251,7 @@ class Save:
 
     def end(self, error: BaseException | None) -> None:
         """Note that the save has ended, with this error or well."""
-        # Before the event: who wakes up reads it.
+        # Before the event: a waiter that wakes up reads it.
         self._error = error
         self._ended.set()
 
@@ -435,7 +435,8 @@ class Saver:
         """
         units = list(self.units)
         if self.policy.update == "backward":
-            # Backward updates the last unit first; what is written first is to be copied first.
+            # Backward updates the last unit first; units that are written first are to be copied
+            # first.
             units.reverse()
         return [flat for unit in units for flat in unit.flats]
 

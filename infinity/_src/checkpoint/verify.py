@@ -45,8 +45,8 @@ from infinity.errors import AioError, ChecksumError
 
 @dataclasses.dataclass(frozen=True)
 class ListedFile:
-    """A file that a manifest names, or a manifest. disk_bytes: what it takes on the drive; None: it
-    is missing.
+    """A file that a manifest names, or a manifest. disk_bytes: its size on the drive; None for a
+    missing file.
     """
 
     rank: int
@@ -345,7 +345,7 @@ class VerifyJob:
                 self._tell(path, 0, file.size_bytes, f"states of rank {manifest.rank}", reason)
             return
         sizes = _row_bytes(manifest)
-        # What lies before the cut can still be verified.
+        # Rows before the cut can still be verified.
         ends = manifest.rows["file_offset"][mine] + manifest.rows["run_bytes"][mine]
         if size < file.size_bytes and len(mine) and int(ends.max()) > size:
             self._tell(
@@ -467,7 +467,7 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, 
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
         whole = int(entry["padded"]) != 0
         total = int(padded[s]) if whole else section.size_bytes(int(entry["numel"]))
-        # As the executor took them: of padded rows by bytes, of a run's by elements.
+        # As the executor took them: by bytes for padded rows, by elements for a run's.
         step = PIECE_BYTES if whole else section.size_bytes(PIECE_NUMEL)
         # A padded section is a chunk of its own, so its key differs and its number is 0.
         key, number = (int(entry["key"]) + s, 0) if whole else (int(entry["key"]), s)

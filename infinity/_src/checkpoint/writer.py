@@ -64,9 +64,9 @@ class DataWriter:
     """A new data file: rows are written in any order, several at once, and are there after
     `finish`. One thread uses it.
 
-    rows: ROW [n], whose places are set here. flats: those that rows["flat"] counts. Preallocates
-    all, so that a full drive is told first. Raises: SwapFullError, AioError; then the file may be
-    there, of no use.
+    rows: ROW [n], whose places are set here. flats: the flats that rows["flat"] counts.
+    Preallocates all, so that a full drive is told first. Raises: SwapFullError, AioError; then the
+    file may be there, of no use.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class DataWriter:
             self._file = undo.enter_context(SwapFile.new(path))
             # All at once: a drive that is too full is known before anything is written.
             self._file.grow(self.entry.size_bytes)
-            # Of one section each: a padded row is written section by section.
+            # A slot holds one section: a padded row is written section by section.
             pool = PoolSpec(SLOTS, int(sizes.max(initial=4096)))
             self._executor = open_executor(
                 [self._file], small=PoolSpec(0, 0), large=pool, backend=backend

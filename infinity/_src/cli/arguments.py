@@ -359,7 +359,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)"
     )
-    # None by default: what fits depends on the model.
+    # None by default, since the number that fits depends on the model.
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")

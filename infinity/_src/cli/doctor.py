@@ -1,5 +1,4 @@
-"""`infinity doctor`: what this machine offers for offloading, what is missing, and what to do about
-it.
+"""`infinity doctor`: find out if this machine can offload, and say how to mend gaps.
 
 Every capability is tried, not guessed from a version. The exit status is 0 whatever is missing;
 warnings are named below the table. Without its C extension infinity offloads nothing; without any
@@ -187,7 +186,7 @@ def _pools(engine: EngineProbe, executor: ExecutorProbe) -> Finding:
 
 
 def _memory() -> Finding:
-    # What training itself asks, so that doctor and budget never disagree.
+    # Training asks the same limit, so doctor and budget never disagree.
     machine = hardware.machine()["memory_bytes"]
     limit = cgroup_limit_bytes()
     left = memory_left_bytes()
@@ -216,7 +215,7 @@ def _numa() -> Finding:
     found = [numa.choose_node(numa.pci_address(device), number=0, ranks=1) for device in devices]
     # Without a GPU the CPU computes: one line for it.
     found = found or [numa.choose_node(None, number=0, ranks=1)]
-    # A dictionary keeps the order of devices. Those of one node share a line.
+    # A dictionary keeps the order of devices. Devices of one node share a line.
     return Finding("NUMA", "\n".join({place.reason: None for place in found}))
 
 
@@ -350,7 +349,7 @@ def _operations() -> Finding:
                 f"{op.name} runs on Triton, which is not installed: pip install triton, or unset "
                 f"{choice.VARIABLE}"
             )
-    # Of operations that fail alike the first stands for all: the lines above name each.
+    # The first warning stands for all operations that fail alike: the lines above name each.
     return Finding("operations", "\n".join(lines), warnings[0] if warnings else "")
 
 

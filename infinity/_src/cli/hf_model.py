@@ -125,7 +125,7 @@ def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
         source.directory, dtype=dtype, trust_remote_code=False, **extra
     )
     if source.gguf:
-        # GGUF is only where the values came from: what is trained and saved is dense.
+        # GGUF is only where the values came from: the trained and saved model is dense.
         model.hf_quantizer = None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config

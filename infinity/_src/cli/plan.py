@@ -302,8 +302,8 @@ def show_plan(
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
     what was assumed.
 
-    sides: the same with updates on the CPU and on the GPUs. ranks: what one of several holds under
-    each stage.
+    sides: the same with updates on the CPU and on the GPUs. ranks: bytes that one of several holds
+    under each stage.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
@@ -531,7 +531,7 @@ def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]
         gain = _gain(found, change.prediction)
         if not change.prediction.fits:
             never.append(change.name)
-        # Where the plan itself does not fit, every change that fits is worth its row.
+        # Every change that fits is worth its row where the plan itself does not fit.
         elif gain is not None and abs(gain - 1) < SAME_MAX:
             same.append(change.name)
         else:

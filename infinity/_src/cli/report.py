@@ -318,7 +318,7 @@ def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]
     tb_per_day = mean.bytes_written / mean.step_s * 86_400 / 1e12
     written = format_size(mean.bytes_written)
     text = f"{written} written per step: {tb_per_day:.3g} TB per day at this rate"
-    # One drive wears by its share of the writes; which rating is whose only the user knows.
+    # One drive wears by its share of the writes; only the user knows the rating of each drive.
     most = max(drive["bytes_written"] for drive in engine["drives"])
     every = sum(drive["bytes_written"] for drive in engine["drives"])
     if tb_per_day and every:

@@ -2,8 +2,9 @@
 message.
 
 Each rank trains on its rows of every batch and stores its shards; rank 0 alone writes to the
-console and to metrics.jsonl. What stops one rank stops all: the first that says so in the store of
-the group prints its error, and those that only lost it are silent. torchrun ends what is left.
+console and to metrics.jsonl. An error that stops one rank stops all. The first rank that says so in
+the store of the group prints its error, and ranks that only lost it are silent. torchrun ends the
+processes that are left.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _JOIN_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """This process among those that train together. device: where it computes. store: of the group;
-    None for one rank.
+    """This process among the ranks that train together. device: the one it computes on. store: the
+    group's; None for one rank.
     """
 
     rank: int = 0

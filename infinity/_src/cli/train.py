@@ -8,8 +8,8 @@ The loop is what a user would write; around it are only measurements. Results in
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
 
 On several ranks (torchrun; `infinity._src.cli.torchrun`) each trains on its rows of a batch that is
-as many times larger, so that N ranks with --batch 1 do what one does with --batch N. What is told
-of one rank (traffic, memory, times) is told of rank 0.
+as many times larger, so that N ranks with --batch 1 do what one does with --batch N. Rank 0 tells
+its own traffic, memory and times.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     # True once this rank has asked whether it prints the error: it must not print it twice.
     told = False
-    # What torch.distributed raises where another rank has gone.
+    # torch.distributed raises it where another rank has gone.
     lost = (RuntimeError,) if ranks.world > 1 else ()
     try:
         with ExitStack() as stack:
@@ -123,7 +123,7 @@ def _say_error(
     several = ranks is not None and ranks.world > 1
     if not isinstance(error, (ValueError, InfinityError, OSError)):
         if not several:
-            # It goes on to the caller, and is shown there with its traceback.
+            # The error goes on to the caller, and is shown there with its traceback.
             return
         console.print(
             "".join(traceback.format_exception(error)),

@@ -4,8 +4,8 @@
     gather lane    shards of weights              after this rank's shard was read, ahead of compute
     reduce lane    gradients of a unit            while backward goes on
 
-Each lane is a thread with a process group of its own. Work runs in the order of submission. That is
-the order of the program, and so the same on every rank. With one rank nothing is called.
+Each lane is a thread with a process group of its own. Work runs in the order of submission, which
+is the order of the program, and so the same on every rank. One rank alone calls nothing.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class Comm:
         """Wait until all ranks have come here with the same `what` and the same numbers, but for
         rounding.
 
-        Blocks. names: what each number is, for the message.
+        Blocks. names: the name of each number, for the message.
         Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
         """
         if self.world == 1:
@@ -364,5 +364,5 @@ def digest_of_text(text: str) -> int:
 
 def fingerprinted(what: str, number: int) -> str:
     """Name of a collective with the digest of its values, for `Comm.check_same_collective`."""
-    # At the end of the name: of a long one only the end travels.
+    # At the end of the name: only the end of a long name travels.
     return f"{what} (digest {number:016x})"

@@ -11,9 +11,9 @@ twice. Counterparts are the ranks with the same local rank, one of each node.
 
 **Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two
 levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype that
-travels, and the mean of these in the order of nodes. It depends on nothing else: not on the backend
-of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every run, which
-is why all_reduce and reduce_scatter of the backend are not used.
+travels, and the mean of these in the order of nodes. The sum depends on nothing else: not on the
+backend of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every
+run, which is why all_reduce and reduce_scatter of the backend are not used.
 
 Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as
 `infinity._src.kernels.comm_codec` lays them out.
@@ -72,7 +72,7 @@ class Exchange:
     def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Buffer [numel], not initialized, that is reused under this name by later collectives.
 
-        It grows to the largest size ever asked for.
+        Its memory grows to the largest size ever asked for.
         """
         size_bytes = numel * dtype.itemsize
         found = self._buffers.get(name)
@@ -91,7 +91,7 @@ class Exchange:
         Raises: RanksDiverged.
         """
         t = self.topology
-        # These are enough: where any two ranks differ, some pair that exchanges data does.
+        # These are enough: if any two ranks differ, some pair that exchanges data does.
         others = sorted({*t.node_ranks, *t.counterparts} - {t.rank})
         mine, theirs = _header(what), [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in others]
         # All sends and receives in one batch, so that no rank waits for another's receive.
@@ -249,11 +249,11 @@ class Exchange:
         t = self.topology
         if min(t.nodes, t.local_world) == 1:
             return [range(t.world)]
-        # The node first: what then crosses between nodes is one sum of each node, not of each rank.
+        # The node first: then one sum of each node crosses between nodes, not one of each rank.
         return [t.node_ranks, t.counterparts]
 
     def _column(self, rank: int) -> list[int]:
-        """Counterparts of any rank: those with its local rank, one of each node."""
+        """Counterparts of any rank: the ranks with its local rank, one of each node."""
         t = self.topology
         return [node * t.local_world + rank % t.local_world for node in range(t.nodes)]
 
@@ -324,7 +324,7 @@ class Exchange:
         """
         me = self.topology.rank
         wires = self._coded_buffers(f"coded {level} {index}", parts, GRADIENT_BITS)
-        # By level: what rounding takes inside a node and between nodes are different errors.
+        # By level: rounding inside a node and between nodes makes different errors.
         taken = errors(level, index)
         for place, (part, coded) in enumerate(zip(parts, wires, strict=True)):
             error = None if taken is None else taken[place]

@@ -199,7 +199,7 @@ class Heartbeat:
         # Keys that have been seen: they never go, so each is checked for once.
         self._on_store: set[int] = set()
         self.beating = False
-        """Whether each exchange counts `beat` up and writes it.
+        """True where each exchange counts `beat` up and writes it.
 
         Ranks of other hosts have no other sign of life. Between ranks of one host it would only
         load the store.

@@ -53,7 +53,7 @@ class Op:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; on CUDA, whether it was launched. Does not block."""
+        """True once the work has ended, well or not; on CUDA, once launched. Does not block."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -67,8 +67,8 @@ class Op:
             self._watchdog.wait(self._done, self.what, self.number)
         except RankFailed as failure:
             error = failure
-        # This rank's own error says more than the failure that follows from it. It is there by now:
-        # `_run_one` sets it before it reports the failure.
+        # This rank's own error says more than the failure that follows from it. `_run_one` sets the
+        # error before it reports the failure, so it is there by now.
         error = self._error or error
         if error is not None:
             # One exception is raised many times: its traceback would grow, and hold frames.
@@ -160,8 +160,8 @@ class Lane:
         # Numbered at submission, in the main thread: lanes run beside each other.
         number = self._watchdog.next_number(what) if numbered else None
         ready = (
-            # What the submitting stream holds now is the input of `work`: the lane waits for no
-            # more.
+            # The submitting stream's work up to here makes the input of `work`: the lane waits for
+            # no more.
             torch.cuda.current_stream(self._device).record_event()
             if self._device.type == "cuda"
             else None

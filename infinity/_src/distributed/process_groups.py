@@ -5,7 +5,7 @@
 down this group's own connections. They are the sockets in the epoll set that gloo made for the
 group; it is found by what new_group() adds to the process's descriptors.
 
-One gap is gloo's. It does not end a send that is in the middle of a write when its connection
+One gap is gloo's: gloo does not end a send that is in the middle of a write when its connection
 closes, so a thread that waits for that send waits until the timeout. Nothing comes to its memory
 any more, and the thread is given up.
 """

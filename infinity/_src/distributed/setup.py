@@ -55,7 +55,7 @@ class RankSetup:
         self._secondary_bytes = 0
         self._local: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
-        # Registered before anything else is made: what is made later is closed before the lanes.
+        # Registered before anything else is made: later parts are closed before the lanes.
         undo.callback(self.comm.close)
 
     def note(self, flat: Flat, values: torch.Tensor) -> None:
@@ -67,7 +67,8 @@ class RankSetup:
     def check_values(self) -> None:
         """Check that all ranks began with the same values. Collective; blocks. Raises: ValueError.
 
-        Each rank keeps its part of the values: of different ones the whole would be no rank's.
+        Each rank keeps its part of the values: parts of different values would make a whole that no
+        rank had.
         """
         flats = list(self._values)
         differing = self.comm.differing_indices(list(self._values.values()))
@@ -84,7 +85,7 @@ class RankSetup:
 
     @property
     def whole_params(self) -> bool:
-        """Whether this rank keeps all parameters on its device."""
+        """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
 
     def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:

@@ -1,7 +1,7 @@
 """Topology of the ranks: this rank's node, and its counterparts on the other nodes.
 
 Ranks of a node share memory and drives. They are consecutive, and all nodes have equally many.
-Where that does not hold, the world counts as one flat node, and the log says so.
+If that does not hold, the world counts as one flat node, and the log says so.
 """
 
 from __future__ import annotations

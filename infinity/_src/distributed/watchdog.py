@@ -249,7 +249,7 @@ class Watchdog:
             elif waited_s > self.timeout_s:
                 # The records are read once more first: they may say which rank it is, and why.
                 found = self._timeout_error(what, number)
-                # It may have completed while the records were read.
+                # The work may have completed while the records were read.
                 if not done.is_set():
                     self._set_failure(found)
         self.check()
@@ -494,8 +494,8 @@ class Watchdog:
 
         In this order, since a process that is gone is a fact, and silence only a sign.
         """
-        # Looked at from the last rank down, judged from rank 0 up. Where rank 0 hosts the store, a
-        # rank that ended because of its death could no longer publish that it closed: seeing the
+        # Looked at from the last rank down, judged from rank 0 up. Rank 0 may host the store. Then
+        # a rank that ended because of its death could no longer publish that it closed: seeing the
         # follower's end implies seeing rank 0's, which is judged first.
         dead = [
             rank
@@ -504,7 +504,7 @@ class Watchdog:
         ]
         assert self._heartbeat is not None
         if dead:
-            # It may have published why, or that it closed in order.
+            # The dead rank may have published why, or that it closed in order.
             self._heartbeat.refresh(2 * INTERVAL_S)
         records = self._others()
         for rank in reversed(dead):
@@ -588,8 +588,9 @@ def find_failure(
     Ranks that wait for each other are found. Take two that have come to numbers `a` and `b`, a <=
     b. Were all names up to `a` the same, each lane of both would begin with the same collectives.
     Then the one that the first waits for would complete, since the other has submitted it. So some
-    name up to `a` differs. It is among the last few, since a rank that has submitted a stuck one
-    soon waits; or names after it differ, too, being shifted. Other cases end with the timeout.
+    name up to `a` differs. The differing name is among the last few, since a rank that has
+    submitted a stuck one soon waits; or names after it differ, too, being shifted. Other cases end
+    with the timeout.
     """
     for rank, record in others.items():
         why = ""

@@ -7,9 +7,9 @@ measurement of the moment.
                 written down here by hand
     else        torch
 
-Where the two do not round alike, the choice is part of the numerics (it is recorded, and `infinity
-doctor` shows it). So it must not change from one run to the next. On the CPU Triton runs in its
-interpreter only (TRITON_INTERPRET=1), for tests.
+The choice is part of the numerics where the two do not round alike (it is recorded, and `infinity
+doctor` shows it). So the choice must not change from one run to the next. On the CPU Triton runs in
+its interpreter only (TRITON_INTERPRET=1), for tests.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def implementation(name: str, device: torch.device) -> str:
     # On the CPU Triton runs in its interpreter only, for tests.
     if device.type != "cuda":
         return "torch"
-    # Never a measurement of the moment: where the two round differently, a run must repeat.
+    # Never a measurement of the moment: a run must repeat where the two round differently.
     return (
         "triton"
         if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0

@@ -76,7 +76,7 @@ def wire_bytes(numel: int, bits: int, group_numel: int) -> int:
 
 
 def codes_bytes(numel: int, bits: int) -> int:
-    """Bytes of the codes with their padding: where the scales begin."""
+    """Bytes of the codes with their padding: the offset of the scales."""
     return _aligned(numel if bits == 8 else -(-numel // 2))
 
 

@@ -27,7 +27,7 @@ NAME = "linear_cross_entropy"
 VOCABULARY_TILE = 8192
 """Rows of the weight per tile by default.
 
-Part of the numerics: it decides the order of sums.
+Part of the numerics, since it decides the order of sums.
 """
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -201,7 +201,7 @@ def row_losses(
     """(loss, log-sum-exp) of each row, [rows] of `sum_dtype` both, from the partials of the whole
     vocabulary.
 
-    The loss of ignored rows is 0; that of a target outside of the vocabulary is NaN (on a GPU
+    The loss of ignored rows is 0; the loss of a target outside of the vocabulary is NaN (on a GPU
     nobody waits to look).
     """
     smoothing = settings.label_smoothing

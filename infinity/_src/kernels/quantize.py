@@ -19,9 +19,9 @@ zero comes back as zero; every implementation gives the same bits. **Rounding of
 what else holds:
 
 - to nearest, symmetric: the scale is the largest magnitude / 127 (7), rounded to the nearest bf16.
-  That is at most 1/257 off, so the largest has the code 127 (7) and is half a step off at most,
-  like all others; and the same scale comes out again: the fp32 values of a round trip, quantized
-  once more, are the same codes and scales.
+  Rounding puts the scale at most 1/257 off, so the largest has the code 127 (7) and is half a step
+  off at most, like all others; and the same scale comes out again: the fp32 values of a round trip,
+  quantized once more, are the same codes and scales.
 - else the scale is rounded up: asymmetric, where the codes must span the range, and at random,
   where nothing may be clipped, or the mean is wrong. Both at once spend one code on it: the range /
   254 (14), and a zero that is rounded up. A second round trip may then choose a finer scale.
@@ -65,7 +65,7 @@ class Quantized:
 
     codes: [numel] int8 (symmetric) or uint8; int4: uint8 [ceil(numel / 2)], the element with the
     even number in the low half, as two's complement when symmetric. scales: bf16 [groups]. zeros:
-    uint8 [groups], or None when symmetric. shape, dtype: of what was quantized. group_numel:
+    uint8 [groups], or None when symmetric. shape, dtype: of the values before. group_numel:
     elements per group.
     """
 
@@ -79,7 +79,7 @@ class Quantized:
 
     @property
     def symmetric(self) -> bool:
-        """Whether zero is the code 0 of every group."""
+        """True where zero is the code 0 of every group."""
         return self.zeros is None
 
     @property
@@ -141,8 +141,9 @@ def dequantize(
 ) -> torch.Tensor:
     """Dequantize into `out`, or into a new tensor of `quantized.shape`.
 
-    dtype: bf16, fp16 or fp32; None: that of `out`, else what was quantized. out: any strides
-    without overlap, on the same device. Raises: ValueError for another dtype or shape.
+    dtype: bf16, fp16 or fp32; None: the dtype of `out`, else of the values that were quantized.
+    out: any strides without overlap, on the same device. Raises: ValueError for another dtype or
+    shape.
     """
     if out is None:
         out = torch.empty(

@@ -106,9 +106,8 @@ def decode_sections(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
 
-    sections: 1-D contiguous tensors of any dtype of the section's bytes. What rests in fp32 comes
-    back as a view of its section, the rest as new tensors. Raises: ValueError for a format without
-    states.
+    sections: 1-D contiguous tensors of any dtype of the section's bytes. An fp32 section comes back
+    as a view of itself, the rest as new tensors. Raises: ValueError for a format without states.
     """
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
@@ -220,11 +219,11 @@ def _grouped(values: torch.Tensor) -> torch.Tensor:
 def _scales(groups: torch.Tensor, moment: int) -> torch.Tensor:
     """int32 [groups]: the bits of a bf16 each."""
     bits = groups.view(torch.int32)
-    # Of moment 0 the magnitude counts; bits of positive floats are in the order of their values.
+    # Moment 0 counts by magnitude; bits of positive floats are in the order of their values.
     most = (bits & 0x7FFFFFFF if moment == 0 else bits).amax(dim=1)
     bad = most >= _INFINITY_BITS
     if moment == 1:
-        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: what has a sign is negative, or a NaN
+        bad |= (bits < 0).any(dim=1)  # `groups` has no -0.0: a sign means negative, or a NaN
     # Rounded up to bf16, so that no code would have to stand for more than the scale.
     up = (most.clamp(max=_INFINITY_BITS) + 0xFFFF >> 16).clamp(_SCALE_LEAST, _SCALE_MOST)
     return up.masked_fill_(most == 0, 0).masked_fill_(bad, 0x7FC0)

@@ -10,11 +10,11 @@ from __future__ import annotations
 AHEAD = 2
 """Units, of the size of the largest, that have room besides the one in use."""
 
-# Where a device computes: its gradients go to CPU memory while backward goes on (`GradOffload`).
+# A device's gradients go to CPU memory while backward goes on (`GradOffload`).
 OFFLOAD_UNITS = 2
 """Units, of the largest, whose fresh gradients may leave the device; then backward waits."""
 
-# Where the CPU computes, with update="backward": gradients wait for the drives of their update.
+# With update="backward" on the CPU, gradients wait for the drives of their update.
 UNITS_AHEAD = 3
 """Units, of the largest, whose fresh gradients may wait for the drives; then backward waits."""
 

@@ -58,7 +58,7 @@ class Device:
 
     @property
     def copies(self) -> bool:
-        """Whether device memory is not host memory."""
+        """True where device memory is not host memory."""
         return self.driver is not None
 
     @property

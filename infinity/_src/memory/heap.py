@@ -85,7 +85,7 @@ class Heap:
     the estimate too small, by as much as is not yet resident. Memory that does not come from malloc
     makes it too large, which costs a superfluous call. Both end with the next `restart`.
 
-    Blocks above 32 MiB glibc always maps one by one: those are faulted in anew at each use.
+    glibc always maps blocks above 32 MiB one by one, so they are faulted in anew at each use.
 
     Does nothing (`spare_bytes` is 0) for a limit of 0, under other C libraries, and where the user
     has tuned malloc in the environment.

@@ -83,7 +83,7 @@ def ranks_of_node() -> int:
 
 @functools.lru_cache(maxsize=1)
 def machine() -> str:
-    """Name this machine: equal in its processes only. It is the boot id of the kernel."""
+    """Return the boot id of the kernel, a name that only processes of this machine share."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -109,12 +109,12 @@ def memory_seen() -> dict[str, int]:
 
 
 def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
-    """Divide the memory that is left, in bytes: each limit by the ranks under it. Returns the least
-    part.
+    """Divide the memory that is left, in bytes: each limit by the ranks under it. Returns the
+    smallest part.
 
-    mine, everyone: `memory_seen` of this rank, and of all ranks, from before any took memory. Of a
-    limit the least value counts. Ranks that torchrun started here count, also if they share no
-    model.
+    mine, everyone: `memory_seen` of this rank, and of all ranks, from before any took memory. The
+    smallest value that ranks read of a limit counts. Ranks that torchrun started here count, also
+    if they share no model.
     """
     parts = []
     for limit in mine:

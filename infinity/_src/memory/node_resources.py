@@ -130,7 +130,7 @@ class NodeResources:
         for limit in {limit: None for told in everyone for limit in told["memory"]}:
             ranks = [rank for rank, told in enumerate(everyone) if limit in told["memory"]]
             wanted = sum(everyone[rank]["size"] for rank in ranks)
-            # Of a limit that several ranks have read the least value counts.
+            # Several ranks may have read a limit: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             if wanted > left:
                 raise MemoryError(

@@ -1,4 +1,4 @@
-"""NUMA node for the memory and the threads of a rank: that of the device that it computes on.
+"""NUMA node for the memory and the threads of a rank: the node of the device that computes.
 
     GPU     the node of its PCI device
     CPU     the ranks of a machine are divided among its nodes; one rank alone is bound to none
@@ -62,7 +62,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 def node_of_pci(address: str, root: Path = _ROOT) -> int | None:
     """Read the node of a PCI device ("0000:65:00.0"); None where the kernel does not know it.
 
-    It says -1 then, as in many virtual machines.
+    The kernel says -1 then, as in many virtual machines.
     """
     text = _text(root / "sys" / "bus" / "pci" / "devices" / address.lower() / "numa_node").strip()
     # "-1" is no decimal number: the kernel does not know the node.

@@ -83,7 +83,7 @@ class FlatNeed:
 
     @property
     def held(self) -> bool:
-        """Whether an optimizer holds it, and so writes its sections every step."""
+        """True where an optimizer holds the flat, and so writes its sections every step."""
         # RAW is the format of a flat that no optimizer holds: its parameter alone.
         return self.format != Format.RAW
 
@@ -395,8 +395,8 @@ def _spilled(given: _Inputs, ram_bytes: int, unspilled: _SpillChoice, advice: st
     fitting = [way for way in ways if way.least <= ram_bytes]
     if fitting:
         plans = [way.finish(ram_bytes, unspilled.least, advice) for way in fitting]
-        # Least traffic first; of equals the one with most gradients in RAM. Any of them
-        # may score, since the needs are common.
+        # Least traffic first; then most gradients in RAM. Any of the ways may score, since the
+        # needs are common.
         return max(plans, key=lambda plan: (fitting[0].saved(plan), plan.grad_bytes))
     # Nothing fits: the way with the smallest budget raises the error that states it.
     ways = [unspilled, *(_SpillChoice(given, way) for way in choose_spill(sizes, able, None))]
@@ -432,7 +432,7 @@ class _SpillChoice:
         ]
         self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
         self._slots = self._slot_bytes()
-        # Pools are allocated once: what exists counts, also where this plan could do with less.
+        # Pools are allocated once: their size counts, also where this plan could do with less.
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         # Per drive: drives that shared slots would wait for each other.
@@ -448,8 +448,8 @@ class _SpillChoice:
             for need in self._needs
             for chunk in range(len(need.numels))
         )
-        # Before the fixed bytes are added up: what the user asked to be resident is part of the
-        # least.
+        # Before the fixed bytes are added up: sections that the user asked to be resident are part
+        # of the least.
         self._keep_given()
         self.staging_bytes = self._windows[0] * self._windows[1]
         self._fixed = self._fixed_bytes()
@@ -476,7 +476,7 @@ class _SpillChoice:
         """Make the sections resident that the argument `resident` asks for."""
         for kind, wanted in self._given.resident.items():
             candidates = self._candidates(self._masks, _of_kind(kind))
-            # Of what may rest on NVMe: the rest is in RAM anyhow, and no part of the share.
+            # The share is of sections that may rest on NVMe: the others are in RAM anyhow.
             total = sum(size for _, _, _, size in candidates)
             # A float is a share of the candidates, an int bytes, as Policy.resident says.
             limit = int(wanted * total) if isinstance(wanted, float) else wanted
@@ -532,7 +532,7 @@ class _SpillChoice:
 
     def _resident_bytes(self, masks: list[list[int]]) -> int:
         return sum(
-            # The inverse mask: what is not on NVMe is resident.
+            # The inverse mask: sections that are not on NVMe are resident.
             need.versions * chunk_bytes(need, chunk, ~mask)
             for need, row in zip(self._needs, masks, strict=True)
             for chunk, mask in enumerate(row)
@@ -574,7 +574,7 @@ class _SpillChoice:
     def smallest(self) -> int:
         """Smallest budget that works: with pools, or with everything in RAM where that is less."""
         whole = self.everything()
-        # Of a small model all states may take less than the pools through which they would move.
+        # All states of a small model may take less than the pools through which they would move.
         return self.least if whole is None else min(self.least, whole.ram_bytes)
 
     def finish(self, ram_bytes: int | None, unspilled_least: int, advice: str) -> PlacementPlan:
@@ -583,7 +583,7 @@ class _SpillChoice:
             return self._plan(self._masks, self._slots, unspilled_least)
         whole = self.everything()
         if whole is not None and whole.ram_bytes <= ram_bytes:
-            # Everything fits: that beats any plan with pools, whose bytes would rest idle.
+            # Everything fits, which beats any plan with pools, whose bytes would rest idle.
             return dataclasses.replace(whole, min_bytes=unspilled_least)
         if ram_bytes < self.least:
             parts = ", ".join(

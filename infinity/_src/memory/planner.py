@@ -95,8 +95,8 @@ class PlacementPlanner:
         # made since that plan count beside it.
         self._staged = 0
         self._owner = ledger_owner
-        # Once: what is left shrinks as this model takes its share, and must not be halved again for
-        # the optimizer.
+        # Once: the memory that is left shrinks as this model takes its share, and must not be
+        # halved again for the optimizer.
         self._default_bytes = default_bytes
         # Chosen by the first plan, and never again: pools are allocated once.
         self._pools: tuple[int, int] | None = None
@@ -227,7 +227,7 @@ class PlacementPlanner:
     def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
         policy = self._policy
         needs = [self._need(flat, formats.get(flat), stores_gradients) for flat in self._flats]
-        # Of flats with states only: norms are taken of gradients.
+        # Norms are taken of gradients, so only flats with states count.
         largest = max((param.numel for flat in formats for param in flat.params), default=0)
         # Later plans keep the choice of the first.
         spill = None

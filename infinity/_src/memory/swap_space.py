@@ -81,7 +81,7 @@ class WeightedRoundRobin:
         # Every drive earns before one pays, so the sum of all credits stays what it was.
         for drive, weight in enumerate(self._weights):
             self.credits[drive] += weight * size_bytes
-        # Of equal credits the first drive, so that the same sizes go to the same drives in every
+        # The first drive wins among equal credits, so the same sizes go to the same drives in every
         # run.
         drive = max(range(len(self.credits)), key=lambda index: (self.credits[index], -index))
         self.credits[drive] -= sum(self._weights) * size_bytes
@@ -345,9 +345,9 @@ def choose_shares(
 ) -> tuple[float, ...]:
     """Choose the share of each drive by its bandwidth, and log it.
 
-    bandwidths: absolute directory -> (read, write) in bytes/s. Where it lacks a drive, and there
-    are two or more, all are measured; that blocks for about a quarter of a second after writing 16
-    MiB to each.
+    bandwidths: absolute directory -> (read, write) in bytes/s. With two or more drives, all are
+    measured if one is missing here; measuring blocks for about a quarter of a second after writing
+    16 MiB to each.
     Raises: SwapFullError, AioError that names the path that fails.
     """
     # One drive gets everything, whatever its bandwidth: nothing is measured.

@@ -211,8 +211,8 @@ class BackwardUpdate(DeferredUpdate):
         self._ready.clear()
 
     def _complete(self, unit: Unit) -> None:
-        """Update a unit whose gradients have all come. Where they have yet to leave the device,
-        update units before it.
+        """Update a unit whose gradients have all come. If its gradients have yet to leave the
+        device, update units before it instead.
         """
         if self._windows is None:
             self._update(unit)

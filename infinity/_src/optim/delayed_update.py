@@ -73,8 +73,8 @@ class DelayedUpdate(DeferredUpdate):
             super().backward_begin()
 
     def allocate(self, flats: Sequence[Flat], spilled: Sequence[Flat]) -> None:
-        """Make room for these flats' second copies and second gradients. Those of `spilled` rest on
-        NVMe, once.
+        """Make room for these flats' second copies and second gradients. Gradients of `spilled`
+        rest on NVMe, once.
         """
         self._delayed.allocate(flats)
         self._gradients.allocate([flat for flat in flats if flat not in spilled])

@@ -12,8 +12,8 @@ to the update until its ticket is done: whoever wants to change it earlier waits
 
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
-A fault in the background is sticky: it is raised by the next call that meets the engine. Which
-parameters it left half written the executor knows per chunk, and refuses to read them. With two
+A fault in the background is sticky: it is raised by the next call that meets the engine. The
+executor knows which chunks the fault left half written, and refuses to read them. With two
 generations the step is undone instead (`infinity._src.optim.transaction`), and the next call raises
 once; but not on several ranks, of which the others do not know.
 """

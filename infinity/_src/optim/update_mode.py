@@ -104,7 +104,7 @@ class UpdateMode(UpdateHooks):
 
     @abc.abstractmethod
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
-        """Submit the updates of `opt.step()`. Those of the step before have ended. Does not block
+        """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
         on I/O.
 
         Called within the step of `StepPipeline.stepping`, also without any update.

@@ -112,7 +112,7 @@ class Schedule:
         self._left: int | None = None  # the place that came next before the last demand jumped
         self._taken: set[int] = set()  # places whose demand has come
         self._record: list[int] | None = None
-        self._record_places: list[int] = []  # that the demands of the record took; -1: none
+        self._record_places: list[int] = []  # places that the record's demands took; -1: none
         self._foreseen = 0  # demands of the record
         self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
@@ -126,7 +126,7 @@ class Schedule:
         return self._expected(self._trace if running else self._ended.get(evaluates), phase).order
 
     def start(self, phase: Phase) -> None:
-        """A phase begins."""
+        """Begin a phase: follow the trace that is expected after the one before."""
         self._phase = phase
         self._trace = self._expected(self._ended.get(phase is Phase.EVAL), phase)
         self._matching = list(self._traces[phase])
@@ -136,7 +136,7 @@ class Schedule:
         self._go_to(0)
 
     def end(self) -> None:
-        """The phase has ended: its order is one to follow, and comes after the one before it."""
+        """End the phase: remember its order, and that it came after the one before."""
         if self._record:
             # An order of full length in `_matching` is one that this phase has had before.
             new = all(len(one.order) != len(self._record) for one in self._matching)
@@ -158,15 +158,15 @@ class Schedule:
         self._go_to(0)
 
     def demand(self, unit: int) -> bool:
-        """A unit is wanted now. Returns whether the schedule expected it next."""
+        """Note that a unit is wanted now. Returns whether the schedule expected it next."""
         foreseen = self._record is not None and self._follow(unit, self._record)
         self._foreseen += foreseen
         self.deviations += not foreseen and bool(self._trace.order)
         return foreseen
 
     def upcoming(self) -> Iterator[int]:
-        """The units to come, each once, over the end of the phase, soonest first; of the next
-        LOOK_MAX uses.
+        """Yield the units of the next LOOK_MAX uses, each once, soonest first, over the end of the
+        phase.
         """
         found: set[int] = set()
         here = self._trace.order
@@ -316,7 +316,7 @@ class PassTracker:
     """The passes that have begun and not ended. A backward may run inside a forward, and forwards
     (recompute) inside a backward.
 
-    in_backward: also when one broke off and nothing has begun since.
+    in_backward: a backward runs, or one broke off and nothing has begun since.
     """
 
     def __init__(self) -> None:
@@ -332,19 +332,19 @@ class PassTracker:
 
     @property
     def evaluates(self) -> bool:
-        """Whether a forward without gradients runs, with whatever backward is inside."""
+        """True while a forward without gradients runs, also in a backward inside it."""
         return self._forward is Phase.EVAL
 
     @property
     def trains(self) -> bool:
-        """Whether a training forward or backward runs."""
+        """True while a training forward or backward runs."""
         return self._forward is Phase.TRAIN or (self.in_backward and not self.evaluates)
 
     def forward_start(self, *, trains: bool) -> None:
         """Begin an outermost forward; trains: with gradients.
 
-        Forwards without gradients before it were evaluation: their uses never end, and on one rank
-        perhaps alone.
+        Earlier forwards without gradients were evaluation: their uses never end, and perhaps one
+        rank alone ran them.
         """
         if trains:
             for unit, count in self._idle_left.items():
@@ -385,7 +385,7 @@ class PassTracker:
         self.step_taken()
 
     def step_taken(self) -> None:
-        """Note that no use of before will be wanted."""
+        """Forget all uses: none of before this step will be wanted."""
         self._left.clear()
         self._idle_left.clear()
         self._ended.clear()
@@ -402,8 +402,8 @@ class PassTracker:
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1
 
     def all_ended(self, unit: Unit) -> bool:
-        """Whether this backward is done with the unit: as many uses have ended as forwards have
-        left.
+        """Tell whether this backward is done with the unit: as many uses have ended as forwards
+        have left.
         """
         return self._ended_now.get(unit, 0) >= max(self._left.get(unit, 0), 1)
 

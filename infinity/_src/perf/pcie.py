@@ -53,8 +53,8 @@ class Copied:
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a step in two parts: those in the window of the updates (as in `roofline.Traffic`),
-    and the rest.
+    """Copies of a step in two parts: copies in the window of the updates (as in
+    `roofline.Traffic`), and the rest.
     """
 
     beside_states: Copied = Copied()
@@ -89,7 +89,7 @@ class Link:
                 raise ValueError(f"{name}={value} must be a positive number of bytes per second")
 
     def busy_s(self, copied: Copied) -> float:
-        """Return the least time that these copies take: that of the slower direction."""
+        """Return the least time that these copies take: the slower direction's."""
         return max(copied.h2d / self.h2d_bytes_per_s, copied.d2h / self.d2h_bytes_per_s)
 
     def busy_time(self, copies: Copies) -> BusyTime:
@@ -103,8 +103,8 @@ class Link:
 class BusyTime:
     """Least seconds that a resource is busy: in the window of the updates, and in the rest.
 
-    total_s: as if all of the step were one window. It is less than the sum of the two where one
-    part fills one direction and the other part the other direction.
+    total_s: as if all of the step were one window; less than the sum of the two where one part
+    fills one direction and the other part the other direction.
     """
 
     beside_states_s: float
@@ -235,7 +235,7 @@ def measured_copies(
             up + (gathers + back) / micro_batches + last, down + grads + out / micro_batches
         )
     else:
-        # Of 2M gathers the window has one, that of the next forward.
+        # One of 2M gathers is in the window: the next forward's.
         window = Copied(up + gathers / (2 * micro_batches), down + out / micro_batches)
     return _divided(copied, window)
 

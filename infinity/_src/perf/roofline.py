@@ -13,9 +13,8 @@ once per micro-batch):
 
 In exact (2 bytes of parameter, 10 of other states) that is 14 + 4(M - 1) read and 12 written for
 each parameter in the first two modes; with "delayed", whose passes compute from the copy, 14 and 12
-for any M. What is resident moves nothing. Units that stay gathered where a pass ends and the next
-one begins may save a little more (`turning_bytes_max`): a bounded correction, no part of the
-formulas.
+for any M. Resident states move nothing. Units that stay gathered where a pass ends and the next one
+begins may save a little more (`turning_bytes_max`): a bounded correction, no part of the formulas.
 
 Seconds per step, for a model whose passes compute for some time, on drives with bandwidths B_r and
 B_w:
@@ -30,8 +29,8 @@ B_w:
                  + max(rest, io of the rest)
     delayed    = floor
 
-What links to GPUs (`infinity._src.perf.pcie`) and the CPU's memory need in each of the two parts is
-one more term of that part's max.
+Links to GPUs (`infinity._src.perf.pcie`) and the CPU's memory need time, too: in each of the two
+parts that is one more term of the part's max.
 
 A deferred update is bettered by reading states ahead and writing them late, beside backward, as far
 as memory allows: `movable_bytes`. η is a limit over what was measured.
@@ -50,15 +49,15 @@ UPDATES = ("deferred", "backward", "delayed")
 """When states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
-"""Terabytes written that a consumer drive of 1 TB is commonly rated for. It gives a rate of writing
-a meaning where no rating is given.
+"""Terabytes written that a consumer drive of 1 TB is commonly rated for. The example gives a rate
+of writing a meaning where no rating is known.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class AtRest:
-    """Bytes at rest by kind, of one parameter or of a whole model: what computes, the other states,
-    spilled gradients.
+    """Bytes at rest by kind, of one parameter or of a whole model: the values that compute, the
+    other states, spilled gradients.
 
     frozen: parameters that no optimizer holds.
     """
@@ -170,10 +169,10 @@ class Traffic:
     """Traffic of a step over the drives, by kind and by when it may move. Bytes of a model, or of
     one parameter.
 
-    params_read: parameters for a forward or a backward; states: what updates move, parameters that
-    they read included; grads: spilled gradients; activations: those that wait for backward on a
-    drive, written once and read once per micro-batch. beside_states: of `total`, what can only move
-    in the window of the updates (see the module).
+    params_read: parameters for a forward or a backward; states: bytes that updates move, parameters
+    that they read included; grads: spilled gradients; activations: bytes that wait for backward on
+    a drive, written once and read once per micro-batch. beside_states: the part of `total` that can
+    only move in the window of the updates (see the module).
     """
 
     params_read: float
@@ -196,7 +195,7 @@ class Traffic:
 def traffic(
     on_nvme: AtRest, update: str, micro_batches: int, *, activations: float = 0.0
 ) -> Traffic:
-    """Count the traffic of one step. `on_nvme`: what rests there; `activations`: bytes that one
+    """Count the traffic of one step. `on_nvme`: bytes at rest there; `activations`: bytes that one
     micro-batch spills there.
 
     >>> exact = traffic(AtRest(params=2, optim=10), "deferred", 1).total
@@ -269,13 +268,13 @@ def _in_its_time(
     micro_batches: int,
     frozen: float,
 ) -> Traffic:
-    """Sort traffic by when it may move: what has to in the window of the updates, and the rest."""
+    """Split traffic in two: bytes that must move in the window of the updates, and the rest."""
     if update == "delayed":
         # The update runs beside the whole next step, so all of it may move in the window.
         window = Moved(params_read) + states + grads + activations
     elif update == "backward":
         # The window is the last backward and the next first forward: two of 2M reads of parameters.
-        # Of M micro-batches' activations one is read there, by backward, and one is written.
+        # Activations of one in M micro-batches are read there, by backward, and of one written.
         window = states + Moved(
             (params_read + activations.read) / micro_batches, activations.written / micro_batches
         )
@@ -425,8 +424,8 @@ def limits(
         schedule_s = deferred_s(
             states_s=max(drives.io_s(moved.beside_states), update_s),
             rest_io_s=drives.io_s(moved.rest),
-            # What links need in the window lengthens the forward, and more I/O of states hides
-            # behind it.
+            # Time of links in the window lengthens the forward, and more I/O of states hides behind
+            # it.
             first_forward_s=max(compute.first_forward_s, window_s),
             rest_s=max(compute.rest_s, beyond_s),
             movable_s=_movable_s(moved, drives, movable_bytes),

@@ -1,5 +1,4 @@
-"""A step against its limits, term by term: where the time went, what moved meanwhile, what the
-drives gave, η.
+"""A step against its limits, term by term: its times, its traffic, the drives' rates, η.
 
 Compute is the time of forwards and backwards less what they waited. In the loop they run beside
 updates, verification and copies, which slow them where the CPU computes: taken as it is (`loop`),
@@ -49,8 +48,8 @@ class StepTerms:
     known (`drives_known`); limits: with `alone` where it is known, else with `loop`, and of compute
     alone where drives are not known; limits_loop: with `loop`. copied: between the CPU and a GPU
     that computes, by the executor (not what torch copies itself: sums of gradients that go up to be
-    added to, and with update="delayed" parameters); link: what it gave to that, bytes over the time
-    in which a copy was under way, None without.
+    added to, and with update="delayed" parameters); link: its rate for these copies, bytes over the
+    time in which a copy was under way, None without.
     """
 
     steps: int
@@ -138,7 +137,7 @@ class StepTerms:
         loop = _compute(phases, phases["first forward"].compute_s)
         quiet = clock.quiet_forward
         alone = _compute(phases, quiet.compute_s / quiet.count) if quiet.count else None
-        # Where nothing moved the drives are no term of the limits, known or not.
+        # The drives are no term of the limits where nothing moved, known or not.
         measured = (
             bandwidths_of(executor.drives, bandwidths) if moved.read + moved.written else None
         )
@@ -335,9 +334,9 @@ def bandwidths_of(
         ]
         fitted = fit_drives(samples)
         if fitted is None:
-            # Without it the others' sum would be too low, and η too high. Nothing stands for it:
-            # what drives give differs, and one that was mostly idle, because it is faster than its
-            # share of the data, is the one that adds most.
+            # Without it the others' sum would be too low, and η too high. No other figure stands
+            # for it: drives differ, and one that was mostly idle, because it is faster than its
+            # share of the data, adds most.
             return None
         total_read += fitted[0].read_bytes_per_s
         total_write += fitted[0].write_bytes_per_s

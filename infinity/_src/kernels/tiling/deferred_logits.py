@@ -103,8 +103,7 @@ class DeferredLogits(torch.Tensor):
         made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
         assert isinstance(made, DeferredLogits)
         made._head, made.infinity_inputs, made._of = head, (hidden,), of
-        # Whether a graph is wanted is decided when the head is called, not when the logits are
-        # computed.
+        # The call of the head decides whether a graph is wanted, not the computing of the logits.
         made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
         made._computed, made._computed_version, made._settled = None, 0, False
         return made
@@ -151,7 +150,7 @@ class DeferredLogits(torch.Tensor):
 
     @property
     def wants_grad(self) -> bool:
-        """Whether the logits have a graph, as those of an ordinary head."""
+        """True where the logits have a graph, as those of an ordinary head."""
         hidden = self.infinity_inputs[0]
         return self._graph and (
             hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
@@ -180,14 +179,14 @@ class DeferredLogits(torch.Tensor):
     def settle(self, what: str) -> torch.Tensor:
         """Make these ordinary logits, in the memory of the logits that they are a view of.
 
-        Those become ordinary, too.
+        The viewed logits become ordinary, too.
         """
         if not self._settled:
             with torch.set_grad_enabled(self._graph):
                 if self._of is not None:
                     whole, view = self._of
                     self._computed = view(whole.settle(what))
-                # Not where somebody wrote to the computed ones: those are the logits now.
+                # Not where somebody wrote to the computed ones, which are the logits now.
                 elif not self.is_settled():
                     self.compute(what)
             self._settled = True

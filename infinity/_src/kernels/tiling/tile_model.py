@@ -38,7 +38,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
 
     Each tile is gathered, computed and released alone, so the memory that such a linear takes is
     that of a few tiles. Its `state_dict` has the same keys, shapes and values; `parameters()`
-    yields the tiles. Works on the meta device and without offloading. What it does to rounding is a
+    yields the tiles. Works on the meta device and without offloading. Its effect on rounding is a
     part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiling.tiled_linear`).
 
     tiles: how many along the output features, or (along outputs, along inputs). names: which
@@ -74,9 +74,9 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     """Have `model` compute its loss without the logits, in place, and return it: before the
     optimizer and before `inf.offload`.
 
-    The head becomes a tiled linear whose output is computed only when it is needed. Where the
-    model, or the training loop, passes it to `cross_entropy` (casts, shifts and views on the way
-    included), the loss is computed a tile of the vocabulary at a time, forward and backward:
+    The head becomes a tiled linear whose output is computed only when it is needed. The model, or
+    the training loop, may pass it to `cross_entropy` (casts, shifts and views on the way included).
+    Then the loss is computed a tile of the vocabulary at a time, forward and backward:
     `infinity._src.kernels.tiling.tiled_loss` has the numerics. Any other use computes the logits in
     full, as before (`generate`, metrics); in a training pass that is logged once. Works with the
     causal LMs of Hugging Face as they are.

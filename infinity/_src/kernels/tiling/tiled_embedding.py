@@ -145,8 +145,8 @@ class _Step(torch.autograd.Function):
             # As torch has it: the padding row has no gradient.
             if ctx.padding is not None:
                 inside = inside & (indices != ctx.padding)
-            # What is not this tile's goes to a row of its own, which is dropped: no shape depends
-            # on the indices, so a GPU is not waited for, and rows are summed as torch sums them.
+            # Indices of other tiles go to a row of their own, which is dropped: no shape depends on
+            # the indices, so a GPU is not waited for, and rows are summed as torch sums them.
             count = ctx.shape[0]
             index = torch.where(inside, index, count)
             part = dy[:, place.columns[0] : place.columns[1]].contiguous()

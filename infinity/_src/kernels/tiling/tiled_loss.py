@@ -7,8 +7,8 @@
 
 The tiles of a head are links of a chain, as in [Note: the chain of tokens]
 (`infinity._src.kernels.tiling.tiled_linear`). In backward the gradient of the first token is the
-sum that becomes the hidden states' gradient; that of the second carries what each tile needs of the
-whole vocabulary: the rows' log-sum-exp, and the gradient that arrives at their losses.
+sum that becomes the hidden states' gradient; the gradient of the second carries what each tile
+needs of the whole vocabulary: the rows' log-sum-exp, and the gradient that arrives at their losses.
 
 Numerics: logits are fp32; tiles are merged in order; the hidden states' gradient is summed in fp32
 over tiles, the last first.

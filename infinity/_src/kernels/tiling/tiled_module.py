@@ -204,7 +204,7 @@ class TiledWeight(torch.Tensor):
         There is no storage, and an operation that reached for it would crash in C.
         """
         weight = args[0] if args and isinstance(args[0], TiledWeight) else None
-        # Who freezes `layer.weight` means what learns, and that is the tiles.
+        # A user who freezes `layer.weight` means the tiles, which are what learns.
         if weight is not None and func in (_TENSOR.requires_grad_, _TENSOR.requires_grad.__set__):
             flag = bool((kwargs or {}).get("requires_grad", args[1] if len(args) > 1 else True))
             for tile in weight._tiles:
@@ -411,7 +411,7 @@ def _is_own(key: str, prefix: str) -> bool:
 def _name_whole(module: nn.Module, incompatible: Any) -> None:
     """List the missing tiles of a loaded module as one missing `weight`.
 
-    Tiles of a weight of a wrong shape are left out: that error has been listed.
+    Tiles of a weight of a wrong shape are left out: their error has been listed.
     """
     assert isinstance(module, TiledModule)
     missing: list[str] = incompatible.missing_keys

@@ -197,7 +197,7 @@ def _decoded(
     group = first_group + tl.arange(0, GROUPS)
     if BITS == 8:
         codes = address.to(tl.pointer_type(tl.int8))
-        # Said of the pointer: what is known of a number is lost when it becomes one.
+        # Said of the pointer: a hint on a number is lost when the number becomes a pointer.
         if ALIGNED:
             codes = tl.multiple_of(codes, 16)
         at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]

@@ -132,7 +132,7 @@ def place(
 @triton.jit
 def round_even(value: tl.tensor) -> tl.tensor:
     """fp32 below 2^22 in magnitude to the nearest whole number, ties to even."""
-    # Not a conversion to int and back: that rounds toward zero.
+    # Not a conversion to int and back, which rounds toward zero.
     return (value + ROUNDER) - ROUNDER
 
 

@@ -95,9 +95,9 @@ def row_sums(values: tl.tensor, ROWS: tl.constexpr, LOG2_COLUMNS: tl.constexpr) 
     on.
 
     `tl.sum` over a whole row adds in an order that depends on how the row lies over lanes and
-    warps; of two numbers there is one sum only.
+    warps; two numbers have one sum only.
     """
-    # Pairs of neighbours: of two numbers there is one sum only, whatever the layout over lanes.
+    # Pairs of neighbours: two numbers have one sum only, whatever the layout over lanes.
     for step in tl.static_range(LOG2_COLUMNS):
         values = tl.sum(tl.reshape(values, [ROWS, 1 << (LOG2_COLUMNS - 1 - step), 2]), axis=2)
     return tl.reshape(values, [ROWS])

@@ -334,7 +334,7 @@ def _gradient(
         pointer = address.to(tl.pointer_type(tl.float16))
     else:
         pointer = address.to(tl.pointer_type(tl.float32))
-    # Said of the pointer: what is known of a number is lost when it becomes one.
+    # Said of the pointer: a hint on a number is lost when the number becomes a pointer.
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
     g = _load(pointer + done + within, mask, WHOLE)

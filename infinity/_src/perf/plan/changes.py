@@ -26,8 +26,8 @@ class Change:
 def one_change(
     shape: ModelShape, now: Prediction, *, choose_micro_batches: bool = False
 ) -> list[Change]:
-    """Predict the changes that are worth trying: those that fit first, sorted by tokens per second,
-    then those that do not fit.
+    """Predict the changes that are worth trying. Changes that fit come first, sorted by tokens per
+    second, then the others.
 
     choose_micro_batches: take with each change the fewest micro-batches whose activations fit; else
     as many as now.
@@ -123,7 +123,7 @@ def where_updates_run(shape: ModelShape, now: Prediction) -> list[Prediction]:
     or with an update mode that GPUs do not have.
 
     The prediction does not decide where a run updates: `Policy.update_on` is "cpu" on every machine
-    unless its user says otherwise. That default needs no memory of a GPU, and goes with everything
+    unless its user says otherwise. The default needs no memory of a GPU, and goes with everything
     else.
     """
     if not now.machine.gpus or now.job.policy.update != "deferred":

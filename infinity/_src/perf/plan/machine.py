@@ -86,8 +86,8 @@ ASSUMED: dict[str, tuple[float, str]] = {
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
 }
-"""Assumptions where a figure is not given: (value, its source). Those of GPUs are
-`infinity._src.perf.plan.machine.KINDS`.
+"""Assumptions where a figure is not given: (value, its source).
+`infinity._src.perf.plan.machine.KINDS` has the assumptions on GPUs.
 """
 
 POSITIVE = (
@@ -110,9 +110,10 @@ class Machine:
     computes, in so many `processes`, and device memory is the machine's own. nodes: alike, each
     with all of this; link_bytes_per_s: between one of them and the others, each way.
 
-    flops_per_gpu: sustained; flops_peak_per_gpu: what MFU is of. pcie_per_gpu: of its link to the
-    CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there are
-    more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's memory.
+    flops_per_gpu: sustained; flops_peak_per_gpu: the peak, for MFU. pcie_per_gpu: of its link to
+    the CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there
+    are more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's
+    memory.
     hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one would
     give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth.
     None: they are equal.

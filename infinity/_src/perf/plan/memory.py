@@ -13,9 +13,9 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
                          parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
                          that come; codes besides
-    fresh gradients      of the unit in backward. Where a GPU computes, also of those on their way
-                         from it: OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". Where the
-                         CPU computes, of UNITS_AHEAD with update="backward"
+    fresh gradients      of the unit in backward. On a GPU, also of units on their way from it:
+                         OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". On the CPU with
+                         update="backward", of UNITS_AHEAD
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
                          or on drives
     one block at work,   activations of a block in backward, or the logits and their loss: the
@@ -120,8 +120,8 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
 def place_states(
     shape: ModelShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[FlatNeed], PlacementPlan]:
-    """Return the needs of one rank and their placement under its `budget` of bytes. Where that is
-    too small, it is the placement that takes least, and `ram_bytes` of it is above the budget.
+    """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
+    is too small, the placement is the smallest there is, with its `ram_bytes` above the budget.
     Bytes of `beside_placement` are in neither.
     """
     fine = _needs(shape, machine, job, 1, least=True)
@@ -498,8 +498,8 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             ]
         )
     elif job.policy.activations == "device":
-        # Only inputs of checkpointed blocks can wait elsewhere. Where the CPU computes, its memory
-        # is the device's: waiting there saves nothing.
+        # Only inputs of checkpointed blocks can wait elsewhere. A CPU that computes has no other
+        # memory than the device's: waiting there saves nothing.
         tiers = [("cpu", "the CPU")] if machine.gpus else []
         tiers += [("nvme", "the drives")] if machine.drives else []
         found += [

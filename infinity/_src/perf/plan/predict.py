@@ -53,11 +53,11 @@ class Prediction:
     one GPU. Seconds per step.
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
-    model_flops: what the model's forward and backward take, without recomputing, over all nodes.
-    exchanged: what each rank receives from the others.
-    why_not: what does not fit and what would help; empty where everything fits. Where it does not,
-    the times are those of the least that would work. days: until the drives have been written as
-    often as they are rated for.
+    model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
+    exchanged: bytes that each rank receives from the others.
+    why_not: the parts that do not fit and what would help; empty where everything fits. Else the
+    times are those of the least that would work. days: until the drives have been written as often
+    as they are rated for.
     """
 
     job: Job
@@ -152,7 +152,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
         **{name: each.total_s for name, each in busy.items()},
     }
-    # With GPUs the update is a part of `busy`: of the CPU's memory, or of the GPUs'.
+    # With GPUs the update is a part of `busy`, for the CPU's memory or the GPUs'.
     update_s = 0.0 if machine.gpus else (2 * sizes.states + sizes.grads) / machine.dram_bytes_per_s
     found = limits(
         moved,
@@ -174,7 +174,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         at_rest=at_rest,
         on_nvme=on_nvme,
         moved=moved,
-        # Where the CPU computes these are copies inside its memory, and count there only.
+        # On the CPU these are copies inside its memory, and count there only.
         copied=copied.total if machine.gpus else Copied(),
         exchanged=exchanged,
         # Recomputing is no work of the model: MFU does not count it.
@@ -227,8 +227,8 @@ def _check(job: Job, machine: Machine) -> None:
 
 
 def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Compute:
-    """Return the times of the passes. Where the CPU computes, the engine's own work takes its time
-    from them (`_beside`).
+    """Return the times of the passes. The engine's own work takes its time from them where the CPU
+    computes (`_beside`).
     """
     found = _passes(shape, machine, job)
     if machine.gpus:
@@ -307,8 +307,8 @@ def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
     # A deferred update hands trained parameters to the first gather. After one in backward that
     # gather reads them.
     once = on_nvme.frozen + (on_nvme.params if job.policy.update == "backward" else 0.0)
-    # Of the two gathers in the window of update="backward", that of the last backward takes the
-    # node's copy and reads no drive.
+    # The window of update="backward" has two gathers. The one of the last backward takes the node's
+    # copy and reads no drive.
     in_window = once if job.policy.update == "backward" else 0.0
     return dataclasses.replace(
         moved, params_read=once, beside_states=moved.beside_states - Moved(in_window)
@@ -337,10 +337,10 @@ def _model_bytes(
 
 
 def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> Copies:
-    """Count the copies between the CPU and all GPUs. Where GPUs have no links of their own, their
-    exchanges (`between`, of one of them) go through the CPU's memory and count, too.
+    """Count the copies between the CPU and all GPUs. Exchanges of GPUs without links of their own
+    (`between`, of one of them) go through the CPU's memory and count, too.
     """
-    # Where the CPU computes, "device" is its own memory.
+    # "device" is the CPU's own memory where the CPU computes.
     stay = job.policy.params == "device" and machine.gpus > 0
     found = copies(
         sizes,
@@ -468,7 +468,7 @@ def _why_not(
         less = [] if job.policy.state == "compact" else ["compact states"]
         less += ["one generation"] if job.policy.generations > 1 else []
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
-    # Where nothing would need less, `_join` leaves the separator without a list.
+    # `_join` gives no list where nothing would need less: drop the separator.
     return tuple(text.removesuffix("; ") for text in found)
 
 

@@ -17,8 +17,8 @@ that as M (`Exchanges.volume`): a step of one micro-batch under stage 3 is 3 M (
 reduction) and with all three switches 0.75 M: 0.5, 0 and 0.25 (beside scales). Over the link of two
 nodes as many bytes go, both directions together.
 
-Stages 1 and 2, whose parameters stay on every device, gather once in a step: what was updated. With
-a reduction goes a byte for each parameter: which ones have a gradient.
+Stages 1 and 2, whose parameters stay on every device, gather the updated values once in a step.
+With a reduction goes a byte for each parameter, which tells if it has a gradient.
 
 A rank holds, under each ZeRO stage:
 
@@ -27,10 +27,10 @@ A rank holds, under each ZeRO stage:
     stage 2    whole on every device         split                           split over the ranks
     stage 3    split; gathered by units      split                           split over the ranks
 
-What is split rests where the engine's own placement puts it (`perf.plan.memory`), with the padding
-of shards. With params="device", as stages 1 and 2 have it, the shard of the parameters that rests
-is the upper half of their masters, beside the optimizer's states; what computes is on the device,
-under stage 3 a shard of it.
+Split states rest where the engine's own placement puts them (`perf.plan.memory`), with the padding
+of shards. With params="device", as stages 1 and 2 have it, the resting shard of the parameters is
+the upper half of their masters, beside the optimizer's states. The values that compute are on the
+device; under stage 3 a shard of them.
 """
 
 from __future__ import annotations
@@ -199,8 +199,8 @@ STAGES = (1, 2, 3)
 
 @dataclasses.dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank under one stage, by the name of the state. Of device memory only values of
-    parameters are counted.
+    """Bytes of one rank under one stage, by the name of the state. Values of parameters are the
+    only device memory counted.
     """
 
     stage: int
@@ -235,7 +235,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
     for stage in STAGES:
         fields: dict[str, Any] = {}
         if stage != policy.zero:
-            # How micro-batches add up is a choice for the stage that was asked for.
+            # `accumulate` is a choice for the stage that was asked for.
             fields = {"zero": stage, "accumulate": None}
             if stage == 3:
                 fields["params"] = policy.optim

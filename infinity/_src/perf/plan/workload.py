@@ -189,7 +189,7 @@ def shape_of(
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     width = _number(text, "hidden_size", "n_embd", "d_model")
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
-    # Where a configuration leaves the width of a head out, heads divide the model's.
+    # Heads divide the model's width where a configuration leaves the width of a head out.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
     experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
     routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
@@ -240,7 +240,8 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
         key = (parameter.dtype, parameter.requires_grad and not frozen)
         numels = groups.setdefault(key, [])
         holders = {name.removesuffix(".weight") for name in entry.names}
-        # A weight that any other kind of module shares cannot be tiled: that module needs it whole.
+        # A weight that any other kind of module shares cannot be tiled, since that module needs it
+        # whole.
         if holders & linears and holders <= linears | embeddings:
             found.append(
                 LinearShape(
@@ -267,7 +268,7 @@ def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: flo
             # A table is only looked up. A tied one is the head's matrix, too.
             if id(entry.parameter) in lookups and not tied:
                 continue
-            # Of experts a token uses those that it is routed to.
+            # A token uses the experts that it is routed to.
             routed = any(part in ("experts", "expert") for part in entry.names[0].split("."))
             total += entry.parameter.numel() * (routed_share if routed else 1.0)
     return round(total)
