@@ -128,7 +128,8 @@ def test_no_source_tree_holds_two_names_for_aio() -> None:
 
 def test_aio_imports_without_torch() -> None:
     code = (
-        "import sys, infinity, infinity.aio, infinity._src.telemetry, infinity._src.bench.command, infinity._src.cli.main\n"
+        "import sys, infinity, infinity.aio, infinity._src.telemetry, infinity._src.bench.command, "
+        "infinity._src.cli.main\n"
         "sys.exit('torch was imported' if 'torch' in sys.modules else 0)"
     )
     done = subprocess.run(

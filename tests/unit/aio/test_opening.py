@@ -259,6 +259,9 @@ def test_spans_have_one_layout_in_c_and_python():
 
 
 def test_aio_imports_without_torch():
-    code = "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert 'aio' not in sys.modules"
+    code = (
+        "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert "
+        "'aio' not in sys.modules"
+    )
     done = run_python(code)
     assert done.returncode == 0, done.stderr
