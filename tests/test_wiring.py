@@ -100,8 +100,8 @@ def test_what_counts(line: str, counted: bool, tmp_path: Path) -> None:
 def test_an_object_that_was_just_made_may_be_completed(tmp_path: Path) -> None:
     (tmp_path / "infinity").mkdir()
     text = (
-        "class Part:\n    pass\n\n\ndef make():\n    part = Part()\n    part.told = lambda: "
-        "None\n    return part\n"
+        "class Part:\n    pass\n\n\n"
+        "def make():\n    part = Part()\n    part.told = lambda: None\n    return part\n"
     )
     (tmp_path / "infinity" / "one.py").write_text(text)
     assert wiring.late_bound(tmp_path) == []

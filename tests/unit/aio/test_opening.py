@@ -125,7 +125,8 @@ shown = {str(tmp_path / "shown")!r}
 {SYSCTL if sysctl else ""}
 # BPF: io_uring_setup (425) returns an errno, as container runtimes do.
 program = b"".join(struct.pack("HBBI", *line) for line in (
-    (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000)))
+    (0x20, 0, 0, 0), (0x15, 0, 1, 425),
+    (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000)))
 buffer = ctypes.create_string_buffer(program)
 filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
 libc = ctypes.CDLL(None, use_errno=True)
