@@ -89,7 +89,7 @@ void inf_device_unmark(struct inf_executor *ex, inf_mark *mark) {
     ex->device.marks = mark;
 }
 
-/* ---- what is copied -------------------------------------------------------------------------- */
+/* ---- the pieces of a copy -------------------------------------------------------------------- */
 
 typedef struct {
     uint64_t to;

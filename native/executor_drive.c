@@ -246,7 +246,7 @@ void *inf_seam_main(void *argument) {
     return NULL;
 }
 
-/* ---- what backends and jobs call ------------------------------------------------------------- */
+/* ---- interface for backends and jobs --------------------------------------------------------- */
 
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     inf_drive *drive = &ex->drives[run->chunk->plan.drive];

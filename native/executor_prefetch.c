@@ -80,7 +80,7 @@ static void prefetch_free(struct inf_executor *ex, inf_prefetch *prefetch) {
     ex->prefetches_free = prefetch;
 }
 
-/* ---- what may be read next ------------------------------------------------------------------- */
+/* ---- candidates for the next read ------------------------------------------------------------ */
 
 static bool earlier(const inf_run *run, const inf_run *other) {
     const inf_submission *one = run->submission, *two = other->submission;

@@ -34,8 +34,8 @@ READ_TOO = sorted(
     path
     for pattern in (
         "native/*.[ch]", "native/*.py", "tests/**/*.c", "tests/**/*.py", "tests/**/*.md",
-        "bench/*.py", "bench/*.sh", "bench/*.md", "docs/*.md", "README.md", "Makefile", "pyproject.toml",
-        ".ci/*",
+        "bench/*.py", "bench/*.sh", "bench/*.md", "docs/*.md", "README.md", "Makefile",
+        "pyproject.toml", ".ci/*",
     )
     for path in ROOT.glob(pattern)
     if path.is_file() and "__pycache__" not in path.parts

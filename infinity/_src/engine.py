@@ -149,7 +149,7 @@ class Handle:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
         self.parts.optimizer.registry.register(optimizer, params)
 
-    # -- what the user calls -----------------------------------------------------------------------
+    # -- interface for the user --------------------------------------------------------------------
 
     def gather(
         self, params: torch.nn.Parameter | Iterable[torch.nn.Parameter]

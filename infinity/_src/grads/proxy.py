@@ -117,7 +117,7 @@ def _name_in(values: object) -> str:
     return next((name for name in map(_name_in, children) if name), "")
 
 
-# -- what the stand-in answers: aten operator -> handler -------------------------------------------
+# -- handlers of the stand-in, by aten operator ----------------------------------------------------
 
 
 def _norm_tensor(

@@ -108,7 +108,7 @@ class SpilledGradients:
         """Serve the slot of a parameter of a spilled flat."""
         self._params[slot] = param
 
-    # -- what slots ask (see `grad_slot.GradBacking`) ----------------------------------------------
+    # -- requests of slots (see `grad_slot.GradBacking`) -------------------------------------------
 
     def read(self, slot: GradSlot) -> torch.Tensor:
         """Return the slot's values, in a window: valid until the next call. Blocks while they are
@@ -131,7 +131,7 @@ class SpilledGradients:
         self._accumulated.setdefault(param.flat, set()).add(param)
         return tensor
 
-    # -- what backward tells -----------------------------------------------------------------------
+    # -- events of backward ------------------------------------------------------------------------
 
     def prefetch(self, unit: Unit) -> None:
         """Start reading the unit's gradients of earlier micro-batches, if a window is free. Does
@@ -338,7 +338,7 @@ class SpilledGradients:
                 window.dirty = True
             window.writing = None
 
-    # -- which values there are --------------------------------------------------------------------
+    # -- extent of the values ----------------------------------------------------------------------
 
     def _section(self, flat: Flat) -> int:
         return len(self._store[flat].sections) - 1

@@ -254,7 +254,7 @@ class Activations:
         self._said = False
         self._unwatch = watch_checkpoints(self)
 
-    # -- what checkpoints tell ---------------------------------------------------------------------
+    # -- events of checkpoints ---------------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
         """Implement `CheckpointWatcher`: note the call, whose module is entered next."""

@@ -90,7 +90,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, held in self._engines.items():
             engine.register(self, held)
 
-    # -- what a subclass says ----------------------------------------------------------------------
+    # -- declarations of a subclass ----------------------------------------------------------------
 
     @abc.abstractmethod
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -289,7 +289,7 @@ def _compute(value: Any, what: str) -> Any:
     return value
 
 
-# -- what leaves rows of logits whole: the result, or None where it does not -----------------------
+# -- operators that keep rows of logits whole; None: this call does not ----------------------------
 
 Handler = Callable[[Any, DeferredLogits, "tuple[Any, ...]", "dict[str, Any]"], Any]
 

@@ -395,7 +395,7 @@ def _busy_times(
     return found
 
 
-# -- what is needed
+# -- needs
 
 
 def _ram(
