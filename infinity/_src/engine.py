@@ -72,8 +72,7 @@ def offload(
     if before is not None and before.closed:
         raise ValueError(
             "the engine of this model was closed, and its values with it: build the model anew "
-            "(inf.export_safetensors "
-            "before close() keeps the values, and load= takes them up)"
+            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
         )
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
@@ -91,9 +90,8 @@ def offload(
         others = f" and {len(strided) - 3} more" if len(strided) > 3 else ""
         warnings.warn(
             f"{', '.join(strided[:3])}{others}: dimensions are in another order in memory "
-            "(channels_last, transposed); offloaded "
-            "they are contiguous, with the same values, and kernels that choose by the order may "
-            "round otherwise",
+            "(channels_last, transposed); offloaded they are contiguous, with the same values, and "
+            "kernels that choose by the order may round otherwise",
             stacklevel=2,
         )
     return model

@@ -135,9 +135,8 @@ class DeferredLogits(torch.Tensor):
         if _versions(self._head, self.infinity_inputs[0]) != self._versions:
             raise RuntimeError(
                 "the logits of a tiled loss are computed when they are used, and the head's "
-                "weights or its input have been "
-                "modified in place since (by an optimizer's step?): use them before, or keep "
-                "`logits.clone()`"
+                "weights or its input have been modified in place since (by an optimizer's step?): "
+                "use them before, or keep `logits.clone()`"
             )
         # Without the subclass: `__torch_function__` would ask for the grad_fn of the settled
         # logits.
@@ -145,8 +144,8 @@ class DeferredLogits(torch.Tensor):
             if self.grad_fn is not None:
                 raise RuntimeError(
                     "the logits of a tiled loss came out of an autograd Function, whose gradients "
-                    "would be lost: keep the head "
-                    "outside of it, or checkpoint with use_reentrant=False"
+                    "would be lost: keep the head outside of it, or checkpoint with "
+                    "use_reentrant=False"
                 )
 
     @property

@@ -189,8 +189,7 @@ def _check(job: Job, machine: Machine) -> None:
     if job.tokens < machine.world * job.micro_batches:
         raise ValueError(
             f"{job.tokens} tokens per step leave nothing for {machine.world} devices x "
-            f"{job.micro_batches} micro-batches; "
-            "give more tokens or fewer micro-batches"
+            f"{job.micro_batches} micro-batches; give more tokens or fewer micro-batches"
         )
     below = [
         name
