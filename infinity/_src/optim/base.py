@@ -136,9 +136,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 if not isinstance(param, ShardedParameter):
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
-                        "inf.offload(model, policy) "
-                        "before building the optimizer, and give other parameters to an optimizer "
-                        "of torch"
+                        "inf.offload(model, policy) before building the optimizer, and give other "
+                        "parameters to an optimizer of torch"
                     )
                 record = param.infinity_link.param
                 self._records[id(param)] = record
@@ -202,8 +201,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if unfrozen is not None:
             raise ValueError(
                 f"{unfrozen.name} has a gradient, but was frozen when the optimizer was built and "
-                "has no states; call "
-                f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
+                "has no states; call requires_grad_() before inf.offload and "
+                f"inf.{type(self).__name__}"
             )
         self.refresh_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
@@ -356,8 +355,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if state_dict.get("infinity_manifest") != MANIFEST_VERSION:
             raise ValueError(
                 f"this is no manifest of infinity.{self.title}; write moments of another optimizer "
-                "with "
-                "inf.handle(model).optimizer_state(parameter)[name] = tensor"
+                "with inf.handle(model).optimizer_state(parameter)[name] = tensor"
             )
         writer = state_dict.get("infinity_optimizer", self.title)
         if writer != self.title:
@@ -371,8 +369,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if mine != entry:
                 raise ValueError(
                     f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
-                    "moments are not in a "
-                    "manifest, so it loads only into the run that wrote it, at the same step"
+                    "moments are not in a manifest, so it loads only into the run that wrote it, "
+                    "at the same step"
                 )
         if len(state_dict["state"]) != len(here["state"]):
             raise ValueError(
