@@ -18,8 +18,8 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks \
-	slow torch-matrix wheel wheels clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks
+.PHONY: slow torch-matrix wheel wheels clean
 
 setup: $(STAMP)
 
