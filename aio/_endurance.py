@@ -113,10 +113,9 @@ class Notice:
             back = f"{self.direction} are back at {now:.2f} GB/s after {self.lasted_s:.0f} s"
             return f"{self.path}: {back} ({before:.2f} GB/s before)"
         return (
-            f"{self.path}: {self.direction} have dropped to {now:.2f} GB/s for "
-            f"{self.lasted_s:.0f} s; the drive sustained "
-            f"{before:.2f} GB/s before. It may be hot, its fast cache may be full, or something "
-            "else uses it"
+            f"{self.path}: {self.direction} have dropped to {now:.2f} GB/s for {self.lasted_s:.0f} "
+            f"s; the drive sustained {before:.2f} GB/s before. It may be hot, its fast cache may "
+            "be full, or something else uses it"
         )
 
 

@@ -104,9 +104,8 @@ def check_slab(size_bytes: int) -> None:
     if size_bytes > left:
         raise MemoryError(
             f"a slab of {format_size(size_bytes)} does not fit into memory: {of} leaves "
-            f"{format_size(left)}, and the kernel "
-            f"would end the process; {format_size(size_bytes - left)} are missing. Choose a "
-            "smaller Policy.ram"
+            f"{format_size(left)}, and the kernel would end the process; "
+            f"{format_size(size_bytes - left)} are missing. Choose a smaller Policy.ram"
         )
 
 

@@ -133,9 +133,9 @@ class IoSettings:
         if used == self.backend:
             return self
         text = (
-            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used "
-            f"with {used}, which takes what "
-            "suits it; measure again with: python -m infinity.bench swap --sweep --json FILE"
+            f"block_bytes={self.block_bytes} was measured with {self.backend} and is not used with "
+            f"{used}, which takes what suits it; measure again with: python -m infinity.bench swap "
+            "--sweep --json FILE"
         )
         if text not in _logged:
             _logged.add(text)

@@ -527,8 +527,7 @@ def _check_directory(path: str) -> str:
     if os.environ.get("INFINITY_ALLOW_TMPFS") != "1":
         raise ValueError(
             f"swap directory {path!r} is on {kind}, which is memory and saves none; name a "
-            "directory on a drive, "
-            "or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
+            "directory on a drive, or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
         )
     return kind
 
@@ -601,8 +600,7 @@ def check_directory_pattern(path: Path) -> None:
     if re.search(r"[{}]", _RANK_FIELDS.sub("", str(path))):
         raise ValueError(
             f"nvme={str(path)!r} has braces of no known meaning; '{{rank}}' stands for a rank's "
-            "number, and '{local_rank}' for "
-            "its number within its node"
+            "number, and '{local_rank}' for its number within its node"
         )
 
 
@@ -627,8 +625,7 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
             what = "is not a directory" if place.exists() else "does not exist"
             raise ValueError(
                 f"nvme={str(path)!r} is {str(place)!r} on rank {rank} (local rank {local_rank}), "
-                f"which {what}; create it, or "
-                "give each rank a directory that it has"
+                f"which {what}; create it, or give each rank a directory that it has"
             )
         # Resolved: two names of one directory would make its drive count as two.
         earlier = next(
@@ -636,9 +633,8 @@ def resolve_directories(paths: Sequence[Path], *, rank: int, local_rank: int) ->
         )
         if earlier is not None:
             raise ValueError(
-                f"nvme={str(paths[earlier])!r} and {str(path)!r} are both "
-                f"{str(place.resolve())!r} on rank {rank} (local rank "
-                f"{local_rank}): name each directory once"
+                f"nvme={str(paths[earlier])!r} and {str(path)!r} are both {str(place.resolve())!r} "
+                f"on rank {rank} (local rank {local_rank}): name each directory once"
             )
         found.append(place)
     return tuple(found)

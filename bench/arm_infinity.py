@@ -208,7 +208,8 @@ def main() -> int:
         "--speculate",
         default="adaptive",
         choices=("adaptive", "always"),
-        help="with update=backward and generations=2: give up when it is in vain, or never (%(default)s)",
+        help="with update=backward and generations=2: give up when it is in vain, or never "
+        "(%(default)s)",
     )
     r1.add_arguments(parser)
     args = parser.parse_args()

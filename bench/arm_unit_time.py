@@ -1,9 +1,9 @@
 """Python's time for a unit: CPU time of the main thread, for small units in RAM, per unit.
 
 One arm of compare_versions.py. It uses the public interface alone, so that it runs with any version
-of the project (PYTHONPATH). Prints a JSON line: microseconds of the main thread per unit, the median
-over passes, for a forward without gradients and for a training step, at `--units` and at 8 times as
-many (the cost must not grow with their number).
+of the project (PYTHONPATH). Prints a JSON line: microseconds of the main thread per unit, the
+median over passes, for a forward without gradients and for a training step, at `--units` and at 8
+times as many (the cost must not grow with their number).
 
     python bench/arm_unit_time.py --units 64
 """

@@ -74,7 +74,8 @@ class Arm:
             if line.startswith(("ready", "{")):  # others are its libraries' chatter
                 return line
         raise harness.BenchError(
-            f"the arm {self.name} ended with {self._process.wait()}: run arm_kernels.py by hand to see why"
+            f"the arm {self.name} ended with {self._process.wait()}: run arm_kernels.py by hand to "
+            "see why"
         )
 
     def wait_ready(self) -> None:
@@ -203,7 +204,8 @@ def show(record: dict[str, Any]) -> None:
     """Print the record as tables."""
     rows = record["updates"]
     harness.print_table(
-        f"AdamW from bf16 gradients to bf16 parameters, {record['isa']}, {rows[0]['numel']:,} parameters",
+        f"AdamW from bf16 gradients to bf16 parameters, {record['isa']}, {rows[0]['numel']:,} "
+        "parameters",
         ["arm", "threads", "Gparam/s", "traffic GB/s", "memory limit Gparam/s", "of limit"],
         [
             [

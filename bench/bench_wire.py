@@ -175,7 +175,8 @@ def measure(numel: int, rounds: int, repeats: int) -> dict[str, Any]:
 def show(record: dict[str, Any]) -> None:
     """Print the record as a table."""
     harness.print_table(
-        f"One thread, {record['isa']}, {record['numel']:,} elements; memory {record['memory_gb_per_s']:.1f} GB/s",
+        f"One thread, {record['isa']}, {record['numel']:,} elements; memory "
+        f"{record['memory_gb_per_s']:.1f} GB/s",
         ["case", "Gelem/s", "range", "GB/s of bf16", "traffic GB/s", "of limit", "torch Gelem/s"],
         [
             [

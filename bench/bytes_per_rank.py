@@ -334,7 +334,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--dir DIR (or $INFINITY_NVME_DIR) says where swap files go")
     if args.nodes < 1 or args.ranks < 2 or args.ranks % args.nodes:
         parser.error(
-            f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each node"
+            f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each "
+            "node"
         )
     workload = r1.Workload(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
     task = Task(tuple(args.only), workload, args.ranks, args.nodes, str(args.dir))
@@ -353,7 +354,10 @@ def main(argv: list[str] | None = None) -> int:
         ]
         for row in rows
     ]
-    title = f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on {args.nodes} node(s): bytes"
+    title = (
+        f"{params:,} parameters ({format_size(2 * params)} in bf16), {args.ranks} ranks on "
+        f"{args.nodes} node(s): bytes"
+    )
     columns = [
         "case",
         "state",

@@ -210,7 +210,10 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
                 ).text(digits)
             )
         rows.append(row)
-    title = f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers: medians (min–max)"
+    title = (
+        f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} "
+        "layers: medians (min–max)"
+    )
     harness.print_table(title, ["arm", *columns.values()], rows)
     for arm, values in summary["arms"].items():
         for stage, error in values["errors"].items():
@@ -295,7 +298,8 @@ def main() -> int:
             harness.append_line(args.results, {**about, **record})
             told = ", ".join(f"{name} {value:.4g}" for name, value in figures(record).items())
             harness.note(
-                f"round {number + 1}/{args.rounds} {arm}: {told} ({time.perf_counter() - began:.0f} s)"
+                f"round {number + 1}/{args.rounds} {arm}: {told} "
+                f"({time.perf_counter() - began:.0f} s)"
             )
     summary = summarise(records, arms)
     if args.json:

@@ -104,7 +104,8 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
         return
     check_build_tools()
     harness.note(
-        f"making DeepSpeed's environment in {VENV} (minutes, about 1.5 GB with the CPU build of torch) ..."
+        f"making DeepSpeed's environment in {VENV} (minutes, about 1.5 GB with the CPU build of "
+        "torch) ..."
     )
     began = time.perf_counter()
     shutil.rmtree(VENV, ignore_errors=True)
@@ -143,7 +144,8 @@ def parse_arm(text: str, kinds: Collection[str] = KINDS) -> tuple[str, list[str]
     kind, *options = text.split(":")
     if kind not in kinds or any("=" not in option for option in options):
         raise ValueError(
-            f"--arms {text}: give {', '.join(kinds)}, with options as infinity:state=compact:ram=1GiB"
+            f"--arms {text}: give {', '.join(kinds)}, with options as "
+            "infinity:state=compact:ram=1GiB"
         )
     pairs = [option.split("=", 1) for option in options]
     return kind, [f"--{name.replace('_', '-')}={value}" for name, value in pairs]
@@ -179,7 +181,10 @@ def told(record: dict[str, Any]) -> str:
         time_s = f"{record['forward_s'] + record['backward_s']:.2f} s in RAM"
     if "drive" not in record:
         return time_s
-    return f"{time_s}, drive {record['drive']['read'] / 1e9:.2f} read, {record['drive']['write'] / 1e9:.2f} GB/s written"
+    return (
+        f"{time_s}, drive {record['drive']['read'] / 1e9:.2f} read, "
+        f"{record['drive']['write'] / 1e9:.2f} GB/s written"
+    )
 
 
 def summarise(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> dict[str, Any]:
@@ -299,14 +304,15 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
         for arm, values in summary["arms"].items()
     ]
     title = (
-        f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} layers, "
-        f"{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, {workload.steps} steps, "
-        f"clipped at {workload.clip:g}"
+        f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} "
+        f"layers, {workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, "
+        f"{workload.steps} steps, clipped at {workload.clip:g}"
     )
     harness.print_table(title, columns, rows)
     for bound in summary["limit"]:
         print(
-            f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s in RAM without the engine"
+            f"forward {bound['forward_s']:.2f} s, backward {bound['backward_s']:.2f} s in RAM "
+            "without the engine"
         )
     for arm, values in summary["arms"].items():
         for name, share in values["eta"].items():
@@ -320,7 +326,8 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
         difference = values.pop("loss_difference")
         ratio = harness.Summary(**values)
         print(
-            f"{arm} / {first}, time per step, {ratio.count} pair(s): {ratio.text()}; losses differ by {difference:.4f} at most"
+            f"{arm} / {first}, time per step, {ratio.count} pair(s): {ratio.text()}; losses differ "
+            f"by {difference:.4f} at most"
         )
 
 
@@ -374,7 +381,8 @@ def show_recorded(run: str, results: Path) -> None:
     records = [record for record in lines if record["run"] == run]
     if not records:
         raise ValueError(
-            f"--show {run}: {results} has the runs {', '.join(sorted({line['run'] for line in lines}))}"
+            f"--show {run}: {results} has the runs "
+            f"{', '.join(sorted({line['run'] for line in lines}))}"
         )
     described = dict(records[0]["workload"])
     described.pop("parameters")

@@ -320,11 +320,15 @@ def show(summary: Mapping[str, Any], args: argparse.Namespace, size: int) -> Non
         for arm in sorted(args.arms)
         if arm != "infinity" and "infinity" in args.arms
     ]
-    title = f"1 MiB blocks, depth 32, O_DIRECT, {format_size(size)} per pass, {args.rounds} rounds: median (min–max)"
+    title = (
+        f"1 MiB blocks, depth 32, O_DIRECT, {format_size(size)} per pass, {args.rounds} rounds: "
+        "median (min–max)"
+    )
     harness.print_table(title, ["", *heads], rows)
     if len(heads) > len(args.arms):
         print(
-            "ratios: the median over rounds [95 % confidence interval, bootstrap]; CPU is user + system, all threads"
+            "ratios: the median over rounds [95 % confidence interval, bootstrap]; CPU is user + "
+            "system, all threads"
         )
 
 

@@ -155,8 +155,8 @@ def run(setting: Setting, state: str, seed: int) -> dict[str, Any]:
             curve.append((step + 1, held_out_loss(model, held_out)))
             mean = statistics.fmean(losses[-20:])
             harness.note(
-                f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss {mean:.4f}, "
-                f"held out {curve[-1][1]:.4f}, {time.perf_counter() - began:.0f} s"
+                f"{setting.name} {state} seed {seed}: step {step + 1}/{setting.steps}, loss "
+                f"{mean:.4f}, held out {curve[-1][1]:.4f}, {time.perf_counter() - began:.0f} s"
             )
     stats = inf.handle(model).stats()
     inf.handle(model).close()
@@ -217,7 +217,10 @@ def show(
                 " ".join(f"{value:.4f}" for value in finals),
             ]
         )
-    title = f"{setting.name}: held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} tokens, seeds {list(seeds)}"
+    title = (
+        f"{setting.name}: held-out loss after {setting.steps} steps of {setting.batch} x "
+        f"{setting.seq} tokens, seeds {list(seeds)}"
+    )
     harness.print_table(
         title,
         ["state", "mean", "std", "range", "minus exact, same seed", "within exact's range", "each"],

@@ -224,7 +224,8 @@ def main() -> int:
         print(json.dumps(whole))
     elif "off" in args.modes:
         print(
-            'medians; differences and ratios of one round to "off": median [95 % confidence interval, bootstrap]'
+            'medians; differences and ratios of one round to "off": median [95 % confidence '
+            "interval, bootstrap]"
         )
     return 0
 

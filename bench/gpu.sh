@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
-# On a machine with a GPU and no network: build, test, measure. Leaves JSON lines, a table and a log; takes less than nine minutes.
+# On a machine with a GPU and no network: build, test, measure. Leaves JSON lines, a table and a
+# log; takes less than nine minutes.
 #
 #   bench/gpu.sh [STAGE ...]     these, in this order, if none is named:
-#     build      the native extension; wheels of bench/wheels/ (`make wheels`) for what this Python lacks
+#     build      the native extension; wheels of bench/wheels/ (`make wheels`) for what this Python
+#                lacks
 #     tests      pytest -m gpu: tests/gpu, then the kernels' (Triton compiles there)
 #     copy       copies beside plain pinned ones
 #     ops        Triton's kernels beside torch's best
@@ -13,13 +15,15 @@
 #     train7b    7b, the same
 #     largest    as large a model as RAM and drive hold
 #
-#   OUT=bench/results/gpu   where results.jsonl, table.md, log.txt and tests*.xml go; what is there is added to
+#   OUT=bench/results/gpu   where results.jsonl, table.md, log.txt and tests*.xml go; what is
+#                           there is added to
 #   SWAP=build/gpu-swap     a directory on a drive      TOTAL_S=520   all stages together
 #   PYTHON=python3          one with torch in it        WORKERS=4     pytest processes
 #   RAM_GB=, DISK_GB=       what training may use, where the machine does not say it itself
 #   DEVICE=cpu              only shows that everything runs
 #
-# A stage that fails or runs out of its time costs no other stage; the exit status is 1 then. 2: nothing could be begun.
+# A stage that fails or runs out of its time costs no other stage; the exit status is 1 then.
+# 2: nothing could be begun.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -44,19 +48,23 @@ failed=0
 
 say() { printf '%s\n' "$*" | tee -a "$LOG" >&2; }
 
-if ! "$PYTHON" -c "import sys, torch; sys.exit(sys.argv[1] == 'cuda' and not torch.cuda.is_available())" "$DEVICE" 2>>"$LOG"; then
-    say "gpu.sh: $PYTHON has no torch that sees a CUDA device: set PYTHON, or DEVICE=cpu for a trial on tiny sizes"
+LACKING="import sys, torch; sys.exit(sys.argv[1] == 'cuda' and not torch.cuda.is_available())"
+if ! "$PYTHON" -c "$LACKING" "$DEVICE" 2>>"$LOG"; then
+    say "gpu.sh: $PYTHON has no torch that sees a CUDA device: set PYTHON, or DEVICE=cpu for a" \
+        "trial on tiny sizes"
     exit 2
 fi
 
 case $(stat -f -c %T "$SWAP") in
     tmpfs | ramfs)
         export INFINITY_ALLOW_TMPFS=1
-        say "gpu.sh: $SWAP is memory, not a drive: figures with nvme show only that it runs; set SWAP" ;;
+        say "gpu.sh: $SWAP is memory, not a drive: figures with nvme show only that it runs;" \
+            "set SWAP" ;;
 esac
 { nvidia-smi; uname -a; free -g; df -h "$SWAP"; } >>"$LOG" 2>&1
 
-# stage NAME SECONDS COMMAND...: run it with what is left of its time and of the whole; log it; go on whatever happens.
+# stage NAME SECONDS COMMAND...: run it with what is left of its time and of the whole; log it;
+# go on whatever happens.
 stage() {
     local name=$1 limit=$2 began=$SECONDS status
     shift 2
@@ -71,7 +79,8 @@ stage() {
         status=$?
     fi
     [ "$status" -eq 5 ] && [ "$DEVICE" = cpu ] && status=0 # pytest: nothing to run there
-    printf '{"script": "stage", "name": "%s", "status": %d, "seconds": %d}\n' "$name" "$status" $((SECONDS - began)) >>"$RESULTS"
+    printf '{"script": "stage", "name": "%s", "status": %d, "seconds": %d}\n' \
+        "$name" "$status" $((SECONDS - began)) >>"$RESULTS"
     if [ "$status" -ne 0 ]; then
         failed=1
         say "== $name: FAILED with $status after $((SECONDS - began)) s; the end of the log:"
@@ -100,7 +109,8 @@ build() {
     local wheels
     mapfile -t wheels < <(missing_wheels)
     if [ ${#wheels[@]} -gt 0 ]; then
-        stage wheels 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$SITE" "${wheels[@]}"
+        stage wheels 60 "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --upgrade \
+            --target "$SITE" "${wheels[@]}"
     fi
     stage build 90 "$PYTHON" native/build_native.py
     stage doctor 60 "$PYTHON" -m infinity._src.cli.main doctor
@@ -108,13 +118,16 @@ build() {
 
 tests() {
     local parallel=() marks=gpu
-    "$PYTHON" -c "import xdist" 2>/dev/null && [ "$WORKERS" -gt 1 ] && parallel=(-n "$WORKERS" --dist loadfile)
+    "$PYTHON" -c "import xdist" 2>/dev/null && [ "$WORKERS" -gt 1 ] &&
+        parallel=(-n "$WORKERS" --dist loadfile)
     [ "$DEVICE" = cpu ] && marks="not gpu and not slow and not soak and not deepspeed"
-    local common=(-q -m "$marks" -p no:cacheprovider -o faulthandler_timeout=120 --basetemp="$SWAP/pytest" "${parallel[@]}")
+    local common=(-q -m "$marks" -p no:cacheprovider -o faulthandler_timeout=120
+        --basetemp="$SWAP/pytest" "${parallel[@]}")
     stage tests 240 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests.xml" tests/gpu
     # In a process of its own: one process has Triton's interpreter or its compiler.
     [ -d tests/unit/kernels ] && [ "$DEVICE" = cuda ] &&
-        stage tests_ops 120 "$PYTHON" -m pytest "${common[@]}" --junitxml="$OUT/tests_ops.xml" tests/unit/kernels
+        stage tests_ops 120 "$PYTHON" -m pytest "${common[@]}" \
+            --junitxml="$OUT/tests_ops.xml" tests/unit/kernels
 }
 
 # Each operation by itself: a compiler that hangs or dies costs its own figures only.
@@ -124,9 +137,12 @@ operations() {
         return
     fi
     local name until=$((SECONDS + 120)) limit
-    for name in $(cd bench && "$PYTHON" -c "import bench_ops; print(*bench_ops.CASES)" 2>>"$LOG"); do
+    local cases="import bench_ops; print(*bench_ops.CASES)"
+    for name in $(cd bench && "$PYTHON" -c "$cases" 2>>"$LOG"); do
         limit=$((until - SECONDS < 40 ? until - SECONDS : 40))
-        stage "ops_$name" "$limit" bash -c '"$1" bench/bench_ops.py --ops "$2" --rounds 10 --json >>"$3"' _ "$PYTHON" "$name" "$RESULTS"
+        stage "ops_$name" "$limit" \
+            bash -c '"$1" bench/bench_ops.py --ops "$2" --rounds 10 --json >>"$3"' \
+            _ "$PYTHON" "$name" "$RESULTS"
     done
 }
 
@@ -135,8 +151,9 @@ train() { # NAME SECONDS OPTIONS...
     shift 2
     local left=$((TOTAL_S - SECONDS))
     [ "$left" -lt "$limit" ] && limit=$left
-    stage "$name" "$limit" "$PYTHON" bench/gpu_train.py --device "$DEVICE" --results "$RESULTS" --dir "$SWAP" \
-        --seconds $((limit > 25 ? limit - 20 : limit)) ${RAM_GB:+--ram "$RAM_GB"} ${DISK_GB:+--disk "$DISK_GB"} "$@"
+    stage "$name" "$limit" "$PYTHON" bench/gpu_train.py --device "$DEVICE" --results "$RESULTS" \
+        --dir "$SWAP" --seconds $((limit > 25 ? limit - 20 : limit)) \
+        ${RAM_GB:+--ram "$RAM_GB"} ${DISK_GB:+--disk "$DISK_GB"} "$@"
 }
 
 for name in "${STAGES[@]}"; do
@@ -145,7 +162,8 @@ for name in "${STAGES[@]}"; do
         tests) tests ;;
         copy) stage copy 60 "$PYTHON" bench/gpu_copy.py --device "$DEVICE" --results "$RESULTS" ;;
         ops) operations ;;
-        linear) stage linear 75 "$PYTHON" bench/gpu_largest_linear.py --device "$DEVICE" --results "$RESULTS" --seconds 55 ;;
+        linear) stage linear 75 "$PYTHON" bench/gpu_largest_linear.py --device "$DEVICE" \
+            --results "$RESULTS" --seconds 55 ;;
         train) [ "$DEVICE" = cpu ] && size=tiny || size=1b; train train 200 --sizes "$size" ;;
         train7b) train train7b 500 --sizes 7b --rounds 1 ;;
         largest) train largest 500 --sizes largest --rounds 1 --steps 2 ;;
@@ -154,7 +172,8 @@ for name in "${STAGES[@]}"; do
     esac
 done
 
-"$PYTHON" bench/gpu_table.py "$RESULTS" --junit "$OUT/tests.xml" "$OUT/tests_ops.xml" >"$OUT/table.md" || failed=1
+"$PYTHON" bench/gpu_table.py "$RESULTS" --junit "$OUT/tests.xml" "$OUT/tests_ops.xml" \
+    >"$OUT/table.md" || failed=1
 cat "$OUT/table.md"
 rm -rf "$SWAP/pytest"
 rmdir "$SWAP" 2>/dev/null

@@ -252,13 +252,17 @@ def heading(records: Sequence[Record]) -> list[str]:
     lines = [
         f"# On {name}",
         "",
-        f"torch {on['torch']}, {cores} cores, {memory:.0f} GiB of RAM; {about['run']}, {about['commit'][:12]}",
+        (
+            f"torch {on['torch']}, {cores} cores, {memory:.0f} GiB of RAM; {about['run']}, "
+            f"{about['commit'][:12]}"
+        ),
     ]
     if rates is not None:
         bus = rates["bus"]
         lines.append(
-            f"square bf16 product {rates['peak_flops'] / 1e12:.0f} TFLOP/s; plain pinned copies {bus['to'] / 1e9:.1f} GB/s to the device, "
-            f"{bus['from'] / 1e9:.1f} from it, {bus['both'] / 1e9:.1f} both ways"
+            f"square bf16 product {rates['peak_flops'] / 1e12:.0f} TFLOP/s; plain pinned copies "
+            f"{bus['to'] / 1e9:.1f} GB/s to the device, {bus['from'] / 1e9:.1f} from it, "
+            f"{bus['both'] / 1e9:.1f} both ways"
         )
     return [*lines, ""]
 

@@ -301,7 +301,8 @@ class Bench:
 
     def _started(self, plan: Plan, undo: contextlib.ExitStack) -> Iterator[Process]:
         gpu_device.note(
-            f"{plan.shape} {plan.arm}: {plan.parameters / 1e9:.2f} billion parameters, {self.budget.left_s:.0f} s left"
+            f"{plan.shape} {plan.arm}: {plan.parameters / 1e9:.2f} billion parameters, "
+            f"{self.budget.left_s:.0f} s left"
         )
         process = Process(plan, self.args.device)
         undo.callback(process.end)

@@ -124,8 +124,8 @@ def check_directory(directory: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < needed_bytes:
         raise BenchError(
-            f"{directory} has {free / 1e9:.1f} GB free and this run needs {needed_bytes / 1e9:.1f} GB: "
-            "give another --dir, or a smaller workload"
+            f"{directory} has {free / 1e9:.1f} GB free and this run needs {needed_bytes / 1e9:.1f} "
+            "GB: give another --dir, or a smaller workload"
         )
 
 

@@ -427,7 +427,10 @@ def show(rate: str, m_bytes: int, summary: Mapping[str, Mapping[str, Any]]) -> N
         "wire/tx",
         "last loss",
     ]
-    title = f"two nodes of two ranks, {rate} each way, both directions counted; M = {m_bytes / 1e6:.1f} MB"
+    title = (
+        f"two nodes of two ranks, {rate} each way, both directions counted; M = "
+        f"{m_bytes / 1e6:.1f} MB"
+    )
     harness.print_table(title, columns, rows)
     for arm, values in summary.items():
         if values["engine_per_step"]:

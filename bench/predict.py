@@ -130,7 +130,8 @@ def run_round(
             )
         harness.note(
             f"  {name}: {harness.steady_s(found):.3f} s/step, predicted {found['predicted_s']:.3f} "
-            f"({error_of(found):+.0%}); drive reads {now['read'] / 1e9:.2f}, writes {now['write'] / 1e9:.2f} GB/s"
+            f"({error_of(found):+.0%}); drive reads {now['read'] / 1e9:.2f}, writes "
+            f"{now['write'] / 1e9:.2f} GB/s"
         )
         records.append(
             {
@@ -209,7 +210,8 @@ def show(rows: Sequence[Record]) -> None:
     harness.print_table("Predicted and measured", columns, lines)
     errors = [abs(row["error"]) for row in rows]
     print(
-        f"error over {len(rows)} configurations: median {statistics.median(errors):.1%}, largest {max(errors):.1%}"
+        f"error over {len(rows)} configurations: median {statistics.median(errors):.1%}, largest "
+        f"{max(errors):.1%}"
     )
 
 

@@ -246,7 +246,8 @@ def main() -> int:
                     harness.append_line(args.results, {**about, **record})
                     harness.note(
                         f"round {number + 1}/{args.rounds} {part} {engine}, {ranks} rank(s): "
-                        f"{harness.steady_s(record):.2f} s/step ({time.perf_counter() - began:.0f} s)"
+                        f"{harness.steady_s(record):.2f} s/step ({time.perf_counter() - began:.0f} "
+                        "s)"
                     )
     rows = summarise(records)
     if args.json:

@@ -84,7 +84,8 @@ def measure(args: argparse.Namespace) -> list[Record]:
             if args.results is not None:
                 harness.append_line(args.results, {**about, **record})
             harness.note(
-                f"{number + 1}/{args.rounds} {arm}, {ranks} ranks, {drives} drives: {record['gbps']:.3f} GB/s"
+                f"{number + 1}/{args.rounds} {arm}, {ranks} ranks, {drives} drives: "
+                f"{record['gbps']:.3f} GB/s"
             )
     return records
 
@@ -157,7 +158,10 @@ def main() -> int:
     size = 2 * args.units * args.hidden**2
     harness.check_directory(args.dir, 4 * size)
     records = measure(args)
-    title = f"{args.units} units of {2 * args.hidden**2 / 1e6:.1f} MB, drives of {args.drive_mbps:.0f} MB/s; GB/s read by all ranks"
+    title = (
+        f"{args.units} units of {2 * args.hidden**2 / 1e6:.1f} MB, drives of {args.drive_mbps:.0f} "
+        "MB/s; GB/s read by all ranks"
+    )
     heads = [
         "ranks",
         "drives",

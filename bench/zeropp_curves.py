@@ -305,7 +305,10 @@ def main() -> int:
         "s/step",
         "each",
     ]
-    title = f"held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} bytes; {RANKS} ranks as {NODES} nodes"
+    title = (
+        f"held-out loss after {setting.steps} steps of {setting.batch} x {setting.seq} bytes; "
+        f"{RANKS} ranks as {NODES} nodes"
+    )
     harness.print_table(title, columns, rows_of(runs, args.arms, args.seeds))
     plot(runs, args.seeds, args.results.with_suffix(".png"))
     return 0

@@ -1,5 +1,6 @@
-/* Passes over one chunk in memory: fetch, store, and the fused update. Piece by piece, so that a piece of every
- * section (96 KiB at 8192 elements) stays in L2 between its checksum, its update and its next checksum. */
+/* Passes over one chunk in memory: fetch, store, and the fused update. Piece by piece, so that a
+ * piece of every section (96 KiB at 8192 elements) stays in L2 between its checksum, its update and
+ * its next checksum. */
 #include "infinity.h"
 
 #include <string.h>
@@ -17,10 +18,13 @@ static const int32_t MASTER_ITEMSIZES[5][2] = {{0, 0}, {2, 2}, {2, 1}, {4, 0}, {
 static const int32_t MOMENT_ITEMSIZES[3] = {4, 2, 1};
 static const int32_t GRAD_ITEMSIZES[4] = {0, 2, 4, 2};
 
-int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX], int32_t group_numel[INF_SECTION_MAX]) {
+int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX],
+                            int32_t group_numel[INF_SECTION_MAX]) {
     const int32_t master = inf_format_master(format), moments = inf_format_moments(format);
     const int32_t moment_count = inf_format_count(format), grad = inf_format_grad(format);
-    if (master > INF_MASTER_FP16 || moments > INF_MOMENTS_Q8 || moment_count > 3 || grad > INF_GRAD_SECTION_FP16) return 0;
+    if (master > INF_MASTER_FP16 || moments > INF_MOMENTS_Q8 || moment_count > 3 ||
+        grad > INF_GRAD_SECTION_FP16)
+        return 0;
     if (master == INF_MASTER_RAW && format != INF_FORMAT_RAW) return 0;
     if (moments == INF_MOMENTS_Q8 && (moment_count < 1 || moment_count > 2)) return 0;
     int32_t count = inf_format_master_count(format);
@@ -41,7 +45,8 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
     for (int32_t s = 0; s < section_count; s++) {
         const int32_t itemsize = chunk->itemsize[s];
         const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
-        if (itemsize <= 0 || itemsize > 16 || (itemsizes[s] != 0 && itemsize != itemsizes[s])) return 0;
+        if (itemsize <= 0 || itemsize > 16 || (itemsizes[s] != 0 && itemsize != itemsizes[s]))
+            return 0;
         if (group != groups[s] || chunk->piece_numel % group != 0) return 0;
         if (chunk->numel > INT64_MAX / itemsize) return 0;
         if (inf_section_resident(chunk, s)) {
@@ -79,10 +84,13 @@ static int32_t grad_section(const inf_chunk *chunk) {
     return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
 }
 
-static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece, const uint8_t *section_data) {
-    const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation; /* they outlive versions */
+static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece,
+                          const uint8_t *section_data) {
+    /* they outlive versions */
+    const uint64_t generation = section == grad_section(chunk) ? 0 : chunk->generation;
     return inf_crc32c(inf_sum_seed(generation, chunk->key, section, piece.index),
-                      section_data + piece_offset(chunk, section, piece), piece_bytes(chunk, section, piece));
+                      section_data + piece_offset(chunk, section, piece),
+                      piece_bytes(chunk, section, piece));
 }
 
 static uint32_t *section_sums(const inf_chunk *chunk, int32_t section) {
@@ -102,7 +110,8 @@ static int piece_verified(const inf_chunk *chunk, int64_t index, int32_t verify)
     return index % stride == (verify - INF_VERIFY_SAMPLE) % stride;
 }
 
-int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify) {
+int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
+                          int32_t verify) {
     if (!verify || !section_summed(chunk, section)) {
         if (to != NULL && to != from) memcpy(to, from, (size_t)inf_section_bytes(chunk, section));
         return INF_OK;
@@ -111,9 +120,11 @@ int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t
     const int64_t piece_count = inf_piece_count(chunk);
     for (int64_t k = 0; k < piece_count; k++) {
         const piece_range piece = piece_at(chunk, k);
-        if (piece_verified(chunk, k, verify) && piece_sum(chunk, section, piece, from) != sums[k]) return k;
+        if (piece_verified(chunk, k, verify) && piece_sum(chunk, section, piece, from) != sums[k])
+            return k;
         const int64_t at = piece_offset(chunk, section, piece);
-        if (to != NULL && to != from) memcpy(to + at, from + at, piece_bytes(chunk, section, piece));
+        if (to != NULL && to != from)
+            memcpy(to + at, from + at, piece_bytes(chunk, section, piece));
     }
     return INF_OK;
 }
@@ -134,11 +145,13 @@ void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *f
     }
 }
 
-/* ---- update ---------------------------------------------------------------------------------------------------- */
+/* ---- update ---------------------------------------------------------------------------------- */
 
-/* What the elements of a segment's gradient are, an INF_GRAD_* other than SECTION; -1: nothing that can be. */
+/* What the elements of a segment's gradient are, an INF_GRAD_* other than SECTION; -1: nothing that
+ * can be. */
 static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
-    if (seg->grad_dtype >= INF_GRAD_BF16 && seg->grad_dtype <= INF_GRAD_FP16) return seg->grad == 0 ? -1 : seg->grad_dtype;
+    if (seg->grad_dtype >= INF_GRAD_BF16 && seg->grad_dtype <= INF_GRAD_FP16)
+        return seg->grad == 0 ? -1 : seg->grad_dtype;
     if (seg->grad_dtype != INF_GRAD_SECTION) return -1;
     switch (inf_format_grad(chunk->format)) {
     case INF_GRAD_SECTION_BF16: return INF_GRAD_BF16;
@@ -148,9 +161,9 @@ static int32_t grad_dtype_of(const inf_chunk *chunk, const inf_seg *seg) {
     }
 }
 
-static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                             int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
-                             const uint32_t *sums_scratch) {
+static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                             const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
+                             int32_t hyper_count, const uint32_t *sums_scratch) {
     if (!inf_chunk_valid(chunk) || (chunk->sums_ptr != 0 && sums_scratch == NULL)) return 0;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (section[s] == NULL) return 0;
@@ -169,8 +182,8 @@ static int update_plan_valid(const inf_chunk *chunk, uint8_t *const section[INF_
     return 1;
 }
 
-static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                            int32_t verify, uint32_t in_memory_mask) {
+static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                            piece_range piece, int32_t verify, uint32_t in_memory_mask) {
     if (!piece_verified(chunk, piece.index, verify)) return INF_OK;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s) || (in_memory_mask >> s & 1u)) continue;
@@ -182,8 +195,8 @@ static int64_t verify_piece(const inf_chunk *chunk, uint8_t *const section[INF_S
 }
 
 /* Update elements [start, start + numel) of the chunk, which lie in the segment. */
-static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *seg,
-                         int64_t start, int64_t numel, const inf_hyper *hyper) {
+static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                         const inf_seg *seg, int64_t start, int64_t numel, const inf_hyper *hyper) {
     const int32_t grad_dtype = grad_dtype_of(chunk, seg);
     const int64_t ahead = start - seg->start;
     const uint8_t *grad;
@@ -191,12 +204,14 @@ static void update_range(const inf_chunk *chunk, uint8_t *const section[INF_SECT
         const int32_t s = grad_section(chunk);
         grad = section[s] + inf_section_span(chunk, s, start);
     } else {
-        grad = (const uint8_t *)(uintptr_t)seg->grad + ahead * (grad_dtype == INF_GRAD_FP32 ? 4 : 2);
+        grad =
+            (const uint8_t *)(uintptr_t)seg->grad + ahead * (grad_dtype == INF_GRAD_FP32 ? 4 : 2);
     }
     uint8_t *at[INF_SECTION_MAX] = {NULL};
     const int32_t written = inf_format_written(chunk->format, chunk->section_count);
     for (int32_t s = 0; s < written; s++) at[s] = section[s] + inf_section_span(chunk, s, start);
-    inf_update(inf_format_states(chunk->format), at, grad, grad_dtype, numel, seg->element + ahead, hyper);
+    inf_update(inf_format_states(chunk->format), at, grad, grad_dtype, numel, seg->element + ahead,
+               hyper);
 }
 
 typedef struct {
@@ -206,8 +221,8 @@ typedef struct {
 } seg_cursor;
 
 /* Update the part of the segments that lies in the piece; returns whether there was any. */
-static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                        seg_cursor *cursor, const inf_hyper *hypers) {
+static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                        piece_range piece, seg_cursor *cursor, const inf_hyper *hypers) {
     const int64_t piece_end = piece.start + piece.numel;
     int touched = 0;
     for (; cursor->next < cursor->count; cursor->next++) {
@@ -225,12 +240,14 @@ static int update_piece(const inf_chunk *chunk, uint8_t *const section[INF_SECTI
 }
 
 /* The checksums that a piece has after its update, into `sums_new`: those of what it holds now. */
-static void sum_piece(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX], piece_range piece,
-                      int touched, uint32_t in_memory_mask, uint32_t *sums_new) {
+static void sum_piece(const inf_chunk *chunk, const inf_chunk *to,
+                      uint8_t *const section[INF_SECTION_MAX], piece_range piece, int touched,
+                      uint32_t in_memory_mask, uint32_t *sums_new) {
     const int64_t piece_count = inf_piece_count(chunk);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
-        const int changed = s != grad_section(chunk) && (to != chunk || touched || (in_memory_mask >> s & 1u));
+        const int changed =
+            s != grad_section(chunk) && (to != chunk || touched || (in_memory_mask >> s & 1u));
         sums_new[s * piece_count + piece.index] =
             changed ? piece_sum(to, s, piece, section[s]) : section_sums(chunk, s)[piece.index];
     }
@@ -240,11 +257,12 @@ static void commit_sums(const inf_chunk *chunk, const uint32_t *sums_new) {
     const int64_t piece_count = inf_piece_count(chunk);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!section_summed(chunk, s)) continue;
-        memcpy(section_sums(chunk, s), sums_new + s * piece_count, (size_t)piece_count * sizeof(uint32_t));
+        memcpy(section_sums(chunk, s), sums_new + s * piece_count,
+               (size_t)piece_count * sizeof(uint32_t));
     }
 }
 
-/* ---- what a mismatch later in the chunk takes back: resident sections, which no read brings back ------------------ */
+/* ---- undo of a mismatch later in the chunk: resident sections, which no read brings back ----- */
 
 static int undone(const inf_chunk *chunk, int32_t s) {
     return inf_section_resident(chunk, s) && s != grad_section(chunk);
@@ -258,36 +276,43 @@ size_t inf_undo_bytes(const inf_chunk *chunk) {
     return bytes;
 }
 
-static void undo_copy(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, uint8_t *undo,
-                      int restore) {
+static void undo_copy(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                      piece_range piece, uint8_t *undo, int restore) {
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!undone(chunk, s)) continue;
         const int64_t at = piece_offset(chunk, s, piece);
         uint8_t *mine = section[s] + at;
-        memcpy(restore ? mine : undo + at, restore ? undo + at : mine, piece_bytes(chunk, s, piece));
+        memcpy(restore ? mine : undo + at, restore ? undo + at : mine,
+               piece_bytes(chunk, s, piece));
         undo += inf_section_bytes(chunk, s);
     }
 }
 
-static void copy_out(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], piece_range piece, uint8_t *out0) {
+static void copy_out(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                     piece_range piece, uint8_t *out0) {
     const int64_t at = piece_offset(chunk, 0, piece);
     memcpy(out0 + at, section[0] + at, piece_bytes(chunk, 0, piece));
 }
 
-int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
-                              const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                              int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch, uint8_t *undo) {
-    if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch)) return INF_BAD_PLAN;
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
+                              uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
+                              uint8_t *out0, int32_t verify, uint32_t in_memory_mask,
+                              uint32_t *sums_scratch, uint8_t *undo) {
+    if (!update_plan_valid(chunk, section, segs, seg_count, hypers, hyper_count, sums_scratch))
+        return INF_BAD_PLAN;
     const int64_t piece_count = inf_piece_count(chunk);
     int32_t unread_count = 0; /* sections that no read could bring back */
     for (int32_t s = 0; s < chunk->section_count; s++) {
         unread_count += inf_section_resident(chunk, s) || (in_memory_mask >> s & 1u);
     }
-    const int fallible = verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
+    const int fallible =
+        verify != INF_VERIFY_OFF && chunk->sums_ptr != 0 && unread_count < chunk->section_count;
     const int verify_ahead = fallible && unread_count > 0 && undo == NULL;
     const int keeps = fallible && unread_count > 0 && undo != NULL;
     for (int64_t k = 0; verify_ahead && k < piece_count; k++) {
-        const int64_t bad = verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask);
+        const int64_t bad =
+            verify_piece(chunk, section, piece_at(chunk, k), verify, in_memory_mask);
         if (bad != INF_OK) return bad;
     }
     seg_cursor cursor = {segs, seg_count, 0};
@@ -305,15 +330,18 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8
         sum_piece(chunk, to, section, piece, touched, in_memory_mask, sums_scratch);
         if (out0 != NULL && !keeps) copy_out(chunk, section, piece, out0);
     }
-    /* Later where the caller's memory may be what was given, and is wanted again after a mismatch. */
-    for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++) copy_out(chunk, section, piece_at(chunk, k), out0);
+    /* Later where the caller's memory may be what was given, and is wanted again after a
+     * mismatch. */
+    for (int64_t k = 0; out0 != NULL && keeps && k < piece_count; k++)
+        copy_out(chunk, section, piece_at(chunk, k), out0);
     if (chunk->sums_ptr != 0) commit_sums(to, sums_scratch);
     return INF_OK;
 }
 
-int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                         int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch) {
-    return inf_chunk_update_undo(chunk, chunk, section, segs, seg_count, hypers, hyper_count, out0, verify, in_memory_mask,
-                                 sums_scratch, NULL);
+int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                         const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
+                         int32_t hyper_count, uint8_t *out0, int32_t verify,
+                         uint32_t in_memory_mask, uint32_t *sums_scratch) {
+    return inf_chunk_update_undo(chunk, chunk, section, segs, seg_count, hypers, hyper_count, out0,
+                                 verify, in_memory_mask, sums_scratch, NULL);
 }

@@ -1,24 +1,29 @@
 /* CRC-32C (Castagnoli polynomial 0x1EDC6F41, reflected 0x82F63B78) on the CPU's instructions.
  *
- * A crc instruction has latency 3 and throughput 1, so one stream of it leaves two thirds of the unit idle; a carry-less
- * multiplication folds 16 bytes of a message onto later ones and runs on another port. Four implementations:
+ * A crc instruction has latency 3 and throughput 1, so one stream of it leaves two thirds of the
+ * unit idle; a carry-less multiplication folds 16 bytes of a message onto later ones and runs on
+ * another port. Four implementations:
  *
  *   portable  eight tables, 8 bytes a step
  *   streams   three interleaved streams of the crc instruction (SSE4.2, ARMv8 CRC)
  *   clmul     three such streams and, in the same loop, 128-bit folding of a fourth part
  *   vpclmul   512-bit folding alone (AVX-512 with VPCLMULQDQ)
  *
- * All constants are powers of x modulo the polynomial and are computed at load, not copied from anywhere.
+ * All constants are powers of x modulo the polynomial and are computed at load, not copied from
+ * anywhere.
  *
  * [Note: reflected arithmetic]
- * A 32-bit value holds a polynomial with bit 31 = x^0 and bit 0 = x^31; a 64-bit value likewise with x^63 at bit 0, so a
- * 32-bit value in its low half stands for itself times x^32. A carry-less product of two such has its lowest bit one
- * place below the top of the double width, which is one more factor of x. Two facts follow:
- *   - the crc instruction turns a state s and a 64-bit word w into (s * x^32 + w) * x^32 mod P, reading s in the low half;
- *     hence crc64(0, clmul(a, b)) = a * b * x^33 mod P for 32-bit a and b. Moving a state past L bytes multiplies it by
- *     x^(8L), so the constant to multiply with is x^(8L - 33).
- *   - to move a 128-bit accumulator (lo, hi) past D bits: lo * x^(D+64) + hi * x^D. With a constant in the low half of 64
- *     bits (x^32 too many) and the product's extra x, the constants are x^(D+31) for lo and x^(D-33) for hi.
+ * A 32-bit value holds a polynomial with bit 31 = x^0 and bit 0 = x^31; a 64-bit value likewise
+ * with x^63 at bit 0, so a 32-bit value in its low half stands for itself times x^32. A carry-less
+ * product of two such has its lowest bit one place below the top of the double width, which is one
+ * more factor of x. Two facts follow:
+ *   - the crc instruction turns a state s and a 64-bit word w into (s * x^32 + w) * x^32 mod P,
+ *     reading s in the low half; hence crc64(0, clmul(a, b)) = a * b * x^33 mod P for 32-bit a and
+ *     b. Moving a state past L bytes multiplies it by x^(8L), so the constant to multiply with is
+ *     x^(8L - 33).
+ *   - to move a 128-bit accumulator (lo, hi) past D bits: lo * x^(D+64) + hi * x^D. With a constant
+ *     in the low half of 64 bits (x^32 too many) and the product's extra x, the constants are
+ *     x^(D+31) for lo and x^(D-33) for hi.
  */
 #include "cpu.h"
 #include "infinity.h"
@@ -37,7 +42,7 @@
 #define POLY 0x82F63B78u
 #define X_TO_0 0x80000000u /* the polynomial 1 */
 
-/* ---- arithmetic modulo P, slow, for constants ------------------------------------------------------------------ */
+/* ---- arithmetic modulo P, slow, for constants ------------------------------------------------ */
 
 static uint32_t times_x(uint32_t a) {
     return (a >> 1) ^ ((a & 1u) ? POLY : 0u);
@@ -84,7 +89,7 @@ static inline uint64_t load64(const uint8_t *data) {
     return word;
 }
 
-/* ---- portable -------------------------------------------------------------------------------------------------- */
+/* ---- portable -------------------------------------------------------------------------------- */
 
 static uint32_t crc_portable(uint32_t state, const uint8_t *data, size_t size) {
     for (; size >= 8; size -= 8, data += 8) {
@@ -96,7 +101,7 @@ static uint32_t crc_portable(uint32_t state, const uint8_t *data, size_t size) {
     return state;
 }
 
-/* ---- streams of the crc instruction ---------------------------------------------------------------------------- */
+/* ---- streams of the crc instruction ---------------------------------------------------------- */
 
 enum {
     STREAM_LONG = 2720, /* bytes of each of three streams; three of them fill half a 16 KiB piece */
@@ -105,7 +110,8 @@ enum {
 static uint32_t past_long, past_short; /* x^(8L), for `multiply` */
 
 #if defined(INF_CRC_X86)
-/* clang keeps the crc instructions apart from SSE 4.2; gcc knows a name for them only from 11 on. */
+/* clang keeps the crc instructions apart from SSE 4.2; gcc knows a name for them only from 11
+ * on. */
 #if defined(__clang__)
 #define CRC_FEATURES "sse4.2,crc32"
 #else
@@ -133,8 +139,8 @@ CRC_TARGET static inline uint32_t crc_one_stream(uint32_t state, const uint8_t *
     return state;
 }
 
-CRC_TARGET static inline uint32_t crc_three_streams(uint32_t state, const uint8_t *data, size_t stream,
-                                                    uint32_t past) {
+CRC_TARGET static inline uint32_t crc_three_streams(uint32_t state, const uint8_t *data,
+                                                    size_t stream, uint32_t past) {
     uint64_t a = state, b = 0, c = 0;
     for (size_t i = 0; i < stream; i += 8) {
         a = CRC64(a, load64(data + i));
@@ -158,10 +164,11 @@ CRC_TARGET static uint32_t crc_streams(uint32_t state, const uint8_t *data, size
 
 #if defined(INF_CRC_X86)
 
-/* ---- three streams beside 128-bit folding ----------------------------------------------------------------------- *
+/* ---- three streams beside 128-bit folding ----------------------------------------------------- *
  *
- * A block is [folded: 64 n bytes][stream: 24 n][stream: 24 n][stream: 24 n]: per iteration 8 multiplications on port 5
- * and 9 crc instructions on port 1 move 136 bytes. n = 120 makes a block of 16,320 bytes, one 16 KiB piece less 64.
+ * A block is [folded: 64 n bytes][stream: 24 n][stream: 24 n][stream: 24 n]: per iteration 8
+ * multiplications on port 5 and 9 crc instructions on port 1 move 136 bytes. n = 120 makes a block
+ * of 16,320 bytes, one 16 KiB piece less 64.
  */
 
 enum { FOLD_BYTES = 64, STREAM_STEP = 24, ITERATION_BYTES = FOLD_BYTES + 3 * STREAM_STEP };
@@ -185,7 +192,8 @@ static void make_fold(uint64_t fold[2], uint64_t bits) {
 
 static block_constants make_block_constants(uint64_t iterations) {
     const uint64_t stream_bits = 8 * STREAM_STEP * iterations;
-    return (block_constants){x_to(stream_bits - 33), x_to(2 * stream_bits - 33), x_to(3 * stream_bits - 33)};
+    return (block_constants){x_to(stream_bits - 33), x_to(2 * stream_bits - 33),
+                             x_to(3 * stream_bits - 33)};
 }
 
 CLMUL_TARGET static inline __m128i fold(__m128i from, __m128i onto, const uint64_t constants[2]) {
@@ -217,8 +225,8 @@ CLMUL_TARGET static inline uint32_t move_past(uint64_t state, uint32_t past) {
     return (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
 }
 
-CLMUL_TARGET static inline uint32_t crc_block(uint32_t state, const uint8_t *data, size_t iterations,
-                                              const block_constants *constants) {
+CLMUL_TARGET static inline uint32_t crc_block(uint32_t state, const uint8_t *data,
+                                              size_t iterations, const block_constants *constants) {
     const size_t stream = STREAM_STEP * iterations;
     const uint8_t *folded = data;
     const uint8_t *words = data + FOLD_BYTES * iterations;
@@ -241,13 +249,15 @@ CLMUL_TARGET static inline uint32_t crc_block(uint32_t state, const uint8_t *dat
         c = _mm_crc32_u64(c, load64(words + 2 * stream + 16));
         first = _mm_setzero_si128();
     }
-    return move_past(finish512(x0, x1, x2, x3), constants->past_three) ^ move_past(a, constants->past_two) ^
-           move_past(b, constants->past_one) ^ (uint32_t)c;
+    return move_past(finish512(x0, x1, x2, x3), constants->past_three) ^
+           move_past(a, constants->past_two) ^ move_past(b, constants->past_one) ^ (uint32_t)c;
 }
 
 CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size_t size) {
-    const size_t block = ITERATION_BYTES * ITERATIONS_LONG, block_small = ITERATION_BYTES * ITERATIONS_SHORT;
-    for (; size >= block; size -= block, data += block) state = crc_block(state, data, ITERATIONS_LONG, &block_long);
+    const size_t block = ITERATION_BYTES * ITERATIONS_LONG,
+                 block_small = ITERATION_BYTES * ITERATIONS_SHORT;
+    for (; size >= block; size -= block, data += block)
+        state = crc_block(state, data, ITERATIONS_LONG, &block_long);
     for (; size >= block_small; size -= block_small, data += block_small) {
         state = crc_block(state, data, ITERATIONS_SHORT, &block_short);
     }
@@ -258,16 +268,18 @@ CLMUL_TARGET static uint32_t crc_clmul(uint32_t state, const uint8_t *data, size
     return state;
 }
 
-/* ---- 512-bit folding ------------------------------------------------------------------------------------------- */
+/* ---- 512-bit folding ------------------------------------------------------------------------- */
 
-#if defined(INF_EMULATE_VPCLMUL) /* tests, on machines without the instruction: four 128-bit products */
+/* tests, on machines without the instruction: four 128-bit products */
+#if defined(INF_EMULATE_VPCLMUL)
 #define VPCLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl")))
 VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
     __m512i out = _mm512_setzero_si512();
-#define LANE(i)                                                                                              \
-    do {                                                                                                     \
-        const __m128i x = _mm512_extracti64x2_epi64(a, i), y = _mm512_extracti64x2_epi64(b, i);              \
-        out = _mm512_inserti64x2(out, high ? _mm_clmulepi64_si128(x, y, 0x11) : _mm_clmulepi64_si128(x, y, 0x00), i); \
+#define LANE(i)                                                                                  \
+    do {                                                                                         \
+        const __m128i x = _mm512_extracti64x2_epi64(a, i), y = _mm512_extracti64x2_epi64(b, i);  \
+        out = _mm512_inserti64x2(                                                                \
+            out, high ? _mm_clmulepi64_si128(x, y, 0x11) : _mm_clmulepi64_si128(x, y, 0x00), i); \
     } while (0)
     LANE(0);
     LANE(1);
@@ -279,7 +291,8 @@ VPCLMUL_TARGET static inline __m512i clmul512(__m512i a, __m512i b, int high) {
 #define CLMUL512_LO(a, b) clmul512(a, b, 0)
 #define CLMUL512_HI(a, b) clmul512(a, b, 1)
 #else
-#define VPCLMUL_TARGET __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
+#define VPCLMUL_TARGET \
+    __attribute__((target(CRC_FEATURES ",pclmul,avx512f,avx512dq,avx512vl,vpclmulqdq")))
 #define CLMUL512_LO(a, b) _mm512_clmulepi64_epi128(a, b, 0x00)
 #define CLMUL512_HI(a, b) _mm512_clmulepi64_epi128(a, b, 0x11)
 #endif
@@ -288,14 +301,17 @@ static uint64_t fold_2048[2] __attribute__((aligned(16))); /* past 256 bytes */
 static uint64_t fold_1536[2] __attribute__((aligned(16)));
 static uint64_t fold_1024[2] __attribute__((aligned(16)));
 
-VPCLMUL_TARGET static inline __m512i fold_wide(__m512i from, __m512i onto, const uint64_t constants[2]) {
+VPCLMUL_TARGET static inline __m512i fold_wide(__m512i from, __m512i onto,
+                                               const uint64_t constants[2]) {
     const __m512i by = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)constants));
-    return _mm512_ternarylogic_epi64(CLMUL512_LO(from, by), CLMUL512_HI(from, by), onto, 0x96); /* three-way xor */
+    /* three-way xor */
+    return _mm512_ternarylogic_epi64(CLMUL512_LO(from, by), CLMUL512_HI(from, by), onto, 0x96);
 }
 
 VPCLMUL_TARGET static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, size_t size) {
     if (size < 256) return crc_clmul(state, data, size);
-    __m512i z0 = _mm512_xor_si512(_mm512_loadu_si512(data), _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
+    __m512i z0 = _mm512_xor_si512(_mm512_loadu_si512(data),
+                                  _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)state)));
     __m512i z1 = _mm512_loadu_si512(data + 64);
     __m512i z2 = _mm512_loadu_si512(data + 128);
     __m512i z3 = _mm512_loadu_si512(data + 192);
@@ -308,14 +324,15 @@ VPCLMUL_TARGET static uint32_t crc_vpclmul(uint32_t state, const uint8_t *data, 
     z3 = fold_wide(z2, z3, fold_512);
     z3 = fold_wide(z1, z3, fold_1024);
     z3 = fold_wide(z0, z3, fold_1536);
-    for (; size >= 64; size -= 64, data += 64) z3 = fold_wide(z3, _mm512_loadu_si512(data), fold_512);
+    for (; size >= 64; size -= 64, data += 64)
+        z3 = fold_wide(z3, _mm512_loadu_si512(data), fold_512);
     state = finish512(_mm512_extracti64x2_epi64(z3, 0), _mm512_extracti64x2_epi64(z3, 1),
                       _mm512_extracti64x2_epi64(z3, 2), _mm512_extracti64x2_epi64(z3, 3));
     return crc_clmul(state, data, size);
 }
 #endif
 
-/* ---- dispatch -------------------------------------------------------------------------------------------------- */
+/* ---- dispatch -------------------------------------------------------------------------------- */
 
 typedef uint32_t crc_fn(uint32_t state, const uint8_t *data, size_t size);
 
@@ -352,7 +369,8 @@ __attribute__((constructor)) static void crc_choose_best(void) {
         }
     }
 #elif defined(INF_CRC_ARM)
-    if (getauxval(AT_HWCAP) & (1UL << 7)) crc_table[INF_CRC_STREAMS] = crc_streams; /* HWCAP_CRC32 */
+    /* HWCAP_CRC32 */
+    if (getauxval(AT_HWCAP) & (1UL << 7)) crc_table[INF_CRC_STREAMS] = crc_streams;
 #endif
     for (int32_t i = 0; i < INF_CRC_COUNT; i++) {
         if (crc_table[i] != NULL) crc_best = i;
@@ -368,7 +386,8 @@ const char *inf_crc32c_name(int32_t variant) {
     return variant >= 0 && variant < INF_CRC_COUNT ? CRC_NAME[variant] : NULL;
 }
 
-uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes, int32_t *ok) {
+uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes,
+                         int32_t *ok) {
     *ok = variant >= 0 && variant < INF_CRC_COUNT && crc_table[variant] != NULL;
     return *ok ? ~crc_table[variant](~seed, data, size_bytes) : 0;
 }

@@ -1,5 +1,6 @@
-/* Includes INF_BODY once for each instruction set, with its functions named by INF_ISA(name): one loop body, compiled for every
- * processor (infinity.h says how one is chosen). Defines INF_HAS_X86 where there is more than the portable one. */
+/* Includes INF_BODY once for each instruction set, with its functions named by INF_ISA(name): one
+ * loop body, compiled for every processor (infinity.h says how one is chosen). Defines INF_HAS_X86
+ * where there is more than the portable one. */
 #define INF_ISA(name) name##_portable
 #include INF_BODY
 #undef INF_ISA
@@ -23,8 +24,9 @@
 #endif
 
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                             \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"), min_vector_width(512))), \
+    apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")

@@ -10,7 +10,7 @@
 
 #define SPAN_COUNT 65536
 
-/* ---- shared with the other files ---- */
+/* ---- shared with the other files ------------------------------------------------------------- */
 
 int64_t inf_now_ns(void) {
     struct timespec now;
@@ -70,7 +70,8 @@ bool inf_queue_remove(inf_queue *queue, inf_run *run) {
     return true;
 }
 
-void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes) {
+void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns,
+                  int64_t bytes) {
     inf_span *span = &ex->spans[ex->span_count++ % SPAN_COUNT];
     *span = (inf_span){.track = track,
                        .drive = track <= INF_TRACK_WRITE ? run->chunk->plan.drive : -1,
@@ -81,7 +82,7 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
                        .bytes = bytes};
 }
 
-/* ---- opening ---- */
+/* ---- opening --------------------------------------------------------------------------------- */
 
 static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) {
     const inf_exec_config *config = &ex->config;
@@ -89,9 +90,11 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
     ex->slab_bytes = small_total + config->large_count * config->large_bytes;
     if (ex->slab_bytes > 0) {
         uint64_t address = 0;
-        int32_t error = inf_slab_map_on((uint64_t)ex->slab_bytes, config->numa - 1, &address, &ex->numa_error);
+        int32_t error =
+            inf_slab_map_on((uint64_t)ex->slab_bytes, config->numa - 1, &address, &ex->numa_error);
         if (error != 0) {
-            snprintf(why, why_bytes, "no memory for pools of %lld bytes", (long long)ex->slab_bytes);
+            snprintf(why, why_bytes, "no memory for pools of %lld bytes",
+                     (long long)ex->slab_bytes);
             return error;
         }
         ex->slab = (uint8_t *)(uintptr_t)address;
@@ -99,8 +102,9 @@ static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) 
     }
     for (int32_t i = 0; i < 2; i++) {
         uint8_t *base = ex->slab == NULL ? NULL : ex->slab + (i == 0 ? 0 : small_total);
-        int32_t error = inf_pool_make(ex, &ex->pools[i], i == 0 ? config->small_count : config->large_count,
-                                      i == 0 ? config->small_bytes : config->large_bytes, base);
+        int32_t error =
+            inf_pool_make(ex, &ex->pools[i], i == 0 ? config->small_count : config->large_count,
+                          i == 0 ? config->small_bytes : config->large_bytes, base);
         if (error != 0) return error;
     }
     return inf_prefetch_make(ex);
@@ -111,12 +115,14 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
     if (ex->drives == NULL) return -ENOMEM;
     for (int32_t d = 0; d < ex->config.drive_count; d++) {
         inf_drive *drive = &ex->drives[d];
-        *drive = (inf_drive){.ex = ex, .index = d, .config = configs[d], .event_fd = -1, .fds = {configs[d].fd}};
+        *drive = (inf_drive){
+            .ex = ex, .index = d, .config = configs[d], .event_fd = -1, .fds = {configs[d].fd}};
         for (int32_t f = 1; f < INF_FILE_MAX; f++) drive->fds[f] = -1;
         int32_t threads = ex->config.threads_per_drive;
         if (!ex->config.uring && drive->config.depth > threads) drive->config.depth = threads;
         drive->stats.depth = drive->config.depth;
-        ex->seam_on = ex->seam_on || configs[d].read_bytes_per_s > 0 || configs[d].write_bytes_per_s > 0;
+        ex->seam_on =
+            ex->seam_on || configs[d].read_bytes_per_s > 0 || configs[d].write_bytes_per_s > 0;
         drive->requests = calloc((size_t)drive->config.depth, sizeof *drive->requests);
         if (drive->requests == NULL) return -ENOMEM;
         for (int32_t r = 0; r < drive->config.depth; r++) {
@@ -129,7 +135,8 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
 
 static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes) {
     int32_t error = 0;
-    for (int32_t d = 0; d < ex->config.drive_count && error == 0; d++) error = ex->backend->start(&ex->drives[d]);
+    for (int32_t d = 0; d < ex->config.drive_count && error == 0; d++)
+        error = ex->backend->start(&ex->drives[d]);
     if (error != 0) {
         snprintf(why, why_bytes, "%s: %s", ex->backend->name, strerror(-error));
         return error;
@@ -149,8 +156,8 @@ static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes
     return error;
 }
 
-inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives, int32_t *error, char *why,
-                                int32_t why_bytes) {
+inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives,
+                                int32_t *error, char *why, int32_t why_bytes) {
     struct inf_executor *ex = calloc(1, sizeof *ex);
     *error = -ENOMEM;
     if (ex == NULL) return NULL;
@@ -179,7 +186,7 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     return NULL;
 }
 
-/* ---- ending ---- */
+/* ---- ending ---------------------------------------------------------------------------------- */
 
 void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     pthread_mutex_lock(&ex->lock);
@@ -193,7 +200,9 @@ void inf_executor_shut(inf_executor *ex, int32_t cancel) {
     pthread_mutex_unlock(&ex->lock);
 }
 
-bool inf_idle(const struct inf_executor *ex) { return ex->pending == 0 && ex->prefetch_reading == 0; }
+bool inf_idle(const struct inf_executor *ex) {
+    return ex->pending == 0 && ex->prefetch_reading == 0;
+}
 
 int32_t inf_executor_wait_idle(inf_executor *ex, int64_t timeout_ns) {
     struct timespec deadline;
@@ -219,14 +228,16 @@ void inf_executor_stop(inf_executor *ex) {
     for (int32_t w = 0; w < ex->workers_started; w++) pthread_join(ex->worker_threads[w], NULL);
     if (ex->seam_started) pthread_join(ex->seam_thread, NULL);
     inf_device_stop(ex);
-    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) ex->backend->stop(&ex->drives[d]);
+    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++)
+        ex->backend->stop(&ex->drives[d]);
     for (int32_t w = 0; w < ex->workers_started; w++) free(ex->workers[w].scratch);
     if (ex->slab != NULL) inf_slab_unmap((uint64_t)(uintptr_t)ex->slab, (uint64_t)ex->slab_bytes);
     ex->slab = NULL;
 }
 
 static void executor_destroy(struct inf_executor *ex) {
-    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++) free(ex->drives[d].requests);
+    for (int32_t d = 0; d < ex->config.drive_count && ex->drives != NULL; d++)
+        free(ex->drives[d].requests);
     for (int32_t c = 0; c < ex->chunk_count; c++) free(ex->chunks[c]);
     free(ex->drives);
     free(ex->prefetches);
@@ -255,7 +266,7 @@ void inf_executor_free(inf_executor *ex) {
     inf_executor_let_go(ex);
 }
 
-/* ---- observing ---- */
+/* ---- observing ------------------------------------------------------------------------------- */
 
 int64_t inf_executor_pool_bytes(const inf_executor *ex) { return ex->slab_bytes; }
 
@@ -295,7 +306,8 @@ int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count
     pthread_mutex_lock(&ex->lock);
     uint64_t kept = ex->span_count < SPAN_COUNT ? ex->span_count : SPAN_COUNT;
     if (kept > (uint64_t)count_max) kept = (uint64_t)count_max;
-    for (uint64_t i = 0; i < kept; i++) spans[i] = ex->spans[(ex->span_count - kept + i) % SPAN_COUNT];
+    for (uint64_t i = 0; i < kept; i++)
+        spans[i] = ex->spans[(ex->span_count - kept + i) % SPAN_COUNT];
     ex->stats.spans_dropped += ex->span_count - kept;
     ex->span_count = 0;
     pthread_mutex_unlock(&ex->lock);

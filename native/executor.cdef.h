@@ -1,12 +1,15 @@
-/* The executor's interface for cffi; also included by executor.h, so that there is one text. No preprocessor here. */
+/* The executor's interface for cffi; also included by executor.h, so that there is one text. No
+ * preprocessor here. */
 
 typedef struct inf_executor inf_executor;
 typedef struct inf_ticket inf_ticket;
 typedef struct inf_gate inf_gate;
 
-/* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's file. */
+/* Why a job failed; `op` is 0 read, 1 write, -1 neither. offset and length are bytes in the drive's
+ * file. */
 typedef struct {
-    int32_t kind; /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled, 8 device */
+    /* 1 errno, 2 short, 3 checksum, 4 no space, 5 closed, 6 bad plan, 7 cancelled, 8 device */
+    int32_t kind;
     int32_t op;
     int32_t drive;
     int32_t error; /* errno, or the code of the device's driver; 0 = none */
@@ -14,7 +17,8 @@ typedef struct {
     int64_t length;
     uint64_t key;
     int32_t chunk;
-    int32_t earlier; /* 1 = of an earlier job, which left the chunk invalid; 2 = refused: the drive is marked */
+    /* 1 = of an earlier job, which left the chunk invalid; 2 = refused: the drive is marked */
+    int32_t earlier;
     int32_t section;
     int32_t piece;
 } inf_fault;
@@ -27,8 +31,8 @@ typedef struct {
     uint64_t busy_ns;
 } inf_window;
 
-/* latency: requests by the time to their result; bucket b of executor_meter.c's scale. windows: a ring, the newest is
- * at (window_count - 1) % 64. */
+/* latency: requests by the time to their result; bucket b of executor_meter.c's scale. windows: a
+ * ring, the newest is at (window_count - 1) % 64. */
 typedef struct {
     uint64_t bytes_read;
     uint64_t bytes_written;
@@ -115,14 +119,17 @@ typedef struct {
     int64_t large_bytes;
     int64_t hold_ns;
     inf_seam seam;
-    int32_t numa;      /* 1 + the node for the slab, and `cpus` (a bit each) are for the threads; 0: as the kernel likes */
+    /* 1 + the node for the slab, and `cpus` (a bit each) are for the threads; 0: as the kernel
+     * likes */
+    int32_t numa;
     uint64_t cpus[16]; /* INF_CPU_MAX */
 } inf_exec_config;
 
-/* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's code. Streams and events
- * are void *, device addresses uint64_t. */
+/* Functions of the driver of the device that computes, as addresses; each returns 0 or the driver's
+ * code. Streams and events are void *, device addresses uint64_t. */
 typedef struct {
-    uint64_t context;           /* current on every thread while it calls the others, and then what was before */
+    /* current on every thread while it calls the others, and then what was before */
+    uint64_t context;
     uint64_t set_current;       /* (void *context) */
     uint64_t get_current;       /* (void **context) */
     uint64_t stream_create;     /* (void **stream, unsigned flags) */
@@ -139,30 +146,34 @@ typedef struct {
     uint64_t host_unregister;   /* (void *memory) */
 } inf_device_api;
 
-/* ---- slab ---- */
+/* ---- slab ------------------------------------------------------------------------------------ */
 
-/* Anonymous memory, 2 MiB aligned, MADV_HUGEPAGE, MADV_DONTFORK, every page touched. 0, or a negative errno. */
+/* Anonymous memory, 2 MiB aligned, MADV_HUGEPAGE, MADV_DONTFORK, every page touched. 0, or a
+ * negative errno. */
 int32_t inf_slab_map(uint64_t size_bytes, uint64_t *address);
-/* The same, on a node (-1: any). Where the node cannot be had, *numa_error is a negative errno, and the slab is as without. */
+/* The same, on a node (-1: any). Where the node cannot be had, *numa_error is a negative errno, and
+ * the slab is as without. */
 int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, int32_t *numa_error);
-/* Pages of this range that are touched from now on are taken from a node as long as it has some. 0, or a negative errno. */
+/* Pages of this range that are touched from now on are taken from a node as long as it has some. 0,
+ * or a negative errno. */
 int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node);
 void inf_slab_unmap(uint64_t address, uint64_t size_bytes);
 /* Bytes of the slab that huge pages back, from /proc/self/smaps; -1 when that cannot be read. */
 int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes);
 
-/* ---- io_uring by function pointers ---- */
+/* ---- io_uring by function pointers ----------------------------------------------------------- */
 
-/* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason in `why`. */
+/* Opens the shared object that carries liburing and looks every symbol up. 0, or -1 with the reason
+ * in `why`. */
 int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes);
 /* Tries to make a ring on a thread of its own. 0 or a negative errno. */
 int32_t inf_uring_probe(void);
 
-/* ---- executor ---- */
+/* ---- executor -------------------------------------------------------------------------------- */
 
 /* NULL with the reason in `why` and a negative errno in *error. */
-inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives, int32_t *error, char *why,
-                                int32_t why_bytes);
+inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives,
+                                int32_t *error, char *why, int32_t why_bytes);
 /* Ends intake and makes all gates escape; `cancel`: what has not started fails. */
 void inf_executor_shut(inf_executor *ex, int32_t cancel);
 /* 1 when no job is pending, 0 after timeout_ns. */
@@ -172,40 +183,47 @@ void inf_executor_stop(inf_executor *ex);
 /* After stop. The memory goes with the last ticket or gate, which may be released later. */
 void inf_executor_free(inf_executor *ex);
 
-/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined then. */
+/* Chunks were checked by the caller (aio/_validate.py). 0, or a negative errno: none is defined
+ * then. */
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids);
 /* 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id: none is dropped then. */
 int32_t inf_executor_drop(inf_executor *ex, const int32_t *ids, int32_t count);
-/* Versioned chunks: what they hold now is committed, and what is written from now on goes to their other places; or, rollback:
- * they hold again what was committed. 0; -EBUSY when jobs are pending on one (commit: that write states), -EINVAL for an unknown
- * id, -EPERM (rollback) when a resident section without another version was changed since: nothing is done then. Other chunks
- * are left alone. */
+/* Versioned chunks: what they hold now is committed, and what is written from now on goes to their
+ * other places; or, rollback: they hold again what was committed. 0; -EBUSY when jobs are pending
+ * on one (commit: that write states), -EINVAL for an unknown id, -EPERM (rollback) when a resident
+ * section without another version was changed since: nothing is done then. Other chunks are left
+ * alone. */
 int32_t inf_executor_commit(inf_executor *ex, const int32_t *ids, int32_t count);
 int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t count);
 /* Gives a drive another file. Its index, from 1 on; -ENOSPC when there are too many. */
 int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
 /* Takes it back. 0; -EBUSY while a chunk has a place in it, -EINVAL for an index that is none. */
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
-/* Other second places for versioned chunks whose live place is the committed one (or nothing was committed yet). Errors as commit;
- * -EPERM when the second place of one is the committed one. */
-int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count, const int32_t *files, const int64_t *offsets);
+/* Other second places for versioned chunks whose live place is the committed one (or nothing was
+ * committed yet). Errors as commit; -EPERM when the second place of one is the committed one. */
+int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
+                              const int32_t *files, const int64_t *offsets);
 /* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
 int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);
 int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks);
 
-/* NULL with *error: a negative errno, or 1 + (index of the job << 4 | what) for a job that cannot run. */
-inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
-                                int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
-                                inf_gate *gate, int64_t *error);
-/* Reads chunks ahead of their next UPDATE where slots are idle; `param_in_memory`: section 0 is not read. How many
- * were accepted. */
-int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count, int32_t param_in_memory);
+/* NULL with *error: a negative errno, or 1 + (index of the job << 4 | what) for a job that cannot
+ * run. */
+inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count,
+                                const void *segs, int32_t seg_count, const void *hypers,
+                                int32_t hyper_count, int32_t priority, inf_gate *gate,
+                                int64_t *error);
+/* Reads chunks ahead of their next UPDATE where slots are idle; `param_in_memory`: section 0 is not
+ * read. How many were accepted. */
+int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
+                              int32_t param_in_memory);
 /* Takes the marks off the drives and writes again what failed writes kept; as submit. */
 inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error);
-/* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and pins the slab. 0, a negative errno, or the driver's
- * code. */
+/* Makes the device known whose memory INF_MASK_DEVICE is about, once, before such jobs come, and
+ * pins the slab. 0, a negative errno, or the driver's code. */
 int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api);
-/* The stream whose kernels copies that are submitted, or whose gates are opened, from now on come behind. */
+/* The stream whose kernels copies that are submitted, or whose gates are opened, from now on come
+ * behind. */
 void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
 /* Where the slab lies; 0 without one. */
 uint64_t inf_executor_slab(const inf_executor *ex);
@@ -213,23 +231,26 @@ void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
-/* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or none was. */
+/* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or
+ * none was. */
 int32_t inf_executor_numa_error(const inf_executor *ex);
-/* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages, 3 it is too large, a
- * negative errno of the kernel. */
+/* 1: the slab is registered with every ring. Else why not: 0 there is none, 2 it is not huge pages,
+ * 3 it is too large, a negative errno of the kernel. */
 int32_t inf_executor_registered(const inf_executor *ex);
 void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats *drives);
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
 int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
 
-/* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the release. */
+/* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
+ * release. */
 const uint32_t *inf_ticket_words(const inf_ticket *ticket);
 /* Whether a word is set; what was copied before it was set is seen by the caller then. */
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word);
 /* word 0 or 1; 1 when it is set, 0 after timeout_ns. `escape`: make the gates that it
  * depends on escape, and its jobs demands, first. */
-int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape);
+int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
+                        int32_t escape);
 int32_t inf_ticket_fault(inf_executor *ex, const inf_ticket *ticket, inf_fault *fault);
 /* Gives up its fetches that no drive has begun. */
 void inf_ticket_cancel(inf_executor *ex, inf_ticket *ticket);

@@ -5,12 +5,13 @@
  *
  * Slots that are idle read ahead, for UPDATEs at closed gates (executor_prefetch.c).
  *
- * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections a second, which is
- * nothing beside what they order; and there is no lock order to get wrong. Threads: per drive one (io_uring) or several
- * (threads) that move blocks, and workers that verify, update, copy. None of them knows Python.
+ * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
+ * a second, which is nothing beside what they order; and there is no lock order to get wrong.
+ * Threads: per drive one (io_uring) or several (threads) that move blocks, and workers that verify,
+ * update, copy. None of them knows Python.
  *
- * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A job holds at most one
- * slot and takes it before anything else, so there is no cycle of waiting.
+ * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A
+ * job holds at most one slot and takes it before anything else, so there is no cycle of waiting.
  *
  * Functions marked [locked] want the mutex held and keep it.
  */
@@ -34,10 +35,12 @@
 #pragma GCC visibility pop
 
 #define INF_PRIORITY_COUNT 3
-/* Of reads at a drive: those ahead of their time come after every priority, and have no fair turns. */
+/* Of reads at a drive: those ahead of their time come after every priority, and have no fair
+ * turns. */
 #define INF_CLASS_AHEAD INF_PRIORITY_COUNT
 #define INF_CLASS_COUNT (INF_PRIORITY_COUNT + 1)
-/* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its priority: so that all progress. */
+/* Of the turns at slots, drives and workers one in so many goes to who waited longest, whatever its
+ * priority: so that all progress. */
 #define INF_FAIR_TURN 8
 #define INF_RANGE_MAX INF_SECTION_MAX
 #define INF_ALIGN 4096
@@ -48,7 +51,8 @@
 #define INF_PIECE_BYTES ((int64_t)1 << 30)
 /* In a job's mask: move the slot as it is; no copy, no checksum. For measuring drives. */
 #define INF_MASK_MOVE_ONLY 0x80000000u
-/* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident section 0. */
+/* In an UPDATE's mask: section 0 is not read but copied from ptr[1]; without effect on a resident
+ * section 0. */
 #define INF_MASK_PARAM_IN_MEMORY 0x40000000u
 /* In a job's mask: ptr[] are addresses in device memory. */
 #define INF_MASK_DEVICE 0x20000000u
@@ -67,9 +71,21 @@ enum {
     INF_FAULT_DEVICE
 };
 enum { INF_EARLIER_JOB = 1, INF_EARLIER_MARK = 2 };
-enum { INF_REGISTERED_NOT = 0, INF_REGISTERED = 1, INF_REGISTERED_NOT_HUGE = 2, INF_REGISTERED_TOO_LARGE = 3 };
+enum {
+    INF_REGISTERED_NOT = 0,
+    INF_REGISTERED = 1,
+    INF_REGISTERED_NOT_HUGE = 2,
+    INF_REGISTERED_TOO_LARGE = 3
+};
 enum { INF_SEAM_NONE = 0, INF_SEAM_ERRNO, INF_SEAM_SHORT, INF_SEAM_ZERO, INF_SEAM_BITFLIP };
-enum { INF_TRACK_READ = 0, INF_TRACK_WRITE, INF_TRACK_UPDATE, INF_TRACK_COPY, INF_TRACK_TO_DEVICE, INF_TRACK_FROM_DEVICE };
+enum {
+    INF_TRACK_READ = 0,
+    INF_TRACK_WRITE,
+    INF_TRACK_UPDATE,
+    INF_TRACK_COPY,
+    INF_TRACK_TO_DEVICE,
+    INF_TRACK_FROM_DEVICE
+};
 enum { INF_TO_DEVICE = 0, INF_FROM_DEVICE = 1, INF_DIRECTION_COUNT = 2 };
 enum { INF_GATE_CLOSED = 0, INF_GATE_OPEN, INF_GATE_ESCAPED };
 
@@ -102,7 +118,8 @@ typedef struct {
     int32_t file;
 } inf_range;
 
-/* A slot, and which bytes of the chunk's run it holds. What is read into it is not always what is written from it. */
+/* A slot, and which bytes of the chunk's run it holds. What is read into it is not always what is
+ * written from it. */
 typedef struct {
     uint8_t *memory; /* NULL: none */
     int64_t bytes;   /* of all sections in it; 0 = the job needs no slot */
@@ -110,7 +127,8 @@ typedef struct {
     int32_t pool;
     int32_t drive;
     uint32_t written;                      /* sections that are written from it */
-    bool lost;                             /* a broken ring may still touch it: never to be used again */
+    /* a broken ring may still touch it: never to be used again */
+    bool lost;
     int32_t range_count[INF_OP_COUNT];
     int64_t section_at[INF_SECTION_MAX];   /* where a section lies in it; -1 = not in it */
     inf_range ranges[INF_OP_COUNT][INF_RANGE_MAX];
@@ -175,7 +193,8 @@ typedef enum { INF_PREFETCH_WANTED, INF_PREFETCH_READING, INF_PREFETCH_HELD } in
 /* A read ahead of an UPDATE: see executor_prefetch.c. */
 struct inf_prefetch {
     inf_run run;             /* what a drive moves; it is in no FIFO and has no submission */
-    inf_chunk_record record; /* the run's chunk, a copy: the real one may be dropped while a drive reads */
+    /* the run's chunk, a copy: the real one may be dropped while a drive reads */
+    inf_chunk_record record;
     inf_chunk_record *chunk; /* NULL: nobody wants what is being read any more */
     inf_run *taker;          /* the UPDATE that waits for the read */
     inf_prefetch *next;         /* free, or of one state, oldest first */
@@ -292,16 +311,19 @@ typedef struct {
     uint8_t *base;
     inf_queue *waiting[INF_PRIORITY_COUNT]; /* [drive] */
     int32_t *held;                          /* [drive] */
-    int32_t *passed;                        /* [drive]: grants since its fair turn, which each has for itself */
+    /* [drive]: grants since its fair turn, which each has for itself */
+    int32_t *passed;
     int32_t waiting_count;
     int32_t prefetch_count; /* slots with reads ahead that no job has taken over */
     int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
 } inf_pool;
 
-/* A backend moves blocks: it takes requests with inf_drive_take and gives them back with inf_drive_done. */
+/* A backend moves blocks: it takes requests with inf_drive_take and gives them back with
+ * inf_drive_done. */
 typedef struct {
     const char *name;
-    int32_t (*start)(inf_drive *drive); /* 0 or a negative errno; returns when its threads are ready */
+    /* 0 or a negative errno; returns when its threads are ready */
+    int32_t (*start)(inf_drive *drive);
     void (*wake)(inf_drive *drive);     /* [locked] work has come */
     void (*stop)(inf_drive *drive);     /* after ex->stopping was set: joins the threads */
 } inf_backend;
@@ -402,10 +424,14 @@ extern const inf_backend inf_backend_threads;
 
 /* The section with the chunk's spilled gradients, as a mask; 0 = it has none. */
 static inline uint32_t inf_grad_mask(const inf_chunk *chunk) {
-    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? 0 : 1u << (chunk->section_count - 1);
+    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE
+               ? 0
+               : 1u << (chunk->section_count - 1);
 }
 
-static inline uint32_t inf_sections_all(const inf_chunk *chunk) { return (1u << chunk->section_count) - 1u; }
+static inline uint32_t inf_sections_all(const inf_chunk *chunk) {
+    return (1u << chunk->section_count) - 1u;
+}
 
 /* NULL: there is no chunk of that id. [locked] */
 static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int32_t id) {
@@ -413,16 +439,20 @@ static inline inf_chunk_record *inf_chunk_of(const struct inf_executor *ex, int3
 }
 
 /* Slots that reads ahead leave to others. */
-static inline int32_t inf_prefetch_spared(const inf_pool *pool) { return pool->count < 4 ? 1 : (pool->count + 3) / 4; }
+static inline int32_t inf_prefetch_spared(const inf_pool *pool) {
+    return pool->count < 4 ? 1 : (pool->count + 3) / 4;
+}
 
 /* Where a section lies on the drive, at the live place or the other one. */
 static inline int64_t inf_section_file_at(const inf_chunk *chunk, int32_t section, bool other) {
-    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u)) return chunk->grad_offset;
+    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
+        return chunk->grad_offset;
     return (other ? chunk->other_offset : chunk->file_offset) + chunk->section_at[section];
 }
 
 static inline int32_t inf_section_file(const inf_chunk *chunk, int32_t section, bool other) {
-    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u)) return chunk->grad_file;
+    if (inf_chunk_versioned(chunk) && (inf_grad_mask(chunk) >> section & 1u))
+        return chunk->grad_file;
     return other ? chunk->other_file : chunk->file;
 }
 
@@ -431,91 +461,128 @@ static inline int64_t inf_align_up(int64_t bytes) {
 }
 
 /* executor.c */
-void inf_executor_let_go(struct inf_executor *ex); /* one hold less; frees with the last. [locked], unlocks */
+/* one hold less; frees with the last. [locked], unlocks */
+void inf_executor_let_go(struct inf_executor *ex);
 int64_t inf_now_ns(void);
 void inf_deadline(struct timespec *deadline, int64_t at_ns);
 int32_t inf_cond_init(pthread_cond_t *cond); /* waits by CLOCK_MONOTONIC */
-int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument); /* 0 or a negative errno */
+/* 0 or a negative errno */
+int32_t inf_thread_start(pthread_t *thread, void *(*run)(void *), void *argument);
 void inf_queue_push(inf_queue *queue, inf_run *run);
 inf_run *inf_queue_pop(inf_queue *queue);
 bool inf_queue_remove(inf_queue *queue, inf_run *run); /* false: it was not on it */
-bool inf_idle(const struct inf_executor *ex); /* no job is pending, and no drive reads ahead. [locked] */
-void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns, int64_t bytes); /* [locked] */
+/* no job is pending, and no drive reads ahead. [locked] */
+bool inf_idle(const struct inf_executor *ex);
+/* [locked] */
+void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, int64_t start_ns,
+                  int64_t bytes);
 
-/* numa.c: around the making of threads, which inherit the caller's CPUs; these are the config's for as long. */
+/* numa.c: around the making of threads, which inherit the caller's CPUs; these are the config's for
+ * as long. */
 void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before);
 void inf_numa_leave(struct inf_executor *ex, const cpu_set_t *before);
 
 /* executor_jobs.c, all [locked] */
 void inf_run_consider(struct inf_executor *ex, inf_run *run); /* starts it if FIFO and gate allow */
-void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length);
+void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
+                  int64_t length);
 void inf_run_moved(struct inf_executor *ex, inf_run *run); /* its last block came back */
 void inf_run_finish(struct inf_executor *ex, inf_run *run);
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad);
-void inf_run_settle(struct inf_executor *ex, inf_run *run); /* its pass has ended well, and its targets hold their data */
-void inf_run_filled(struct inf_executor *ex, inf_run *run); /* targets hold their data and sources are free again */
-void inf_run_with_slot(struct inf_executor *ex, inf_run *run); /* it goes on with the slot that it has */
+/* its pass has ended well, and its targets hold their data */
+void inf_run_settle(struct inf_executor *ex, inf_run *run);
+/* targets hold their data and sources are free again */
+void inf_run_filled(struct inf_executor *ex, inf_run *run);
+/* it goes on with the slot that it has */
+void inf_run_with_slot(struct inf_executor *ex, inf_run *run);
 void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
-void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written, bool moves);
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
+                   uint32_t written, bool moves);
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
-void inf_submission_fail(struct inf_executor *ex, inf_submission *submission, const inf_fault *fault); /* its first fault stays */
-void inf_submission_end(struct inf_executor *ex, inf_submission *submission); /* when no job of it is pending */
+/* its first fault stays */
+void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
+                         const inf_fault *fault);
+/* when no job of it is pending */
+void inf_submission_end(struct inf_executor *ex, inf_submission *submission);
 
 /* executor_slots.c, all [locked] */
-int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes, uint8_t *base);
+int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes,
+                      uint8_t *base);
 void inf_pool_free(inf_pool *pool);
 void inf_slot_wait(struct inf_executor *ex, inf_run *run);   /* queues it for a slot */
 bool inf_slot_unwait(struct inf_executor *ex, inf_run *run); /* false: it was not waiting */
-inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool); /* whose turn it is: it has its slot; NULL: nobody's */
-inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);  /* takes any that waits; NULL: none does */
+/* whose turn it is: it has its slot; NULL: nobody's */
+inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool);
+/* takes any that waits; NULL: none does */
+inf_run *inf_slot_waiting(inf_pool *pool, int32_t drive_count);
 void inf_slot_release(struct inf_executor *ex, inf_slot *slot);
 void inf_slot_put_by(struct inf_executor *ex, inf_slot *slot);   /* it goes round no more ... */
 void inf_slot_put_back(struct inf_executor *ex, inf_slot *slot); /* ... and again */
 
-int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool); /* the most slots that one drive may hold */
-bool inf_slot_take(struct inf_executor *ex, inf_slot *slot); /* beside the queues; false: there is none */
+/* the most slots that one drive may hold */
+int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool);
+/* beside the queues; false: there is none */
+bool inf_slot_take(struct inf_executor *ex, inf_slot *slot);
 
 /* executor_prefetch.c, all [locked] */
 int32_t inf_prefetch_make(struct inf_executor *ex);
-void inf_prefetch_begin(struct inf_executor *ex);                 /* reads ahead as far as slots are idle */
-bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, bool param_in_memory); /* false: one too many */
-bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);   /* a job wants a slot: false, there is none to give up */
-bool inf_prefetch_take(struct inf_executor *ex, inf_run *run);    /* an UPDATE begins; true: it goes on with what was read */
-void inf_prefetch_moved(struct inf_executor *ex, inf_run *run);   /* the last block of a read ahead came back */
+/* reads ahead as far as slots are idle */
+void inf_prefetch_begin(struct inf_executor *ex);
+/* false: one too many */
+bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
+                       bool param_in_memory);
+/* a job wants a slot: false, there is none to give up */
+bool inf_prefetch_yield(struct inf_executor *ex, int32_t pool);
+/* an UPDATE begins; true: it goes on with what was read */
+bool inf_prefetch_take(struct inf_executor *ex, inf_run *run);
+/* the last block of a read ahead came back */
+void inf_prefetch_moved(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_promote(struct inf_executor *ex, inf_prefetch *prefetch, int32_t class);
-void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask); /* these will be others than were read */
-void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk); /* nobody wants it any more */
+/* these will be others than were read */
+void inf_prefetch_written(struct inf_executor *ex, inf_chunk_record *chunk, uint32_t mask);
+/* nobody wants it any more */
+void inf_prefetch_drop(struct inf_executor *ex, inf_chunk_record *chunk);
 void inf_prefetch_drop_all(struct inf_executor *ex);
-void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);    /* an UPDATE, first in its FIFO, waits at a closed gate */
+/* an UPDATE, first in its FIFO, waits at a closed gate */
+void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 
 /* executor_failed_writes.c, all [locked] */
-bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run); /* after a failed write; false: it was something else */
+/* after a failed write; false: it was something else */
+bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run);
 void inf_run_take_failed_write(struct inf_executor *ex, inf_run *run);
 void inf_chunk_drop_failed_write(struct inf_executor *ex, inf_chunk_record *chunk);
-bool inf_run_refused(const struct inf_executor *ex, inf_run *run); /* its drive is marked: it has failed */
+/* its drive is marked: it has failed */
+bool inf_run_refused(const struct inf_executor *ex, inf_run *run);
 
 /* executor_meter.c, all [locked] */
 void inf_meter_sent(inf_drive *drive, inf_request *request);
 void inf_meter_result(inf_drive *drive, const inf_request *request);
 void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes);
-void inf_meter_tick(inf_drive *drive, int64_t now_ns); /* before the number in flight changes, and before it is looked at */
+/* before the number in flight changes, and before it is looked at */
+void inf_meter_tick(inf_drive *drive, int64_t now_ns);
 
 /* executor_versions.c */
-bool inf_run_moves(const inf_run *run);                /* whether it will write the other place. [locked] */
-inf_chunk inf_chunk_other(const inf_chunk *chunk);     /* as it is at its other place, written next */
-void inf_chunk_flip(inf_chunk_record *chunk);          /* the other place is the live one. [locked] */
+/* whether it will write the other place. [locked] */
+bool inf_run_moves(const inf_run *run);
+/* as it is at its other place, written next */
+inf_chunk inf_chunk_other(const inf_chunk *chunk);
+/* the other place is the live one. [locked] */
+void inf_chunk_flip(inf_chunk_record *chunk);
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
-bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk); /* that it lies in. [locked] */
+/* that it lies in. [locked] */
+bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);
 
 /* executor_promote.c, [locked] */
-void inf_promote(struct inf_executor *ex, inf_submission *submission); /* somebody waits for it: demand */
+/* somebody waits for it: demand */
+void inf_promote(struct inf_executor *ex, inf_submission *submission);
 
 /* executor_compute.c */
 void *inf_worker_main(void *worker);
 void inf_run_queue_compute(struct inf_executor *ex, inf_run *run); /* [locked] */
-uint8_t *inf_section_address(const inf_run *run, int32_t section); /* where a section is worked on */
+/* where a section is worked on */
+uint8_t *inf_section_address(const inf_run *run, int32_t section);
 
 /* executor_device.c; [locked] but for the first and the last */
 inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error);
@@ -528,7 +595,8 @@ void inf_device_stop(struct inf_executor *ex);
 /* executor_gates.c, [locked] */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);
 void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate);
-void inf_gate_detach(struct inf_executor *ex, inf_submission *submission); /* it is done: its gate need not hold it */
+/* it is done: its gate need not hold it */
+void inf_gate_detach(struct inf_executor *ex, inf_submission *submission);
 void inf_gates_escape(struct inf_executor *ex, uint64_t order_max);
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission);
 bool inf_gate_escape_oldest(struct inf_executor *ex);
@@ -539,8 +607,10 @@ inf_request *inf_drive_take(inf_drive *drive);
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result);
 void inf_drive_cancel(inf_drive *drive);
 bool inf_drive_unqueue(inf_drive *drive, inf_run *run, int32_t op); /* false: it was issued whole */
-void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op); /* what is left of it, at another priority */
-void inf_drive_break(inf_drive *drive, int32_t error); /* fails all that is in flight; the ring is gone */
+/* what is left of it, at another priority */
+void inf_drive_requeue(inf_drive *drive, inf_run *run, int32_t op);
+/* fails all that is in flight; the ring is gone */
+void inf_drive_break(inf_drive *drive, int32_t error);
 void *inf_seam_main(void *executor);
 
 #endif

@@ -1,4 +1,5 @@
-/* Workers: verify, update, copy and checksum. They also keep the time after which a closed gate escapes. */
+/* Workers: verify, update, copy and checksum. They also keep the time after which a closed gate
+ * escapes. */
 #include "executor.h"
 
 #include <stdlib.h>
@@ -6,23 +7,28 @@
 
 static uint8_t *pointer(uint64_t address) { return (uint8_t *)(uintptr_t)address; }
 
-/* Where a section is worked on: a resident one that has another version, there, once it was copied (`bring`). */
+/* Where a section is worked on: a resident one that has another version, there, once it was copied
+ * (`bring`). */
 uint8_t *inf_section_address(const inf_run *run, int32_t section) {
     const inf_slot *failed_write = &run->chunk->failed_write;
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.section_at[section] >= 0) return run->slot.memory + run->slot.section_at[section];
-    if (run->chunk->failed_write_mask >> section & 1u) return failed_write->memory + failed_write->section_at[section];
+    if (run->chunk->failed_write_mask >> section & 1u)
+        return failed_write->memory + failed_write->section_at[section];
     bool other = run->moves && chunk->other_ptr[section] != 0;
     return pointer(other ? chunk->other_ptr[section] : chunk->section_ptr[section]);
 }
 
-/* The new version of resident sections begins as the live one, but for what came from the device. */
+/* The new version of resident sections begins as the live one, but for what came from the
+ * device. */
 static void bring(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     for (int32_t s = 0; run->moves && s < chunk->section_count; s++) {
-        bool is_there = run->copied_in && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
+        bool is_there =
+            run->copied_in && run->job.kind == INF_JOB_STORE && (run->job.mask >> s & 1u);
         if (chunk->other_ptr[s] == 0 || is_there) continue;
-        memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]), (size_t)inf_section_bytes(chunk, s));
+        memcpy(pointer(chunk->other_ptr[s]), pointer(chunk->section_ptr[s]),
+               (size_t)inf_section_bytes(chunk, s));
     }
 }
 
@@ -31,8 +37,8 @@ static int64_t compute_fetch(const inf_run *run) {
     bool on_device = run->job.mask & INF_MASK_DEVICE; /* copied later: see inf_device_takes */
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->job.mask >> s & 1u)) continue;
-        int64_t bad =
-            inf_section_fetch(chunk, s, inf_section_address(run, s), on_device ? NULL : pointer(run->job.ptr[s]), run->verify);
+        int64_t bad = inf_section_fetch(chunk, s, inf_section_address(run, s),
+                                        on_device ? NULL : pointer(run->job.ptr[s]), run->verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
         if (bad != INF_OK) return bad;
     }
@@ -51,14 +57,18 @@ static int64_t compute_store(const inf_run *run) {
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool given = run->job.mask >> s & 1u;
         uint8_t *at = inf_section_address(run, s);
-        const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to; /* gradients have no versions */
-        if (given || (run->reads >> s & 1u)) inf_section_store(view, s, given && !run->copied_in ? pointer(run->job.ptr[s]) : at, at);
+        /* gradients have no versions */
+        const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to;
+        if (given || (run->reads >> s & 1u))
+            inf_section_store(view, s, given && !run->copied_in ? pointer(run->job.ptr[s]) : at,
+                              at);
     }
     return INF_OK;
 }
 
-/* What is left of the slot keeps resident sections as they were, so that the pass need not verify the chunk before it begins:
- * slots are as large as a chunk that is wholly on a drive. NULL where it is too small. */
+/* What is left of the slot keeps resident sections as they were, so that the pass need not verify
+ * the chunk before it begins: slots are as large as a chunk that is wholly on a drive. NULL where
+ * it is too small. */
 static uint8_t *undo_memory(const struct inf_executor *ex, const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     if (run->slot.memory == NULL) return NULL;
@@ -91,9 +101,10 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     }
     const inf_submission *submission = run->submission;
     uint64_t out = run->job.mask & INF_MASK_DEVICE ? 0 : run->job.ptr[0];
-    return inf_chunk_update_undo(chunk, run->moves ? &to : chunk, sections, submission->segs + run->job.seg_first, run->job.seg_count,
-                                 submission->hypers, submission->hyper_count, pointer(out), run->verify,
-                                 unread, worker->scratch, undo_memory(worker->ex, run));
+    return inf_chunk_update_undo(
+        chunk, run->moves ? &to : chunk, sections, submission->segs + run->job.seg_first,
+        run->job.seg_count, submission->hypers, submission->hyper_count, pointer(out), run->verify,
+        unread, worker->scratch, undo_memory(worker->ex, run));
 }
 
 static int64_t compute(inf_worker *worker, const inf_run *run) {
@@ -107,7 +118,8 @@ static int64_t compute(inf_worker *worker, const inf_run *run) {
 static int64_t compute_bytes(const inf_run *run) {
     int64_t bytes = 0;
     for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
-        if (run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u)) bytes += inf_section_bytes(&run->chunk->plan, s);
+        if (run->job.kind == INF_JOB_UPDATE || (run->job.mask >> s & 1u))
+            bytes += inf_section_bytes(&run->chunk->plan, s);
     }
     return bytes;
 }
@@ -135,7 +147,8 @@ static inf_run *compute_next(struct inf_executor *ex) {
     inf_queue *next = NULL;
     for (int32_t p = 0; p < INF_PRIORITY_COUNT && (next == NULL || fair); p++) {
         inf_queue *queue = &ex->compute[p];
-        if (queue->head != NULL && (next == NULL || queue->head->order < next->head->order)) next = queue;
+        if (queue->head != NULL && (next == NULL || queue->head->order < next->head->order))
+            next = queue;
     }
     if (next == NULL) return NULL;
     ex->compute_grants++;
@@ -178,8 +191,9 @@ void *inf_worker_main(void *argument) {
         pthread_mutex_lock(&ex->lock);
         ex->stats.compute_ns += (uint64_t)(end_ns - start_ns);
         if (ex->spans_on) {
-            inf_span_add(ex, run, run->job.kind == INF_JOB_UPDATE ? INF_TRACK_UPDATE : INF_TRACK_COPY, start_ns,
-                         compute_bytes(run));
+            inf_span_add(ex, run,
+                         run->job.kind == INF_JOB_UPDATE ? INF_TRACK_UPDATE : INF_TRACK_COPY,
+                         start_ns, compute_bytes(run));
         }
         inf_run_computed(ex, run, bad);
         inf_pump(ex);

@@ -4,14 +4,17 @@
  *   STORE, given     ... -> read -> [from device] -> compute -> ...
  *   COPY             [either], and nothing else
  *
- * The driver's functions come as addresses (inf_device_api): the library that torch has loaded, or one that tests make.
+ * The driver's functions come as addresses (inf_device_api): the library that torch has loaded, or
+ * one that tests make.
  *
  * What orders a copy against the kernels of the compute stream, which run behind the caller's back:
- *   before it    a mark: an event that is recorded on the compute stream when the job is submitted, or its gate opened. The copy
- *                waits for it on its stream. It closes two hazards: a source that a kernel has yet to write (a gradient), and a
- *                target that a kernel of before still reads (a buffer that the allocator has handed out again).
- *   behind it    the host: a ticket is filled when the copy has ended on the device, and only then does anybody submit kernels
- *                that read the target, free the source, or let the slot be read into again.
+ *   before it    a mark: an event that is recorded on the compute stream when the job is submitted,
+ *                or its gate opened. The copy waits for it on its stream. It closes two hazards: a
+ *                source that a kernel has yet to write (a gradient), and a target that a kernel of
+ *                before still reads (a buffer that the allocator has handed out again).
+ *   behind it    the host: a ticket is filled when the copy has ended on the device, and only then
+ *                does anybody submit kernels that read the target, free the source, or let the slot
+ *                be read into again.
  */
 #include "executor.h"
 
@@ -36,10 +39,10 @@ typedef int (*from_device)(void *, uint64_t, size_t, void *);
 
 #define CALL(type, address) ((type)(uintptr_t)(address))
 
-/* ---- the context ---- */
+/* ---- the context ----------------------------------------------------------------------------- */
 
-/* Makes the device's context current on this thread; *before is what was. The thread may be the user's, whose current device
- * is not always this one: `leave` it as it was. */
+/* Makes the device's context current on this thread; *before is what was. The thread may be the
+ * user's, whose current device is not always this one: `leave` it as it was. */
 static int enter(const inf_device_api *api, void **before) {
     *before = NULL;
     int error = CALL(get_context, api->get_current)(before);
@@ -51,10 +54,10 @@ static void leave(const inf_device_api *api, void *before) {
     if (before != (void *)(uintptr_t)api->context) CALL(one_pointer, api->set_current)(before);
 }
 
-/* ---- marks ---- */
+/* ---- marks ----------------------------------------------------------------------------------- */
 
-/* Records what the compute stream has been given so far. NULL with *error when the driver refuses. Not locked: a driver may
- * block while its queue is full. */
+/* Records what the compute stream has been given so far. NULL with *error when the driver refuses.
+ * Not locked: a driver may block while its queue is full. */
 inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error) {
     struct inf_device *device = &ex->device;
     const inf_device_api *api = &device->api;
@@ -70,7 +73,8 @@ inf_mark *inf_device_mark(struct inf_executor *ex, int32_t *error) {
     }
     void *before;
     *error = enter(api, &before);
-    if (*error == 0 && mark->event == NULL) *error = CALL(create, api->event_create)(&mark->event, EVENT_DISABLE_TIMING);
+    if (*error == 0 && mark->event == NULL)
+        *error = CALL(create, api->event_create)(&mark->event, EVENT_DISABLE_TIMING);
     if (*error == 0) *error = CALL(two_pointers, api->event_record)(mark->event, stream);
     if (*error != 0 && mark->event != NULL) CALL(one_pointer, api->event_destroy)(mark->event);
     leave(api, before);
@@ -85,7 +89,7 @@ void inf_device_unmark(struct inf_executor *ex, inf_mark *mark) {
     ex->device.marks = mark;
 }
 
-/* ---- what is copied ---- */
+/* ---- the pieces of a copy -------------------------------------------------------------------- */
 
 typedef struct {
     uint64_t to;
@@ -93,7 +97,9 @@ typedef struct {
     size_t bytes;
 } piece;
 
-static uint64_t address_of(const inf_run *run, int32_t section) { return (uint64_t)(uintptr_t)inf_section_address(run, section); }
+static uint64_t address_of(const inf_run *run, int32_t section) {
+    return (uint64_t)(uintptr_t)inf_section_address(run, section);
+}
 
 /* The pieces of a job in one direction. */
 static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
@@ -105,7 +111,8 @@ static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
     if (run->job.kind == INF_JOB_UPDATE) {
         size_t bytes = (size_t)inf_section_bytes(chunk, 0);
         bool out = run->direction == INF_TO_DEVICE;
-        pieces[0] = out ? (piece){run->job.ptr[0], address_of(run, 0), bytes} : (piece){address_of(run, 0), run->job.ptr[1], bytes};
+        pieces[0] = out ? (piece){run->job.ptr[0], address_of(run, 0), bytes}
+                        : (piece){address_of(run, 0), run->job.ptr[1], bytes};
         return 1;
     }
     int32_t count = 0;
@@ -113,7 +120,8 @@ static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
         if (!(run->job.mask >> s & 1u) || run->job.ptr[s] == 0) continue;
         size_t bytes = (size_t)inf_section_bytes(chunk, s);
         bool out = run->job.kind == INF_JOB_FETCH;
-        pieces[count++] = out ? (piece){run->job.ptr[s], address_of(run, s), bytes} : (piece){address_of(run, s), run->job.ptr[s], bytes};
+        pieces[count++] = out ? (piece){run->job.ptr[s], address_of(run, s), bytes}
+                              : (piece){address_of(run, s), run->job.ptr[s], bytes};
     }
     return count;
 }
@@ -122,7 +130,8 @@ static int32_t pieces_of(const inf_run *run, piece pieces[INF_SECTION_MAX]) {
 bool inf_device_brings(const inf_run *run) {
     if (!(run->job.mask & INF_MASK_DEVICE) || run->copied_in) return false;
     if (run->job.kind == INF_JOB_STORE) return true;
-    return run->job.kind == INF_JOB_UPDATE && (run->job.mask & INF_MASK_PARAM_IN_MEMORY) && !(run->reads & 1u);
+    return run->job.kind == INF_JOB_UPDATE && (run->job.mask & INF_MASK_PARAM_IN_MEMORY) &&
+           !(run->reads & 1u);
 }
 
 /* Whether what the pass has left goes to the device. */
@@ -141,7 +150,7 @@ void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction) 
     pthread_cond_signal(&copies->wake);
 }
 
-/* ---- the threads ---- */
+/* ---- the threads ----------------------------------------------------------------------------- */
 
 typedef struct {
     inf_run *run;
@@ -162,8 +171,10 @@ static int wait_for_mark(const inf_device_api *api, void *stream, const inf_mark
     return mark == NULL ? 0 : CALL(wait_event, api->stream_wait_event)(stream, mark->event, 0);
 }
 
-/* Hands the copies of a job to its stream. Whatever fails, the event comes behind all that the stream was given. */
-static void issue(const inf_copies *copies, flight *flown, const inf_mark *after, const inf_mark *opened) {
+/* Hands the copies of a job to its stream. Whatever fails, the event comes behind all that the
+ * stream was given. */
+static void issue(const inf_copies *copies, flight *flown, const inf_mark *after,
+                  const inf_mark *opened) {
     const inf_device_api *api = &copies->ex->device.api;
     piece pieces[INF_SECTION_MAX];
     int32_t count = pieces_of(flown->run, pieces);
@@ -172,8 +183,10 @@ static void issue(const inf_copies *copies, flight *flown, const inf_mark *after
     for (int32_t i = 0; i < count && error == 0; i++) {
         const piece *at = &pieces[i];
         error = copies->direction == INF_TO_DEVICE
-                    ? CALL(to_device, api->to_device)(at->to, (const void *)(uintptr_t)at->from, at->bytes, copies->stream)
-                    : CALL(from_device, api->from_device)((void *)(uintptr_t)at->to, at->from, at->bytes, copies->stream);
+                    ? CALL(to_device, api->to_device)(at->to, (const void *)(uintptr_t)at->from,
+                                                      at->bytes, copies->stream)
+                    : CALL(from_device, api->from_device)((void *)(uintptr_t)at->to, at->from,
+                                                          at->bytes, copies->stream);
         flown->bytes += (int64_t)at->bytes;
     }
     int recorded = CALL(two_pointers, api->event_record)(flown->event, copies->stream);
@@ -204,12 +217,21 @@ static void landed(inf_copies *copies, const flight *flown) {
     struct inf_executor *ex = copies->ex;
     inf_run *run = flown->run;
     ex->stats.copied_bytes[copies->direction] += (uint64_t)flown->bytes;
-    if (ex->spans_on) inf_span_add(ex, run, INF_TRACK_TO_DEVICE + copies->direction, flown->start_ns, flown->bytes);
+    if (ex->spans_on)
+        inf_span_add(ex, run, INF_TRACK_TO_DEVICE + copies->direction, flown->start_ns,
+                     flown->bytes);
     bool updated = run->job.kind == INF_JOB_UPDATE && copies->direction == INF_TO_DEVICE;
     if (flown->error != 0 && updated) {
-        /* The states are sound, and are written; but whoever waits for the parameters must hear of it. */
-        inf_fault fault = {.kind = INF_FAULT_DEVICE, .op = -1, .drive = -1, .error = flown->error, .key = run->chunk->plan.key,
-                           .chunk = run->chunk->id, .section = 0, .piece = -1};
+        /* The states are sound, and are written; but whoever waits for the parameters must hear of
+         * it. */
+        inf_fault fault = {.kind = INF_FAULT_DEVICE,
+                           .op = -1,
+                           .drive = -1,
+                           .error = flown->error,
+                           .key = run->chunk->plan.key,
+                           .chunk = run->chunk->id,
+                           .section = 0,
+                           .piece = -1};
         inf_submission_fail(ex, run->submission, &fault);
     } else if (flown->error != 0) {
         inf_run_fail(run, INF_FAULT_DEVICE, -1, flown->error, 0, flown->bytes);
@@ -239,7 +261,8 @@ static void *copies_main(void *argument) {
         inf_run *run = count < IN_FLIGHT_MAX ? next_of(copies) : NULL;
         if (run != NULL) {
             int32_t at = (first + count++) % IN_FLIGHT_MAX;
-            flights[at] = (flight){.run = run, .event = copies->events[at], .start_ns = inf_now_ns()};
+            flights[at] =
+                (flight){.run = run, .event = copies->events[at], .start_ns = inf_now_ns()};
             if (count == 1) busy_since_ns = flights[at].start_ns;
             const inf_submission *submission = run->submission;
             const inf_mark *opened = submission->gate != NULL ? submission->gate->mark : NULL;
@@ -253,7 +276,8 @@ static void *copies_main(void *argument) {
             pthread_mutex_lock(&ex->lock);
             if (oldest->error == 0) oldest->error = error;
             first = (first + 1) % IN_FLIGHT_MAX;
-            if (--count == 0) ex->stats.copied_ns[copies->direction] += (uint64_t)(inf_now_ns() - busy_since_ns);
+            if (--count == 0)
+                ex->stats.copied_ns[copies->direction] += (uint64_t)(inf_now_ns() - busy_since_ns);
             landed(copies, oldest);
             inf_pump(ex);
         } else if (ex->stopping) {
@@ -266,7 +290,7 @@ static void *copies_main(void *argument) {
     return NULL;
 }
 
-/* ---- attaching ---- */
+/* ---- attaching ------------------------------------------------------------------------------- */
 
 int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) {
     struct inf_device *device = &ex->device;
@@ -278,7 +302,8 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
     cpu_set_t cpus_before;
     inf_numa_enter(ex, &cpus_before);
     if (error == 0 && ex->slab != NULL) {
-        error = CALL(host_register, api->host_register)(ex->slab, (size_t)ex->slab_bytes, REGISTER_PORTABLE);
+        error = CALL(host_register, api->host_register)(ex->slab, (size_t)ex->slab_bytes,
+                                                        REGISTER_PORTABLE);
         device->pinned = error == 0;
     }
     for (int32_t d = 0; d < INF_DIRECTION_COUNT && error == 0; d++) {
@@ -287,11 +312,13 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
         copies->direction = d;
         error = inf_cond_init(&copies->wake);
         copies->made = error == 0;
-        if (error == 0) error = CALL(create, api->stream_create)(&copies->stream, STREAM_NON_BLOCKING);
+        if (error == 0)
+            error = CALL(create, api->stream_create)(&copies->stream, STREAM_NON_BLOCKING);
         copies->events = calloc(IN_FLIGHT_MAX, sizeof *copies->events);
         if (copies->events == NULL) error = -ENOMEM;
         for (int32_t e = 0; e < IN_FLIGHT_MAX && error == 0; e++) {
-            error = CALL(create, api->event_create)(&copies->events[e], EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC);
+            error = CALL(create, api->event_create)(&copies->events[e],
+                                                    EVENT_DISABLE_TIMING | EVENT_BLOCKING_SYNC);
         }
         if (error == 0) error = inf_thread_start(&copies->thread, copies_main, copies);
         copies->started = error == 0;

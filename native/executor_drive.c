@@ -1,4 +1,5 @@
-/* A drive's queue: which block goes next, and what its result means. Also the seam of tests. All [locked]. */
+/* A drive's queue: which block goes next, and what its result means. Also the seam of tests. All
+ * [locked]. */
 #include "executor.h"
 
 #include <assert.h>
@@ -7,7 +8,7 @@
 /* EAGAIN, EINTR and transfers that make no progress are tried this often. */
 #define TRIES_MAX 256
 
-/* ---- choosing ---- */
+/* ---- choosing -------------------------------------------------------------------------------- */
 
 static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
     for (int32_t p = 0; p < INF_CLASS_COUNT; p++) {
@@ -16,7 +17,8 @@ static int32_t first_class(const inf_drive_queue *queue, int32_t op) {
     return -1;
 }
 
-/* The class whose turn it is: the most urgent, or on a fair turn the one whose first job came first. -1: none waits. */
+/* The class whose turn it is: the most urgent, or on a fair turn the one whose first job came
+ * first. -1: none waits. */
 static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) {
     int32_t next = -1;
     *fair = (queue->turns[op] + 1) % INF_FAIR_TURN == 0;
@@ -32,13 +34,14 @@ static int32_t next_class(const inf_drive_queue *queue, int32_t op, bool *fair) 
     return next;
 }
 
-/* Reads and writes have half of the depth each while both want it, so both always progress; a quarter of the reads'
- * share is kept free for a demand that may come. */
+/* Reads and writes have half of the depth each while both want it, so both always progress; a
+ * quarter of the reads' share is kept free for a demand that may come. */
 static bool may_send(const inf_drive *drive, int32_t op, int32_t class, bool fair) {
     const inf_drive_queue *queue = &drive->queue;
     int32_t other = 1 - op;
     int32_t cap = drive->config.depth;
-    if (queue->in_flight[other] > 0 || first_class(queue, other) >= 0) cap = cap / 2 > 0 ? cap / 2 : 1;
+    if (queue->in_flight[other] > 0 || first_class(queue, other) >= 0)
+        cap = cap / 2 > 0 ? cap / 2 : 1;
     if (op == INF_OP_READ && class != 0 && !fair && cap >= 4) cap -= cap / 4;
     return class >= 0 && queue->in_flight[op] < cap;
 }
@@ -53,11 +56,14 @@ static int32_t choose_op(const inf_drive *drive) {
     bool write = may_send(drive, INF_OP_WRITE, write_class, fair_write);
     if (!read || !write) return read ? INF_OP_READ : write ? INF_OP_WRITE : -1;
     if (read_class == 0) return INF_OP_READ;
-    if (queue->in_flight[0] != queue->in_flight[1]) return queue->in_flight[0] < queue->in_flight[1] ? 0 : 1;
+    if (queue->in_flight[0] != queue->in_flight[1])
+        return queue->in_flight[0] < queue->in_flight[1] ? 0 : 1;
     return 1 - queue->last_op;
 }
 
-static bool issued_whole(const inf_run *run, int32_t op) { return run->cursor >= run->slot.range_count[op]; }
+static bool issued_whole(const inf_run *run, int32_t op) {
+    return run->cursor >= run->slot.range_count[op];
+}
 
 static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int32_t op) {
     const struct inf_executor *ex = drive->ex;
@@ -84,7 +90,7 @@ static void next_block(inf_drive *drive, inf_request *request, inf_run *run, int
     }
 }
 
-/* ---- the seam ---- */
+/* ---- the seam -------------------------------------------------------------------------------- */
 
 static uint64_t seam_next(struct inf_executor *ex) {
     uint64_t x = ex->seam_random;
@@ -112,13 +118,16 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
 }
 
 static bool seam_holds(const struct inf_executor *ex, const inf_drive *drive) {
-    return ex->config.seam.delay_us_max > 0 || drive->config.read_bytes_per_s > 0 || drive->config.write_bytes_per_s > 0;
+    return ex->config.seam.delay_us_max > 0 || drive->config.read_bytes_per_s > 0 ||
+           drive->config.write_bytes_per_s > 0;
 }
 
-static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request, int64_t result) {
+static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request,
+                      int64_t result) {
     const inf_seam *seam = &ex->config.seam;
     int64_t now_ns = inf_now_ns();
-    double speed = request->op == INF_OP_READ ? drive->config.read_bytes_per_s : drive->config.write_bytes_per_s;
+    double speed = request->op == INF_OP_READ ? drive->config.read_bytes_per_s
+                                              : drive->config.write_bytes_per_s;
     if (drive->clock_ns < now_ns) drive->clock_ns = now_ns;
     if (speed > 0) drive->clock_ns += (int64_t)((double)request->ask / speed * 1e9);
     request->due_ns = speed > 0 ? drive->clock_ns : now_ns;
@@ -133,7 +142,7 @@ static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *re
     pthread_cond_signal(&ex->seam_wake);
 }
 
-/* ---- results ---- */
+/* ---- results --------------------------------------------------------------------------------- */
 
 static void run_blames(inf_drive *drive, const inf_request *request, int32_t kind, int32_t error) {
     inf_run *run = request->run;
@@ -144,7 +153,8 @@ static void run_blames(inf_drive *drive, const inf_request *request, int32_t kin
     (void)inf_queue_remove(queue, run); /* what is left of it is not sent */
 }
 
-/* True when the request must be sent again: after EAGAIN or EINTR, or for the rest of a short transfer. */
+/* True when the request must be sent again: after EAGAIN or EINTR, or for the rest of a short
+ * transfer. */
 static bool result_again(inf_drive *drive, inf_request *request, int64_t result) {
     bool read = request->op == INF_OP_READ;
     if (result < 0) {
@@ -160,9 +170,11 @@ static bool result_again(inf_drive *drive, inf_request *request, int64_t result)
         run_blames(drive, request, read ? INF_FAULT_SHORT : INF_FAULT_NO_SPACE, read ? 0 : ENOSPC);
         return false;
     }
-    if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2) result = request->bytes / 2;
+    if (request->inject == INF_SEAM_SHORT && result > request->bytes / 2)
+        result = request->bytes / 2;
     bool whole = result >= request->bytes;
-    /* O_DIRECT wants the rest aligned, to 4096 where drives have such sectors: a part of one is moved again. */
+    /* O_DIRECT wants the rest aligned, to 4096 where drives have such sectors: a part of one is
+     * moved again. */
     int64_t aligned = result & ~(int64_t)(INF_ALIGN - 1);
     if (aligned == 0) aligned = result & ~(int64_t)(INF_SECTOR - 1);
     int64_t moved = whole ? request->bytes : aligned;
@@ -191,7 +203,8 @@ static void request_end(inf_drive *drive, inf_request *request) {
     request->next = drive->free;
     drive->free = request;
     run->blocks_in_flight--;
-    if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run, request->op))) inf_run_moved(drive->ex, run);
+    if (run->blocks_in_flight == 0 && (run->faulted || issued_whole(run, request->op)))
+        inf_run_moved(drive->ex, run);
 }
 
 static void request_result(inf_drive *drive, inf_request *request, int64_t result) {
@@ -233,7 +246,7 @@ void *inf_seam_main(void *argument) {
     return NULL;
 }
 
-/* ---- what backends and jobs call ---- */
+/* ---- interface for backends and jobs --------------------------------------------------------- */
 
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     inf_drive *drive = &ex->drives[run->chunk->plan.drive];
@@ -241,7 +254,8 @@ void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
     run->position = 0;
     run->start_ns = inf_now_ns();
     if (drive->dead != 0) {
-        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[op][0].file_at, run->slot.ranges[op][0].bytes);
+        inf_run_fail(run, INF_FAULT_ERRNO, op, drive->dead, run->slot.ranges[op][0].file_at,
+                     run->slot.ranges[op][0].bytes);
         inf_run_finish(ex, run);
         return;
     }
@@ -280,7 +294,8 @@ inf_request *inf_drive_take(inf_drive *drive) {
         request->ask = request->bytes;
         if (ex->seam_on) seam_inject(ex, request);
         if (request->inject != INF_SEAM_ERRNO && request->inject != INF_SEAM_ZERO) return request;
-        inf_drive_done(drive, request, request->inject == INF_SEAM_ZERO ? 0 : -ex->config.seam.fault_errno);
+        inf_drive_done(drive, request,
+                       request->inject == INF_SEAM_ZERO ? 0 : -ex->config.seam.fault_errno);
     }
 }
 
@@ -317,7 +332,8 @@ void inf_drive_break(inf_drive *drive, int32_t error) {
     drive->dead = error;
     if (!drive->stats.marked) {
         drive->stats.marked = 1;
-        drive->stats.mark = (inf_fault){.kind = INF_FAULT_ERRNO, .op = -1, .drive = drive->index, .error = error, .chunk = -1};
+        drive->stats.mark = (inf_fault){
+            .kind = INF_FAULT_ERRNO, .op = -1, .drive = drive->index, .error = error, .chunk = -1};
     }
     drive->again = NULL;
     queued_fail(drive, INF_FAULT_ERRNO, error);
@@ -326,7 +342,8 @@ void inf_drive_break(inf_drive *drive, int32_t error) {
         if (!request->busy) continue;
         /* The kernel may still move these bytes: the slot must never be used again. */
         request->run->slot.lost = true;
-        inf_run_fail(request->run, INF_FAULT_ERRNO, request->op, error, request->offset, request->bytes);
+        inf_run_fail(request->run, INF_FAULT_ERRNO, request->op, error, request->offset,
+                     request->bytes);
         request_end(drive, request);
     }
 }

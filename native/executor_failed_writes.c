@@ -1,10 +1,12 @@
 /* After a write failed: its chunk keeps its slot, its drive is marked. All [locked].
  *
- * The slot of a write that failed holds the only copy of what it should have written: an update has no way back, and the
- * range on the drive may be torn. So the chunk keeps the slot, reads are served from it, and the drive takes no further
- * writes until somebody says that the cause is mended (inf_executor_recover).
+ * The slot of a write that failed holds the only copy of what it should have written: an update has
+ * no way back, and the range on the drive may be torn. So the chunk keeps the slot, reads are
+ * served from it, and the drive takes no further writes until somebody says that the cause is
+ * mended (inf_executor_recover).
  *
- * While a chunk keeps something its drive is marked, or a REWRITE is first in its FIFO: nothing else writes it.
+ * While a chunk keeps something its drive is marked, or a REWRITE is first in its FIFO: nothing
+ * else writes it.
  */
 #include "executor.h"
 
@@ -15,12 +17,14 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     bool rewrite = run->job.kind == INF_JOB_REWRITE;
     bool closed = run->fault.kind == INF_FAULT_CLOSED;
     if (run->state != INF_WRITING || run->slot.memory == NULL || (closed && !rewrite)) return false;
-    if (run->job.mask & INF_MASK_MOVE_ONLY) return false; /* a measurement: the slot holds nothing that is missed */
+    /* a measurement: the slot holds nothing that is missed */
+    if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
     assert(chunk->failed_write_mask == 0);
     chunk->failed_write = run->slot;
     chunk->failed_write_mask = run->slot.written;
     if (run->moves) inf_chunk_flip(chunk);
-    /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid section. */
+    /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid
+     * section. */
     if (run->job.kind == INF_JOB_STORE) chunk->invalid &= ~run->job.mask;
     run->slot.memory = NULL;
     inf_slot_put_by(ex, &chunk->failed_write);

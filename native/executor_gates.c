@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* ---- gates ---- */
+/* ---- gates ----------------------------------------------------------------------------------- */
 
 void inf_gate_drop_user(struct inf_executor *ex, inf_gate *gate) {
     assert(gate->users > 0);
@@ -63,8 +63,10 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
     while (*at != NULL && *at != submission) at = &(*at)->gate_next;
     if (*at != NULL) *at = submission->gate_next;
     gate->base_max = -1;
-    for (const inf_submission *left = gate->first; left != NULL; left = left->gate_next) bases_used(gate, left);
-    if (gate->first != NULL) return; /* its order stays the oldest: the list of gates is sorted by it */
+    for (const inf_submission *left = gate->first; left != NULL; left = left->gate_next)
+        bases_used(gate, left);
+    /* its order stays the oldest: the list of gates is sorted by it */
+    if (gate->first != NULL) return;
     gate_unlink(ex, gate);
     gate->order = 0;
 }
@@ -73,9 +75,11 @@ void inf_gate_detach(struct inf_executor *ex, inf_submission *submission) {
 static void gate_let_go(struct inf_executor *ex, inf_gate *gate, int32_t state) {
     gate->state = state;
     gate_unlink(ex, gate);
-    for (inf_submission *submission = gate->first; submission != NULL; submission = submission->gate_next) {
+    for (inf_submission *submission = gate->first; submission != NULL;
+         submission = submission->gate_next) {
         submission->escaped = state == INF_GATE_ESCAPED;
-        for (int32_t j = 0; j < submission->job_count; j++) inf_run_consider(ex, &submission->runs[j]);
+        for (int32_t j = 0; j < submission->job_count; j++)
+            inf_run_consider(ex, &submission->runs[j]);
     }
     gate->first = NULL;
     if (ex->gates == NULL) ex->escaping = false; /* what comes next is held again */
@@ -94,11 +98,13 @@ void inf_gates_escape(struct inf_executor *ex, uint64_t order_max) {
 
 void inf_gates_escape_for(struct inf_executor *ex, inf_submission *submission) {
     uint64_t order = 0;
-    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED) order = submission->order;
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED)
+        order = submission->order;
     for (int32_t j = 0; j < submission->job_count; j++) {
         const inf_run *run = &submission->runs[j];
         if (run->state != INF_WAITING) continue;
-        for (const inf_run *before = run->chunk->fifo_head; before != NULL && before != run; before = before->fifo_next) {
+        for (const inf_run *before = run->chunk->fifo_head; before != NULL && before != run;
+             before = before->fifo_next) {
             const inf_submission *other = before->submission;
             bool closed = other->gate != NULL && other->gate->state == INF_GATE_CLOSED;
             if (closed && other->order > order) order = other->order;
@@ -191,7 +197,7 @@ void inf_executor_release_gates(inf_executor *ex) {
     pthread_mutex_unlock(&ex->lock);
 }
 
-/* ---- tickets ---- */
+/* ---- tickets --------------------------------------------------------------------------------- */
 
 const uint32_t *inf_ticket_words(const inf_ticket *ticket) { return ticket->words; }
 
@@ -201,7 +207,8 @@ static bool word_set(const inf_ticket *ticket, int32_t word) {
 
 int32_t inf_ticket_set(const inf_ticket *ticket, int32_t word) { return word_set(ticket, word); }
 
-int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns, int32_t escape) {
+int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int64_t timeout_ns,
+                        int32_t escape) {
     if (word_set(ticket, word)) return 1;
     int64_t start_ns = inf_now_ns();
     struct timespec deadline;

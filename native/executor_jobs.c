@@ -1,4 +1,5 @@
-/* The life of a job: from the chunk's FIFO through slot, read, compute and write to its ticket. All [locked]. */
+/* The life of a job: from the chunk's FIFO through slot, read, compute and write to its ticket. All
+ * [locked]. */
 #include "executor.h"
 
 #include <assert.h>
@@ -21,8 +22,10 @@ uint32_t inf_run_written(const inf_run *run) {
 }
 
 static void range_add(inf_slot *slot, int32_t op, inf_range range) {
-    inf_range *last = slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;
-    bool follows = last != NULL && last->file == range.file && last->file_at + last->bytes == range.file_at &&
+    inf_range *last =
+        slot->range_count[op] > 0 ? &slot->ranges[op][slot->range_count[op] - 1] : NULL;
+    bool follows = last != NULL && last->file == range.file &&
+                   last->file_at + last->bytes == range.file_at &&
                    last->slot_at + last->bytes == range.slot_at;
     if (follows) last->bytes += range.bytes;
     else slot->ranges[op][slot->range_count[op]++] = range;
@@ -35,18 +38,22 @@ static inf_range range_of(const inf_chunk *chunk, int32_t s, bool other, int64_t
                        .file = inf_section_file(chunk, s, other)};
 }
 
-/* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are ranges of their own; in
- * each of the two, sections that lie together in the file and in the slot are one. */
-void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads, uint32_t written, bool moves) {
+/* Lays `used` out in the slot, in the order of sections. What is read and what is written of it are
+ * ranges of their own; in each of the two, sections that lie together in the file and in the slot
+ * are one. */
+void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
+                   uint32_t written, bool moves) {
     slot->range_count[INF_OP_READ] = slot->range_count[INF_OP_WRITE] = 0;
     slot->bytes = 0;
     slot->written = 0;
     for (int32_t s = 0; s < INF_SECTION_MAX; s++) {
         slot->section_at[s] = -1;
-        if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s)) continue;
+        if (s >= chunk->section_count || !(used >> s & 1u) || inf_section_resident(chunk, s))
+            continue;
         slot->section_at[s] = slot->bytes;
         if (reads >> s & 1u) range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->bytes));
-        if (written >> s & 1u) range_add(slot, INF_OP_WRITE, range_of(chunk, s, moves, slot->bytes));
+        if (written >> s & 1u)
+            range_add(slot, INF_OP_WRITE, range_of(chunk, s, moves, slot->bytes));
         slot->written |= written & 1u << s;
         slot->bytes += inf_align_up(inf_section_bytes(chunk, s));
     }
@@ -54,11 +61,13 @@ void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32
 
 /* What the chunk keeps in memory is not read from the drive. */
 static void plan_slot(inf_run *run) {
-    inf_slot_plan(&run->slot, &run->chunk->plan, sections_used(run) & ~run->chunk->failed_write_mask, run->reads, inf_run_written(run),
-                  run->moves);
+    inf_slot_plan(&run->slot, &run->chunk->plan,
+                  sections_used(run) & ~run->chunk->failed_write_mask, run->reads,
+                  inf_run_written(run), run->moves);
 }
 
-void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset, int64_t length) {
+void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t offset,
+                  int64_t length) {
     if (run->faulted) return; /* the first fault is the cause, later ones its consequences */
     run->faulted = true;
     run->fault = (inf_fault){.kind = kind,
@@ -76,7 +85,8 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
 void inf_run_consider(struct inf_executor *ex, inf_run *run) {
     const inf_submission *submission = run->submission;
     if (run->state != INF_WAITING || run->chunk->fifo_head != run) return;
-    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED && !submission->escaped) {
+    if (submission->gate != NULL && submission->gate->state == INF_GATE_CLOSED &&
+        !submission->escaped) {
         if (run->job.kind == INF_JOB_UPDATE) inf_prefetch_hint(ex, run);
         return;
     }
@@ -114,7 +124,8 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         run->job.ptr[0] += submission->gate->bases[run->job.base];
     }
     run->moves = inf_run_moves(run);
-    if (run->moves && run->job.kind == INF_JOB_STORE) run->reads = inf_run_written(run) & ~run->job.mask;
+    if (run->moves && run->job.kind == INF_JOB_STORE)
+        run->reads = inf_run_written(run) & ~run->job.mask;
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -126,7 +137,8 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_finish(ex, run);
         return;
     }
-    assert(run->job.kind == INF_JOB_FETCH || (run->chunk->failed_write_mask & sections_used(run)) == 0);
+    assert(run->job.kind == INF_JOB_FETCH ||
+           (run->chunk->failed_write_mask & sections_used(run)) == 0);
     plan_slot(run);
     if (run->job.kind == INF_JOB_UPDATE && inf_prefetch_take(ex, run)) return;
     inf_prefetch_written(ex, run->chunk, inf_run_written(run));
@@ -150,10 +162,12 @@ void inf_run_with_slot(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* Every slot is kept by a chunk whose write failed, or lost to a ring that broke; or the executor ends. */
+/* Every slot is kept by a chunk whose write failed, or lost to a ring that broke; or the executor
+ * ends. */
 static void no_slot(struct inf_executor *ex, inf_run *run) {
     if (ex->cancelled || !ex->faulted) {
-        inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1, ex->cancelled ? 0 : EIO, 0, 0);
+        inf_run_fail(run, ex->cancelled ? INF_FAULT_CLOSED : INF_FAULT_ERRNO, -1,
+                     ex->cancelled ? 0 : EIO, 0, 0);
     } else {
         run->faulted = true;
         run->fault = ex->fault;
@@ -166,16 +180,18 @@ static void pool_dispatch(struct inf_executor *ex, int32_t index) {
     inf_pool *pool = &ex->pools[index];
     inf_run *run;
     do {
-        while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL) inf_run_with_slot(ex, run);
+        while (!ex->cancelled && (run = inf_slot_next(ex, pool)) != NULL)
+            inf_run_with_slot(ex, run);
     } while (!ex->cancelled && pool->waiting_count > 0 && inf_prefetch_yield(ex, index));
     if (!ex->cancelled && pool->count > 0) return;
     while ((run = inf_slot_waiting(pool, ex->config.drive_count)) != NULL) no_slot(ex, run);
 }
 
-/* While nobody opens gates they follow each other without a pause, as long as slots and workers are free. */
+/* While nobody opens gates they follow each other without a pause, as long as slots and workers are
+ * free. */
 static bool gates_may_flow(const struct inf_executor *ex) {
-    return ex->escaping && !ex->gates_held && ex->gates != NULL && ex->pools[0].waiting_count + ex->pools[1].waiting_count == 0 &&
-           ex->compute_count < 8;
+    return ex->escaping && !ex->gates_held && ex->gates != NULL &&
+           ex->pools[0].waiting_count + ex->pools[1].waiting_count == 0 && ex->compute_count < 8;
 }
 
 void inf_pump(struct inf_executor *ex) {
@@ -210,7 +226,8 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
     if (ex->spans_on) {
         int32_t op = reading ? INF_OP_READ : INF_OP_WRITE;
-        inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns, run_bytes(run, op));
+        inf_span_add(ex, run, reading ? INF_TRACK_READ : INF_TRACK_WRITE, run->start_ns,
+                     run_bytes(run, op));
     }
     if (run->job.kind == INF_JOB_PREFETCH) {
         inf_prefetch_moved(ex, run);
@@ -226,7 +243,8 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     }
 }
 
-/* Targets hold their data and sources are free again; tells the ticket when all of its jobs are so far. */
+/* Targets hold their data and sources are free again; tells the ticket when all of its jobs are so
+ * far. */
 void inf_run_filled(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
     if (run->filled) return;
@@ -241,10 +259,12 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     int64_t pieces = inf_piece_count(chunk);
     int32_t section = (int32_t)(bad / pieces);
     int64_t first = bad % pieces * chunk->piece_numel;
-    int64_t numel = chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
+    int64_t numel =
+        chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
     int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, false);
     ex->stats.checksum_failures++;
-    inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0, at + inf_section_span(chunk, section, first),
+    inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0,
+                 at + inf_section_span(chunk, section, first),
                  inf_section_span(chunk, section, numel));
     run->fault.section = section;
     run->fault.piece = (int32_t)(bad % pieces);
@@ -277,8 +297,9 @@ void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
         return;
     }
     if (bad >= 0 && !run->reread && (run->reads & sections_in(&run->slot)) != 0 && !ex->cancelled) {
-        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All of it: the pass may have
-         * spoilt what it had verified, and part of the slot may have been read ahead. */
+        /* A transfer gone wrong is mended by another one; what lies wrong on the drive is not. All
+         * of it: the pass may have spoilt what it had verified, and part of the slot may have been
+         * read ahead. */
         run->reread = true;
         run->copied_in = false;
         ex->stats.rereads++;
@@ -305,12 +326,14 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     }
     if (inf_run_keep_failed_write(ex, run) || run->job.kind == INF_JOB_REWRITE) return;
     if (run->job.kind == INF_JOB_FETCH || run->fault.kind == INF_FAULT_PLAN) return;
-    /* Also after an update that did not begin: nobody may take the values before it for those after it. */
+    /* Also after an update that did not begin: nobody may take the values before it for those after
+     * it. */
     chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
 }
 
-void inf_submission_fail(struct inf_executor *ex, inf_submission *submission, const inf_fault *fault) {
+void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
+                         const inf_fault *fault) {
     bool given_up = fault->kind == INF_FAULT_CLOSED || fault->kind == INF_FAULT_CANCELLED;
     if (!ex->faulted && !given_up) {
         ex->faulted = true;
@@ -357,7 +380,8 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     assert(run->state != INF_DONE && run->blocks_in_flight == 0);
     inf_prefetch_unhint(ex, run);
     /* An UPDATE that ends before it takes what was read for it: a mark, or an earlier fault. */
-    if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING) inf_prefetch_drop(ex, run->chunk);
+    if (run->job.kind == INF_JOB_UPDATE && run->state == INF_STARTING)
+        inf_prefetch_drop(ex, run->chunk);
     chunk_settle(ex, run);
     run->state = INF_DONE;
     inf_slot_release(ex, &run->slot);
@@ -373,7 +397,8 @@ void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     ex->pending--;
     if (ex->active == 0) {
         ex->idle_since_ns = inf_now_ns();
-        if (ex->gates != NULL) pthread_cond_signal(&ex->work); /* a worker keeps the time of gates */
+        /* a worker keeps the time of gates */
+        if (ex->gates != NULL) pthread_cond_signal(&ex->work);
     }
     if (--submission->pending == 0) inf_submission_end(ex, submission);
     if (inf_idle(ex)) pthread_cond_broadcast(&ex->done);

@@ -1,11 +1,13 @@
-/* What a drive does, in numbers: latency, time in use, depth, bandwidth by the second. All [locked]. */
+/* What a drive does, in numbers: latency, time in use, depth, bandwidth by the second. All
+ * [locked]. */
 #include "executor.h"
 
 #define WINDOW_NS ((int64_t)1000000000)
 #define WINDOW_COUNT 64
 #define BUCKET_COUNT 128
 
-/* Four buckets an octave of microseconds (1.024, to be cheap): 0, 1, 2, 3, then [4, 5) [5, 6) [6, 7) [7, 8) [8, 10) ... */
+/* Four buckets an octave of microseconds (1.024, to be cheap): 0, 1, 2, 3, then
+ * [4, 5) [5, 6) [6, 7) [7, 8) [8, 10) ... */
 static int32_t latency_bucket(int64_t ns) {
     uint64_t us = (uint64_t)(ns < 0 ? 0 : ns) >> 10;
     if (us < 4) return (int32_t)us;
@@ -16,7 +18,8 @@ static int32_t latency_bucket(int64_t ns) {
 
 static inf_window *window_at(inf_drive *drive, int64_t now_ns) {
     inf_drive_stats *stats = &drive->stats;
-    inf_window *last = stats->window_count == 0 ? NULL : &stats->windows[(stats->window_count - 1) % WINDOW_COUNT];
+    inf_window *last =
+        stats->window_count == 0 ? NULL : &stats->windows[(stats->window_count - 1) % WINDOW_COUNT];
     int64_t start_ns = now_ns - now_ns % WINDOW_NS;
     if (last != NULL && last->start_ns >= start_ns) return last;
     inf_window *next = &stats->windows[stats->window_count++ % WINDOW_COUNT];
@@ -27,7 +30,8 @@ static inf_window *window_at(inf_drive *drive, int64_t now_ns) {
 /* Counts [metered_ns, now_ns) as busy, second by second: a request may take longer than one. */
 static void count_busy(inf_drive *drive, int64_t now_ns) {
     int64_t from_ns = drive->metered_ns;
-    if (now_ns - from_ns > WINDOW_COUNT * WINDOW_NS) from_ns = now_ns - WINDOW_COUNT * WINDOW_NS; /* older ones are gone */
+    /* older ones are gone */
+    if (now_ns - from_ns > WINDOW_COUNT * WINDOW_NS) from_ns = now_ns - WINDOW_COUNT * WINDOW_NS;
     while (from_ns < now_ns) {
         int64_t end_ns = from_ns - from_ns % WINDOW_NS + WINDOW_NS;
         if (end_ns > now_ns) end_ns = now_ns;
@@ -56,7 +60,8 @@ void inf_meter_result(inf_drive *drive, const inf_request *request) {
     int64_t took_ns = inf_now_ns() - request->sent_ns;
     inf_drive_stats *stats = &drive->stats;
     stats->latency[request->op][latency_bucket(took_ns)]++;
-    if ((uint64_t)took_ns > stats->latency_max_ns[request->op]) stats->latency_max_ns[request->op] = (uint64_t)took_ns;
+    if ((uint64_t)took_ns > stats->latency_max_ns[request->op])
+        stats->latency_max_ns[request->op] = (uint64_t)took_ns;
 }
 
 void inf_meter_moved(inf_drive *drive, int32_t op, int64_t bytes) {

@@ -1,17 +1,21 @@
 /* Reads ahead: slots that are idle fill with what UPDATEs will need. All [locked].
  *
- *   behind a closed gate    an UPDATE that is first in its FIFO is *hinted*: it only waits for its gate
+ *   behind a closed gate    an UPDATE that is first in its FIFO is *hinted*: it only waits for its
+ *                           gate
  *   asked for               inf_executor_prefetch names chunks whose UPDATEs were not submitted yet
  *
- * Hinted jobs come first, in the order of their gates, then what was asked for, in the order of asking. A read takes a slot
- * only while no job waits for one, and leaves a quarter of the pool; of all reads it is the least urgent. What was read stays
- * in the slot, of the chunk, until its UPDATE takes the slot over: jobs have the quarter, and a byte read ahead is not read
- * again. A job that finds no slot gets that of the youngest read that no drive has begun, and that of one which has ended only
- * where jobs hold less than their quarter (another drive's share, slots that faults keep); what is given up is wanted again.
- * Of what was read, sections that a STORE writes are read again by the UPDATE. Nothing is verified before the UPDATE does it,
- * and a read ahead that fails is as if it had never been: the UPDATE reads, and tells.
+ * Hinted jobs come first, in the order of their gates, then what was asked for, in the order of
+ * asking. A read takes a slot only while no job waits for one, and leaves a quarter of the pool; of
+ * all reads it is the least urgent. What was read stays in the slot, of the chunk, until its UPDATE
+ * takes the slot over: jobs have the quarter, and a byte read ahead is not read again. A job that
+ * finds no slot gets that of the youngest read that no drive has begun, and that of one which has
+ * ended only where jobs hold less than their quarter (another drive's share, slots that faults
+ * keep); what is given up is wanted again. Of what was read, sections that a STORE writes are read
+ * again by the UPDATE. Nothing is verified before the UPDATE does it, and a read ahead that fails
+ * is as if it had never been: the UPDATE reads, and tells.
  *
- * While a drive works on a read its slot belongs to nobody else; if the chunk is dropped meanwhile nobody is told of its end.
+ * While a drive works on a read its slot belongs to nobody else; if the chunk is dropped meanwhile
+ * nobody is told of its end.
  */
 #include "executor.h"
 
@@ -19,7 +23,7 @@
 #include <errno.h>
 #include <stdlib.h>
 
-/* ---- lists ---- */
+/* ---- lists ----------------------------------------------------------------------------------- */
 
 static void list_push(inf_prefetch_list *list, inf_prefetch *prefetch, bool first) {
     prefetch->next = first ? list->head : NULL;
@@ -45,10 +49,13 @@ int32_t inf_prefetch_make(struct inf_executor *ex) {
     return 0;
 }
 
-static inf_pool *pool_of(struct inf_executor *ex, const inf_prefetch *prefetch) { return &ex->pools[prefetch->run.slot.pool]; }
+static inf_pool *pool_of(struct inf_executor *ex, const inf_prefetch *prefetch) {
+    return &ex->pools[prefetch->run.slot.pool];
+}
 
 /* NULL: there is none left. */
-static inf_prefetch *prefetch_new(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, uint32_t have, bool asked) {
+static inf_prefetch *prefetch_new(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
+                                  uint32_t have, bool asked) {
     inf_prefetch *prefetch = ex->prefetches_free;
     if (prefetch == NULL) return NULL;
     ex->prefetches_free = prefetch->next;
@@ -73,7 +80,7 @@ static void prefetch_free(struct inf_executor *ex, inf_prefetch *prefetch) {
     ex->prefetches_free = prefetch;
 }
 
-/* ---- what may be read next ---- */
+/* ---- candidates for the next read ------------------------------------------------------------ */
 
 static bool earlier(const inf_run *run, const inf_run *other) {
     const inf_submission *one = run->submission, *two = other->submission;
@@ -100,8 +107,10 @@ static void hint_insert(struct inf_executor *ex, inf_run *run, bool again) {
 
 void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run) {
     if (!run->hinted) return;
-    *(run->hint_previous == NULL ? &ex->hint_first : &run->hint_previous->hint_next) = run->hint_next;
-    *(run->hint_next == NULL ? &ex->hint_last : &run->hint_next->hint_previous) = run->hint_previous;
+    *(run->hint_previous == NULL ? &ex->hint_first : &run->hint_previous->hint_next) =
+        run->hint_next;
+    *(run->hint_next == NULL ? &ex->hint_last : &run->hint_next->hint_previous) =
+        run->hint_previous;
     run->hinted = false;
 }
 
@@ -115,30 +124,36 @@ static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     if (run->hinted || run->prefetch_failed || ex->shut || chunk->failed_write_mask != 0) return;
-    if (chunk->prefetch != NULL && chunk->prefetch->state != INF_PREFETCH_WANTED) return; /* that is for it */
+    /* that is for it */
+    if (chunk->prefetch != NULL && chunk->prefetch->state != INF_PREFETCH_WANTED) return;
     if (on_drive(&chunk->plan, run->reads) == 0) return;
     if (chunk->prefetch != NULL) prefetch_free(ex, chunk->prefetch);
     hint_insert(ex, run, false);
 }
 
-bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool, bool param_in_memory) {
+bool inf_prefetch_want(struct inf_executor *ex, inf_chunk_record *chunk, int32_t pool,
+                       bool param_in_memory) {
     const inf_run *head = chunk->fifo_head;
     bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
-    uint32_t have = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan) & ~(uint32_t)param_in_memory;
+    uint32_t have =
+        inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan) & ~(uint32_t)param_in_memory;
     have = on_drive(&chunk->plan, have);
     if (chunk->prefetch != NULL || gated || have == 0) return true;
-    if (pool < 0 || ex->pools[pool].asked_count >= ex->pools[pool].count - inf_prefetch_spared(&ex->pools[pool])) return false;
+    if (pool < 0 || ex->pools[pool].asked_count >=
+                        ex->pools[pool].count - inf_prefetch_spared(&ex->pools[pool]))
+        return false;
     inf_prefetch *prefetch = prefetch_new(ex, chunk, pool, have, true);
     if (prefetch == NULL) return false;
     list_push(&ex->wanted, prefetch, false);
     return true;
 }
 
-/* ---- reading ---- */
+/* ---- reading --------------------------------------------------------------------------------- */
 
 static bool may_begin(const struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
     if (pool->waiting_count > 0 || pool->free_count <= inf_prefetch_spared(pool)) return false;
-    return pool->held[drive] < inf_held_max(ex, pool) && ex->prefetches_free != NULL && ex->drives[drive].dead == 0;
+    return pool->held[drive] < inf_held_max(ex, pool) && ex->prefetches_free != NULL &&
+           ex->drives[drive].dead == 0;
 }
 
 static void begin(struct inf_executor *ex, inf_prefetch *prefetch) {
@@ -206,8 +221,10 @@ static void read_ended(struct inf_executor *ex) {
 /* Takes a read back that no drive has begun. */
 static bool unread(struct inf_executor *ex, inf_prefetch *prefetch) {
     inf_run *run = &prefetch->run;
-    if (prefetch->state != INF_PREFETCH_READING || run->cursor != 0 || run->position != 0) return false;
-    if (!inf_drive_unqueue(&ex->drives[prefetch->record.plan.drive], run, INF_OP_READ)) return false;
+    if (prefetch->state != INF_PREFETCH_READING || run->cursor != 0 || run->position != 0)
+        return false;
+    if (!inf_drive_unqueue(&ex->drives[prefetch->record.plan.drive], run, INF_OP_READ))
+        return false;
     read_ended(ex);
     return true;
 }
@@ -218,7 +235,7 @@ static void let_slot_go(struct inf_executor *ex, inf_prefetch *prefetch) {
     ex->stats.reads_ahead_dropped++;
 }
 
-/* ---- ends ---- */
+/* ---- ends ------------------------------------------------------------------------------------ */
 
 static bool drive_waits(const inf_pool *pool, int32_t drive) {
     for (int32_t p = 0; p < INF_PRIORITY_COUNT; p++) {
@@ -227,12 +244,13 @@ static bool drive_waits(const inf_pool *pool, int32_t drive) {
     return false;
 }
 
-/* Whether jobs hold the slots that are left to them, of all or, while only this drive has its share, of the drive: then they
- * go on with those, and nothing is read twice. */
+/* Whether jobs hold the slots that are left to them, of all or, while only this drive has its
+ * share, of the drive: then they go on with those, and nothing is read twice. */
 static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t drive) {
     bool all = pool->free_count == 0;
     int32_t held = all ? pool->count - pool->prefetch_count : pool->held[drive];
-    for (const inf_prefetch *prefetch = ex->with_slot.head; prefetch != NULL && !all; prefetch = prefetch->next) {
+    for (const inf_prefetch *prefetch = ex->with_slot.head; prefetch != NULL && !all;
+         prefetch = prefetch->next) {
         held -= pool_of(ex, prefetch) == pool && prefetch->record.plan.drive == drive;
     }
     return held >= inf_prefetch_spared(pool);
@@ -240,12 +258,15 @@ static bool jobs_go_on(struct inf_executor *ex, const inf_pool *pool, int32_t dr
 
 bool inf_prefetch_yield(struct inf_executor *ex, int32_t index) {
     const inf_pool *pool = &ex->pools[index];
-    for (inf_prefetch *prefetch = ex->with_slot.tail; prefetch != NULL; prefetch = prefetch->previous) {
+    for (inf_prefetch *prefetch = ex->with_slot.tail; prefetch != NULL;
+         prefetch = prefetch->previous) {
         inf_chunk_record *chunk = prefetch->chunk;
         if (prefetch->run.slot.pool != index || chunk == NULL || prefetch->taker != NULL) continue;
-        if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue; /* it is not one too many */
+        /* it is not one too many */
+        if (pool->free_count > 0 && !drive_waits(pool, chunk->plan.drive)) continue;
         if (prefetch->state == INF_PREFETCH_READING && !unread(ex, prefetch)) continue;
-        if (prefetch->state == INF_PREFETCH_HELD && jobs_go_on(ex, pool, chunk->plan.drive)) continue;
+        if (prefetch->state == INF_PREFETCH_HELD && jobs_go_on(ex, pool, chunk->plan.drive))
+            continue;
         let_slot_go(ex, prefetch);
         inf_run *head = chunk->fifo_head;
         bool gated = head != NULL && head->job.kind == INF_JOB_UPDATE && head->state == INF_WAITING;
@@ -267,7 +288,8 @@ static void give_over(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *
     inf_slot *slot = &prefetch->run.slot;
     uint32_t missing = run->reads & ~prefetch->have;
     uint32_t all = inf_sections_all(&run->chunk->plan);
-    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing, all & ~inf_grad_mask(&run->chunk->plan), run->moves);
+    inf_slot_plan(&run->slot, &run->chunk->plan, all, missing,
+                  all & ~inf_grad_mask(&run->chunk->plan), run->moves);
     assert(run->slot.pool == slot->pool && run->slot.bytes == slot->bytes);
     run->slot.memory = slot->memory;
     run->slot.index = slot->index;
@@ -301,7 +323,8 @@ bool inf_prefetch_take(struct inf_executor *ex, inf_run *run) {
 }
 
 /* Its UPDATE waits for the read that has ended. */
-static void taker_goes_on(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker, bool failed) {
+static void taker_goes_on(struct inf_executor *ex, inf_prefetch *prefetch, inf_run *taker,
+                          bool failed) {
     prefetch->taker = NULL;
     taker->prefetch = NULL;
     if (ex->cancelled) inf_run_fail(taker, INF_FAULT_CLOSED, -1, 0, 0, 0);
@@ -355,7 +378,8 @@ static void drop_list(struct inf_executor *ex, const inf_prefetch_list *list) {
     inf_prefetch *next;
     for (inf_prefetch *prefetch = list->head; prefetch != NULL; prefetch = next) {
         next = prefetch->next;
-        if (prefetch->chunk != NULL && prefetch->taker == NULL) inf_prefetch_drop(ex, prefetch->chunk);
+        if (prefetch->chunk != NULL && prefetch->taker == NULL)
+            inf_prefetch_drop(ex, prefetch->chunk);
     }
 }
 

@@ -1,7 +1,8 @@
 /* What somebody who waits, or no longer wants to, changes about jobs under way. */
 #include "executor.h"
 
-/* Moves a job to the queue of demands, wherever it waits; of one that is partly with the drive the rest. [locked] */
+/* Moves a job to the queue of demands, wherever it waits; of one that is partly with the drive the
+ * rest. [locked] */
 static void run_promote(struct inf_executor *ex, inf_run *run) {
     int32_t priority = run->priority;
     inf_queue *from = NULL;
@@ -50,7 +51,8 @@ static void run_cancel(struct inf_executor *ex, inf_run *run) {
         ex->active++; /* as if it had begun: it ends now, whatever it waits for */
     } else if (!inf_slot_unwait(ex, run)) {
         bool unsent = run->state == INF_READING && run->cursor == 0 && run->position == 0;
-        if (!unsent || !inf_drive_unqueue(&ex->drives[run->chunk->plan.drive], run, INF_OP_READ)) return;
+        if (!unsent || !inf_drive_unqueue(&ex->drives[run->chunk->plan.drive], run, INF_OP_READ))
+            return;
     }
     inf_run_fail(run, INF_FAULT_CANCELLED, -1, 0, 0, 0);
     inf_run_finish(ex, run);

@@ -1,14 +1,16 @@
 /* Slots: who gets the next one. All [locked].
  *
- * By priority, then in the order of arrival; one in INF_FAIR_TURN goes to who came first of all. And no drive may hold so many that another finds none, or a slow drive, whose
- * jobs hold theirs for long, would in the end hold all of them and stop the fast ones.
+ * By priority, then in the order of arrival; one in INF_FAIR_TURN goes to who came first of all.
+ * And no drive may hold so many that another finds none, or a slow drive, whose jobs hold theirs
+ * for long, would in the end hold all of them and stop the fast ones.
  */
 #include "executor.h"
 
 #include <errno.h>
 #include <stdlib.h>
 
-int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes, uint8_t *base) {
+int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes,
+                      uint8_t *base) {
     size_t drives = (size_t)ex->config.drive_count + 1;
     pool->count = pool->free_count = count;
     pool->bytes = count == 0 ? 0 : bytes;
@@ -51,12 +53,15 @@ void inf_slot_wait(struct inf_executor *ex, inf_run *run) {
 
 bool inf_slot_unwait(struct inf_executor *ex, inf_run *run) {
     inf_pool *pool = &ex->pools[run->slot.pool];
-    if (run->state != INF_SLOT || !inf_queue_remove(&pool->waiting[run->priority][run->slot.drive], run)) return false;
+    if (run->state != INF_SLOT ||
+        !inf_queue_remove(&pool->waiting[run->priority][run->slot.drive], run))
+        return false;
     pool->waiting_count--;
     return true;
 }
 
-/* The queue of the one that came first, of the drives that hold fewer than `held`; NULL when there is none. */
+/* The queue of the one that came first, of the drives that hold fewer than `held`; NULL when there
+ * is none. */
 static inf_queue *first_of(inf_pool *pool, int32_t priority, int32_t drive_count, int32_t held) {
     inf_queue *first = NULL;
     for (int32_t d = 0; d < drive_count; d++) {
@@ -91,7 +96,8 @@ inf_run *inf_slot_next(struct inf_executor *ex, inf_pool *pool) {
         }
     }
     if (next != NULL) pool->passed[next->head->slot.drive] = -1;
-    for (int32_t p = 0; p < INF_PRIORITY_COUNT && next == NULL; p++) next = first_of(pool, p, drives, held);
+    for (int32_t p = 0; p < INF_PRIORITY_COUNT && next == NULL; p++)
+        next = first_of(pool, p, drives, held);
     if (next == NULL) return NULL;
     inf_run *run = inf_queue_pop(next);
     for (int32_t d = 0; d < drives; d++) pool->passed[d] += pool->passed[d] < owed;

@@ -1,4 +1,5 @@
-/* Intake: chunks are made known, jobs are checked, copied and put into the FIFOs of their chunks. */
+/* Intake: chunks are made known, jobs are checked, copied and put into the FIFOs of their
+ * chunks. */
 #include "executor.h"
 
 #include <errno.h>
@@ -6,9 +7,21 @@
 #include <string.h>
 
 /* What is wrong with a job; aio/_validate.py has the sentences. */
-enum { BAD_CHUNK = 1, BAD_KIND, BAD_MASK, BAD_BASE, BAD_SEGS, BAD_STORE_GATE, BAD_SIZE, BAD_FORMAT, BAD_GIVEN, BAD_DEVICE, BAD_COPY };
+enum {
+    BAD_CHUNK = 1,
+    BAD_KIND,
+    BAD_MASK,
+    BAD_BASE,
+    BAD_SEGS,
+    BAD_STORE_GATE,
+    BAD_SIZE,
+    BAD_FORMAT,
+    BAD_GIVEN,
+    BAD_DEVICE,
+    BAD_COPY
+};
 
-/* ---- chunks ---- */
+/* ---- chunks ---------------------------------------------------------------------------------- */
 
 static int32_t chunks_grow(struct inf_executor *ex, int32_t more) {
     if (ex->chunk_free_count >= more) return 0;
@@ -41,12 +54,14 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
         else if ((records[i] = calloc(1, sizeof **records)) == NULL) error = -ENOMEM;
     }
     pthread_mutex_lock(&ex->lock);
-    for (int32_t i = 0; i < count && error == 0; i++) error = inf_files_known(ex, &plans[i]) ? 0 : -ENOENT;
+    for (int32_t i = 0; i < count && error == 0; i++)
+        error = inf_files_known(ex, &plans[i]) ? 0 : -ENOENT;
     if (error == 0) error = ex->shut ? -ESHUTDOWN : chunks_grow(ex, count);
     for (int32_t i = 0; i < count && error == 0; i++) {
         int32_t id = ex->chunks_free[--ex->chunk_free_count];
         records[i]->plan = plans[i];
-        if (ex->config.verify == INF_VERIFY_OFF) records[i]->plan.sums_ptr = records[i]->plan.other_sums_ptr = 0;
+        if (ex->config.verify == INF_VERIFY_OFF)
+            records[i]->plan.sums_ptr = records[i]->plan.other_sums_ptr = 0;
         records[i]->id = ids[i] = id;
         ex->chunks[id] = records[i];
     }
@@ -91,14 +106,16 @@ int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count
     return error;
 }
 
-/* ---- jobs ---- */
+/* ---- jobs ------------------------------------------------------------------------------------ */
 
 static int64_t slot_bytes(const inf_chunk *chunk, const inf_job *job) {
     int64_t bytes = 0;
-    bool whole = job->kind == INF_JOB_UPDATE || (job->kind == INF_JOB_STORE && inf_chunk_versioned(chunk));
+    bool whole =
+        job->kind == INF_JOB_UPDATE || (job->kind == INF_JOB_STORE && inf_chunk_versioned(chunk));
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool used = whole || (job->mask >> s & 1u);
-        if (used && !inf_section_resident(chunk, s)) bytes += inf_align_up(inf_section_bytes(chunk, s));
+        if (used && !inf_section_resident(chunk, s))
+            bytes += inf_align_up(inf_section_bytes(chunk, s));
     }
     return bytes;
 }
@@ -111,12 +128,17 @@ static int32_t pool_for(const struct inf_executor *ex, int64_t bytes) {
     return bytes == 0 ? 0 : -1;
 }
 
-static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int32_t seg_count, bool gated) {
+static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int32_t seg_count,
+                         bool gated) {
     bool on_device = job->mask & INF_MASK_DEVICE;
     if (on_device && !ex->device.attached) return BAD_DEVICE;
     if (job->kind == INF_JOB_COPY) {
-        bool whole = job->ptr[0] != 0 && job->ptr[1] != 0 && job->ptr[2] != 0 && job->ptr[2] <= INT64_MAX;
-        return !on_device || gated || job->chunk != -1 || (job->mask & ~(INF_MASK_DEVICE | 1u)) != 0 || !whole ? BAD_COPY : 0;
+        bool whole =
+            job->ptr[0] != 0 && job->ptr[1] != 0 && job->ptr[2] != 0 && job->ptr[2] <= INT64_MAX;
+        return !on_device || gated || job->chunk != -1 ||
+                       (job->mask & ~(INF_MASK_DEVICE | 1u)) != 0 || !whole
+                   ? BAD_COPY
+                   : 0;
     }
     const inf_chunk_record *record = inf_chunk_of(ex, job->chunk);
     if (record == NULL) return BAD_CHUNK;
@@ -138,7 +160,8 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     return bytes > 0 && pool_for(ex, bytes) < 0 ? BAD_SIZE : 0;
 }
 
-int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count, int32_t param_in_memory) {
+int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t count,
+                              int32_t param_in_memory) {
     int32_t accepted = 0;
     pthread_mutex_lock(&ex->lock);
     for (int32_t i = 0; i < count && accepted >= 0; i++) {
@@ -147,7 +170,9 @@ int32_t inf_executor_prefetch(inf_executor *ex, const int32_t *ids, int32_t coun
     while (accepted >= 0 && accepted < count && !ex->shut) {
         inf_chunk_record *chunk = inf_chunk_of(ex, ids[accepted]);
         const inf_job update = {.kind = INF_JOB_UPDATE};
-        if (!inf_prefetch_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)), param_in_memory != 0)) break;
+        if (!inf_prefetch_want(ex, chunk, pool_for(ex, slot_bytes(&chunk->plan, &update)),
+                               param_in_memory != 0))
+            break;
         accepted++;
     }
     inf_pump(ex);
@@ -162,7 +187,8 @@ static void *copy_of(const void *source, int32_t count, size_t size) {
     return copy;
 }
 
-/* At the end; but what is kept is written again before anything that has not started, which might write the chunk. */
+/* At the end; but what is kept is written again before anything that has not started, which might
+ * write the chunk. */
 static void fifo_insert(inf_run *run) {
     inf_chunk_record *chunk = run->chunk;
     inf_run *after = chunk->fifo_tail;
@@ -176,8 +202,8 @@ static void fifo_insert(inf_run *run) {
     if (run->fifo_next == NULL) chunk->fifo_tail = run;
 }
 
-/* Sections that an UPDATE takes from the chunk: not the one that it is given (a resident one is as good), and spilled
- * gradients only if one of its segments has its there. */
+/* Sections that an UPDATE takes from the chunk: not the one that it is given (a resident one is as
+ * good), and spilled gradients only if one of its segments has its there. */
 static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const inf_seg *segs) {
     uint32_t reads = inf_sections_all(chunk) & ~inf_grad_mask(chunk);
     if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && !inf_section_resident(chunk, 0)) reads &= ~1u;
@@ -187,11 +213,14 @@ static uint32_t update_reads(const inf_chunk *chunk, const inf_job *job, const i
     return reads;
 }
 
-static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index, const inf_job *job,
-                     int32_t priority) {
+static void run_init(struct inf_executor *ex, inf_submission *submission, int32_t index,
+                     const inf_job *job, int32_t priority) {
     inf_run *run = &submission->runs[index];
     if (job->kind == INF_JOB_COPY) {
-        *run = (inf_run){.submission = submission, .chunk = &ex->device.nothing, .job = *job, .priority = priority};
+        *run = (inf_run){.submission = submission,
+                         .chunk = &ex->device.nothing,
+                         .job = *job,
+                         .priority = priority};
         return;
     }
     *run = (inf_run){.submission = submission,
@@ -200,13 +229,14 @@ static void run_init(struct inf_executor *ex, inf_submission *submission, int32_
                      .state = INF_WAITING,
                      .priority = priority};
     if (job->kind == INF_JOB_FETCH) run->reads = job->mask & inf_sections_all(&run->chunk->plan);
-    if (job->kind == INF_JOB_UPDATE) run->reads = update_reads(&run->chunk->plan, job, submission->segs);
+    if (job->kind == INF_JOB_UPDATE)
+        run->reads = update_reads(&run->chunk->plan, job, submission->segs);
     run->slot.pool = pool_for(ex, slot_bytes(&run->chunk->plan, job));
     fifo_insert(run);
 }
 
-static void submission_enter(struct inf_executor *ex, inf_submission *submission, const inf_job *jobs,
-                             int32_t priority, inf_gate *gate) {
+static void submission_enter(struct inf_executor *ex, inf_submission *submission,
+                             const inf_job *jobs, int32_t priority, inf_gate *gate) {
     submission->order = ++ex->order;
     submission->next = ex->live;
     if (ex->live != NULL) ex->live->previous = submission;
@@ -214,7 +244,8 @@ static void submission_enter(struct inf_executor *ex, inf_submission *submission
     ex->stats.submissions_live++;
     ex->stats.jobs_submitted += (uint64_t)submission->job_count;
     ex->pending += submission->job_count;
-    for (int32_t j = 0; j < submission->job_count; j++) run_init(ex, submission, j, &jobs[j], priority);
+    for (int32_t j = 0; j < submission->job_count; j++)
+        run_init(ex, submission, j, &jobs[j], priority);
     if (gate != NULL) inf_gate_attach(ex, gate, submission);
     for (int32_t j = 0; j < submission->job_count; j++) {
         inf_run *run = &submission->runs[j];
@@ -235,9 +266,10 @@ static void submission_free(inf_submission *submission) {
     free(submission);
 }
 
-static inf_submission *submission_new(int32_t job_count, const void *segs, int32_t seg_count, const void *hypers,
-                                      int32_t hyper_count) {
-    inf_submission *submission = calloc(1, sizeof *submission + (size_t)job_count * sizeof(inf_run));
+static inf_submission *submission_new(int32_t job_count, const void *segs, int32_t seg_count,
+                                      const void *hypers, int32_t hyper_count) {
+    inf_submission *submission =
+        calloc(1, sizeof *submission + (size_t)job_count * sizeof(inf_run));
     if (submission == NULL) return NULL;
     submission->segs = copy_of(segs, seg_count, sizeof(inf_seg));
     submission->hypers = copy_of(hypers, hyper_count, sizeof(inf_hyper));
@@ -248,19 +280,22 @@ static inf_submission *submission_new(int32_t job_count, const void *segs, int32
     return NULL;
 }
 
-static int64_t plan_wrong(const struct inf_executor *ex, const inf_job *jobs, int32_t job_count, int32_t seg_count,
-                          const inf_gate *gate) {
+static int64_t plan_wrong(const struct inf_executor *ex, const inf_job *jobs, int32_t job_count,
+                          int32_t seg_count, const inf_gate *gate) {
     for (int32_t j = 0; j < job_count; j++) {
         int32_t what = job_wrong(ex, &jobs[j], seg_count, gate != NULL);
-        if (what == 0 && gate != NULL && gate->state == INF_GATE_OPEN && jobs[j].base >= gate->base_count) what = BAD_BASE;
+        if (what == 0 && gate != NULL && gate->state == INF_GATE_OPEN &&
+            jobs[j].base >= gate->base_count)
+            what = BAD_BASE;
         if (what != 0) return 1 + ((int64_t)j << 4 | what);
     }
     return 0;
 }
 
 /* Hands a submission over; the ticket has its hold. [locked] */
-static void submission_hand_over(struct inf_executor *ex, inf_ticket *ticket, inf_submission *submission,
-                                 const inf_job *jobs, int32_t priority, inf_gate *gate) {
+static void submission_hand_over(struct inf_executor *ex, inf_ticket *ticket,
+                                 inf_submission *submission, const inf_job *jobs, int32_t priority,
+                                 inf_gate *gate) {
     ex->holds++;
     if (submission->job_count == 0) {
         ticket->words[0] = ticket->words[1] = 1;
@@ -279,9 +314,10 @@ static bool on_device(const inf_job *jobs, int32_t job_count) {
     return false;
 }
 
-inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count, const void *segs,
-                                int32_t seg_count, const void *hypers, int32_t hyper_count, int32_t priority,
-                                inf_gate *gate, int64_t *error) {
+inf_ticket *inf_executor_submit(inf_executor *ex, const void *jobs, int32_t job_count,
+                                const void *segs, int32_t seg_count, const void *hypers,
+                                int32_t hyper_count, int32_t priority, inf_gate *gate,
+                                int64_t *error) {
     inf_ticket *ticket = calloc(1, sizeof *ticket);
     inf_submission *submission = submission_new(job_count, segs, seg_count, hypers, hyper_count);
     *error = ticket == NULL || submission == NULL ? -ENOMEM : 0;
@@ -324,7 +360,8 @@ inf_ticket *inf_executor_recover(inf_executor *ex, int64_t *error) {
     if (jobs != NULL) submission = submission_new(count, NULL, 0, NULL, 0);
     *error = ticket == NULL || submission == NULL ? -ENOMEM : ex->shut ? -ESHUTDOWN : 0;
     if (*error == 0) {
-        /* In one go with taking the marks off: between the two another job could write a chunk that keeps something. */
+        /* In one go with taking the marks off: between the two another job could write a chunk that
+         * keeps something. */
         for (int32_t d = 0; d < ex->config.drive_count; d++) ex->drives[d].stats.marked = 0;
         submission_hand_over(ex, ticket, submission, jobs, INF_PRIORITY_COUNT - 1, NULL);
     }

@@ -1,11 +1,13 @@
-/* Two places of a chunk, one of them committed: what is written goes to the other, and both can be gone back to.
+/* Two places of a chunk, one of them committed: what is written goes to the other, and both can be
+ * gone back to.
  *
- *   commit      the live place is the committed one; the next UPDATE or STORE writes the other, whole, and flips
+ *   commit      the live place is the committed one; the next UPDATE or STORE writes the other,
+ *               whole, and flips
  *   later       UPDATEs and STOREs work in place, on what is not committed
  *   rollback    the committed place is the live one again
  *
- * Spilled gradients are no version: a STORE of them alone moves nothing. Resident sections change in place, and then there is no
- * way back, unless they have memory for another version.
+ * Spilled gradients are no version: a STORE of them alone moves nothing. Resident sections change
+ * in place, and then there is no way back, unless they have memory for another version.
  */
 #include "executor.h"
 
@@ -22,8 +24,10 @@ bool inf_run_moves(const inf_run *run) {
 
 inf_chunk inf_chunk_other(const inf_chunk *chunk) {
     inf_chunk other = *chunk;
-    uint64_t newest = chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
-    other.generation = newest + 1; /* never one that was written before, so that what is stale does not pass */
+    uint64_t newest =
+        chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
+    /* never one that was written before, so that what is stale does not pass */
+    other.generation = newest + 1;
     other.file_offset = chunk->other_offset;
     other.file = chunk->other_file;
     other.sums_ptr = chunk->other_sums_ptr;
@@ -53,7 +57,8 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
     /* Gradients have no versions, and so neither have their checksums. */
     size_t at = (size_t)((chunk->section_count - 1) * inf_piece_count(chunk));
     const uint32_t *before = (const uint32_t *)(uintptr_t)was.sums_ptr;
-    memcpy((uint32_t *)(uintptr_t)chunk->sums_ptr + at, before + at, (size_t)inf_piece_count(chunk) * sizeof *before);
+    memcpy((uint32_t *)(uintptr_t)chunk->sums_ptr + at, before + at,
+           (size_t)inf_piece_count(chunk) * sizeof *before);
 }
 
 void inf_chunk_flip(inf_chunk_record *chunk) {
@@ -70,7 +75,8 @@ static bool for_good(const inf_chunk *chunk) {
     return false;
 }
 
-/* Whether no pending job writes states; gradients that spill are written to a place that has no versions. */
+/* Whether no pending job writes states; gradients that spill are written to a place that has no
+ * versions. */
 static bool states_stay(const inf_chunk_record *chunk) {
     uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
     const inf_run *run = chunk->fifo_head;
@@ -140,12 +146,14 @@ int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, v
     return error;
 }
 
-int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count, const int32_t *files, const int64_t *offsets) {
+int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
+                              const int32_t *files, const int64_t *offsets) {
     pthread_mutex_lock(&ex->lock);
     int32_t error = wrong(ex, ids, count, false);
     for (int32_t i = 0; i < count && error == 0; i++) {
         const inf_chunk_record *chunk = ex->chunks[ids[i]];
-        bool known = chunk->plan.other_bytes > 0 && inf_file_known(ex, chunk->plan.drive, files[i]) && offsets[i] >= 0;
+        bool known = chunk->plan.other_bytes > 0 &&
+                     inf_file_known(ex, chunk->plan.drive, files[i]) && offsets[i] >= 0;
         if (!known) error = -EINVAL;
         else if (chunk->place == INF_PLACE_MOVED) error = -EPERM;
     }
@@ -157,7 +165,7 @@ int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t coun
     return error;
 }
 
-/* ---- files ---- */
+/* ---- files ----------------------------------------------------------------------------------- */
 
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file) {
     return file >= 0 && file < INF_FILE_MAX && ex->drives[drive].fds[file] >= 0;
@@ -167,7 +175,8 @@ bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk) {
     if (chunk->drive < 0) return true;
     if (!inf_file_known(ex, chunk->drive, chunk->file)) return false;
     if (!inf_chunk_versioned(chunk)) return true;
-    return inf_file_known(ex, chunk->drive, chunk->other_file) && inf_file_known(ex, chunk->drive, chunk->grad_file);
+    return inf_file_known(ex, chunk->drive, chunk->other_file) &&
+           inf_file_known(ex, chunk->drive, chunk->grad_file);
 }
 
 int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd) {
@@ -182,12 +191,14 @@ int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd) {
 
 static bool lies_in(const inf_chunk *chunk, int32_t drive, int32_t file) {
     if (chunk->drive != drive) return false;
-    return chunk->file == file || (inf_chunk_versioned(chunk) && (chunk->other_file == file || chunk->grad_file == file));
+    return chunk->file == file ||
+           (inf_chunk_versioned(chunk) && (chunk->other_file == file || chunk->grad_file == file));
 }
 
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index) {
     pthread_mutex_lock(&ex->lock);
-    bool known = drive >= 0 && drive < ex->config.drive_count && index > 0 && inf_file_known(ex, drive, index);
+    bool known = drive >= 0 && drive < ex->config.drive_count && index > 0 &&
+                 inf_file_known(ex, drive, index);
     int32_t error = known ? 0 : -EINVAL;
     for (int32_t c = 0; c < ex->chunk_count && error == 0; c++) {
         if (ex->chunks[c] != NULL && lies_in(&ex->chunks[c]->plan, drive, index)) error = -EBUSY;

@@ -1,4 +1,5 @@
-/* Whether gradients are finite: one pass at memory speed. torch's own ways make a copy or run element by element. */
+/* Whether gradients are finite: one pass at memory speed. torch's own ways make a copy or run
+ * element by element. */
 #include "infinity.h"
 
 #include "gradients.h"
@@ -20,13 +21,15 @@ static int32_t finite32(const uint32_t *values, int64_t numel) {
     for (int64_t start = 0; start < numel; start += STEP) {
         const int64_t end = numel - start < STEP ? numel : start + STEP;
         uint32_t bad = 0;
-        for (int64_t i = start; i < end; i++) bad |= (uint32_t)((values[i] & 0x7F800000u) == 0x7F800000u);
+        for (int64_t i = start; i < end; i++)
+            bad |= (uint32_t)((values[i] & 0x7F800000u) == 0x7F800000u);
         if (bad) return 0;
     }
     return 1;
 }
 
-/* 1 when every one of `numel` values is; grad_dtype: INF_GRAD_*, pointers aligned to their element. -1: unknown dtype. */
+/* 1 when every one of `numel` values is; grad_dtype: INF_GRAD_*, pointers aligned to their element.
+ * -1: unknown dtype. */
 int32_t inf_all_finite(const void *values, int32_t grad_dtype, int64_t numel) {
     if (grad_dtype == INF_GRAD_BF16) return finite16(values, 0x7F80u, numel);
     if (grad_dtype == INF_GRAD_FP16) return finite16(values, 0x7C00u, numel);

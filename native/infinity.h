@@ -1,8 +1,9 @@
 /* infinity: shared declarations of the native extension `infinity._native`.
  *
- * The structs mirror the numpy dtypes of aio/_records.py byte for byte (tests/unit/native/test_records_layout.py compares
- * every offset). They hold no padding: wide members come first. Addresses travel as uint64_t so that a numpy
- * array is a plan. Little-endian machines only: sections are read by integer offsets and go to drives as they lie.
+ * The structs mirror the numpy dtypes of aio/_records.py byte for byte
+ * (tests/unit/native/test_records_layout.py compares every offset). They hold no padding: wide
+ * members come first. Addresses travel as uint64_t so that a numpy array is a plan. Little-endian
+ * machines only: sections are read by integer offsets and go to drives as they lie.
  */
 #ifndef INFINITY_H
 #define INFINITY_H
@@ -19,10 +20,22 @@
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 
-/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/_records.py says what they are. */
-enum { INF_MASTER_RAW = 0, INF_MASTER_SPLIT = 1, INF_MASTER_SPLIT8 = 2, INF_MASTER_FP32 = 3, INF_MASTER_FP16 = 4 };
+/* A state format: master | moments << 8 | count << 16 | grad << 24; class Format of aio/_records.py
+ * says what they are. */
+enum {
+    INF_MASTER_RAW = 0,
+    INF_MASTER_SPLIT = 1,
+    INF_MASTER_SPLIT8 = 2,
+    INF_MASTER_FP32 = 3,
+    INF_MASTER_FP16 = 4
+};
 enum { INF_MOMENTS_FP32 = 0, INF_MOMENTS_BF16 = 1, INF_MOMENTS_Q8 = 2 };
-enum { INF_GRAD_SECTION_NONE = 0, INF_GRAD_SECTION_BF16 = 1, INF_GRAD_SECTION_FP32 = 2, INF_GRAD_SECTION_FP16 = 3 };
+enum {
+    INF_GRAD_SECTION_NONE = 0,
+    INF_GRAD_SECTION_BF16 = 1,
+    INF_GRAD_SECTION_FP32 = 2,
+    INF_GRAD_SECTION_FP16 = 3
+};
 enum {
     INF_FORMAT_RAW = 0,
     INF_FORMAT_SPLIT = INF_MASTER_SPLIT | INF_MOMENTS_FP32 << 8 | 2 << 16,
@@ -30,7 +43,13 @@ enum {
     INF_FORMAT_BF16 = INF_MASTER_SPLIT | INF_MOMENTS_BF16 << 8 | 2 << 16,
     INF_FORMAT_COMPACT = INF_MASTER_SPLIT8 | INF_MOMENTS_Q8 << 8 | 2 << 16
 };
-enum { INF_JOB_FETCH = 1, INF_JOB_STORE = 2, INF_JOB_UPDATE = 3, INF_JOB_REWRITE = 4, INF_JOB_COPY = 6 };
+enum {
+    INF_JOB_FETCH = 1,
+    INF_JOB_STORE = 2,
+    INF_JOB_UPDATE = 3,
+    INF_JOB_REWRITE = 4,
+    INF_JOB_COPY = 6
+};
 enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1, INF_GRAD_FP16 = 2, INF_GRAD_SECTION = 3 };
 enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2 };
 enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD */
@@ -39,11 +58,13 @@ enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
 /* What the passes over a chunk return when no (section, piece) is to blame. */
 enum { INF_OK = -1, INF_BAD_PLAN = -2 };
 
-/* A fixed-size piece of a shard. Its run on the drive is one contiguous range that holds the sections that are not
- * resident, in order, each 4096-aligned. `section_at[s]` is the offset in the run, -1 when the section is resident.
+/* A fixed-size piece of a shard. Its run on the drive is one contiguous range that holds the
+ * sections that are not resident, in order, each 4096-aligned. `section_at[s]` is the offset in the
+ * run, -1 when the section is resident.
  *
- * A versioned chunk has a second place: what is written while the first is committed (see inf_executor_commit). Spilled
- * gradients are no part of a version: they have one place, for which `grad_offset` stands. */
+ * A versioned chunk has a second place: what is written while the first is committed (see
+ * inf_executor_commit). Spilled gradients are no part of a version: they have one place, for which
+ * `grad_offset` stands. */
 typedef struct {
     uint64_t key;              /* unique; seeds the checksums together with generation */
     uint64_t generation;
@@ -66,8 +87,10 @@ typedef struct {
     int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 = 1 */
     int64_t section_at[INF_SECTION_MAX];
     uint64_t section_ptr[INF_SECTION_MAX]; /* address when resident, else 0 */
-    uint64_t other_ptr[INF_SECTION_MAX];   /* address of the second version of a resident section; 0 = changed in place */
-    uint64_t sums_ptr;                     /* uint32_t[section_count][piece_count]; 0 = no checksums */
+    /* address of the second version of a resident section; 0 = changed in place */
+    uint64_t other_ptr[INF_SECTION_MAX];
+    /* uint32_t[section_count][piece_count]; 0 = no checksums */
+    uint64_t sums_ptr;
     uint64_t other_sums_ptr;               /* of the second place; 0 = no checksums */
 } inf_chunk;
 
@@ -81,19 +104,23 @@ typedef struct {
     uint64_t ptr[INF_SECTION_MAX];
 } inf_job;
 
-/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do not overlap. Where
- * moments are quantised, `start` and `element` are multiples of INF_QUANT_GROUP, and the elements from a segment's end to
- * the end of its group belong to nobody. */
+/* A range of a chunk that one parameter's gradient updates. The segments of a chunk ascend and do
+ * not overlap. Where moments are quantised, `start` and `element` are multiples of INF_QUANT_GROUP,
+ * and the elements from a segment's end to the end of its group belong to nobody. */
 typedef struct {
     int64_t start; /* element in the chunk */
     int64_t numel;
-    int64_t element; /* of the parameter, at `start`: random rounding is keyed on (hyper's key, element) */
-    uint64_t grad;   /* address of the gradient of element `start`, aligned to its own size; unused for INF_GRAD_SECTION */
+    /* of the parameter, at `start`: random rounding is keyed on (hyper's key, element) */
+    int64_t element;
+    /* address of the gradient of element `start`, aligned to its own size; unused for
+     * INF_GRAD_SECTION */
+    uint64_t grad;
     int32_t grad_dtype;
     int32_t hyper; /* index into the submission's inf_hyper array */
 } inf_seg;
 
-/* An algorithm's scalars, computed in double and rounded once; `log` is replayed on the fp32 gradient first.
+/* An algorithm's scalars, computed in double and rounded once; `log` is replayed on the fp32
+ * gradient first.
  *
  *              AdamW                        Lion                  SGD
  * decay        1 - lr * weight_decay        the same              -
@@ -104,7 +131,9 @@ typedef struct {
  * eps          eps                          -                     -
  * bc2_sqrt     sqrt(1 - beta2 ** step)      -                     -
  * step_size    lr / (1 - beta1 ** step)     lr                    lr
- * weight_decay -                            -                     weight_decay, added to the gradient; 0 = none
+ * weight_decay -                            -                     weight_decay
+ *
+ * SGD's weight_decay is added to the gradient; 0 = none.
  */
 typedef struct {
     uint64_t key; /* of random rounding */
@@ -124,7 +153,7 @@ typedef struct {
     float log_value[INF_LOG_MAX];
 } inf_hyper;
 
-/* ---- chunk geometry -------------------------------------------------------------------------------------------- */
+/* ---- chunk geometry -------------------------------------------------------------------------- */
 
 static inline int64_t inf_piece_count(const inf_chunk *chunk) {
     return (chunk->numel + chunk->piece_numel - 1) / chunk->piece_numel;
@@ -152,7 +181,7 @@ static inline int inf_section_resident(const inf_chunk *chunk, int32_t section) 
     return chunk->section_at[section] < 0;
 }
 
-/* ---- formats ---------------------------------------------------------------------------------------------------- */
+/* ---- formats --------------------------------------------------------------------------------- */
 
 static inline int32_t inf_format_master(int32_t format) { return format & 255; }
 static inline int32_t inf_format_moments(int32_t format) { return format >> 8 & 255; }
@@ -168,85 +197,113 @@ static inline int32_t inf_format_master_count(int32_t format) {
     return master == INF_MASTER_RAW || master == INF_MASTER_FP32 ? 1 : 2;
 }
 
-/* Itemsizes and elements per item of a format's sections (RAW: itemsize 0 = any). Returns how many there are, 0 for a code
- * that is no format. */
-int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX], int32_t group_numel[INF_SECTION_MAX]);
+/* Itemsizes and elements per item of a format's sections (RAW: itemsize 0 = any). Returns how many
+ * there are, 0 for a code that is no format. */
+int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX],
+                            int32_t group_numel[INF_SECTION_MAX]);
 
-/* How many of `section_count` sections an UPDATE writes: all but the gradients, which are the last. */
+/* How many of `section_count` sections an UPDATE writes: all but the gradients, which are the
+ * last. */
 static inline int32_t inf_format_written(int32_t format, int32_t section_count) {
     return section_count - (inf_format_grad(format) != INF_GRAD_SECTION_NONE);
 }
 
-/* 1 when the fields agree with each other (sizes positive, sections inside the run, itemsizes as the format says). */
+/* 1 when the fields agree with each other (sizes positive, sections inside the run, itemsizes as
+ * the format says). */
 int32_t inf_chunk_valid(const inf_chunk *chunk);
 
-/* ---- checksums (crc32c.c) -------------------------------------------------------------------------------------- */
+/* ---- checksums (crc32c.c) -------------------------------------------------------------------- */
 
 /* CRC-32C (Castagnoli), chained as zlib's crc32: crc(crc(0, a), b) == crc(0, ab). Any alignment. */
 uint32_t inf_crc32c(uint32_t seed, const void *data, size_t size_bytes);
 
-/* Implementations, best last; `inf_crc32c_with` returns 0 in *ok where the machine lacks one. For tests, benches. */
-enum { INF_CRC_PORTABLE = 0, INF_CRC_STREAMS = 1, INF_CRC_CLMUL = 2, INF_CRC_VPCLMUL = 3, INF_CRC_COUNT = 4 };
+/* Implementations, best last; `inf_crc32c_with` returns 0 in *ok where the machine lacks one. For
+ * tests, benches. */
+enum {
+    INF_CRC_PORTABLE = 0,
+    INF_CRC_STREAMS = 1,
+    INF_CRC_CLMUL = 2,
+    INF_CRC_VPCLMUL = 3,
+    INF_CRC_COUNT = 4
+};
 const char *inf_crc32c_name(int32_t variant); /* NULL past the last; variant -1 = the one in use */
-uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes, int32_t *ok);
+uint32_t inf_crc32c_with(int32_t variant, uint32_t seed, const void *data, size_t size_bytes,
+                         int32_t *ok);
 
-/* `verify` of the passes: none, every piece, or (from INF_VERIFY_SAMPLE on) one piece of INF_VERIFY_STRIDE, the phase being
- * what is above INF_VERIFY_SAMPLE: a run never goes wholly unchecked, and as many runs as the stride check all of it. */
+/* `verify` of the passes: none, every piece, or (from INF_VERIFY_SAMPLE on) one piece of
+ * INF_VERIFY_STRIDE, the phase being what is above INF_VERIFY_SAMPLE: a run never goes wholly
+ * unchecked, and as many runs as the stride check all of it. */
 enum { INF_VERIFY_OFF = 0, INF_VERIFY_FULL = 1, INF_VERIFY_SAMPLE = 2, INF_VERIFY_STRIDE = 16 };
 
-/* What a piece's checksum starts from, so that stale or misdirected data of the right shape does not pass. */
+/* What a piece's checksum starts from, so that stale or misdirected data of the right shape does
+ * not pass. */
 uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_t piece);
 
-/* ---- passes over a chunk (chunk_pass.c). None of them blocks, allocates or touches a drive. --------------------- */
+/* ---- passes over a chunk (chunk_pass.c): none blocks, allocates or touches a drive ----------- */
 
-/* FETCH of one section: verify piece by piece, copy to `to` (NULL: only verify). Resident sections and chunks without
- * checksums are only copied. Returns INF_OK or the first bad piece (`to` then holds a part). */
-int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to, int32_t verify);
+/* FETCH of one section: verify piece by piece, copy to `to` (NULL: only verify). Resident sections
+ * and chunks without checksums are only copied. Returns INF_OK or the first bad piece (`to` then
+ * holds a part). */
+int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
+                          int32_t verify);
 
-/* STORE of one section: copy `from` (NULL: zeros; `from == to`: in place) to `to` and set its checksums. */
+/* STORE of one section: copy `from` (NULL: zeros; `from == to`: in place) to `to` and set its
+ * checksums. */
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);
 
-/* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new checksum.
+/* UPDATE: one fused pass: verify a piece of every section -> kernel on segments that meet it -> new
+ * checksum.
  *
- * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident); all in place. out0: where
- * section 0 is copied to after the update, or NULL. in_memory_mask: bit s = section s did not come from the drive but from the
- * caller's memory (it is not verified; its checksums are set anew, since the drive gets it). sums_scratch:
- * uint32_t[section_count * piece_count], unused when sums_ptr is 0.
+ * section[s]: where the sections lie now (the run's buffer, or section_ptr when resident); all in
+ * place. out0: where section 0 is copied to after the update, or NULL. in_memory_mask: bit s =
+ * section s did not come from the drive but from the caller's memory (it is not verified; its
+ * checksums are set anew, since the drive gets it). sums_scratch: uint32_t[section_count *
+ * piece_count], unused when sums_ptr is 0.
  * The `grad` section is verified as the others are, and neither written nor summed anew.
- * to: the chunk as it is at its other place, whose checksums are set, all of them, and `chunk`'s stay; or `chunk` itself.
+ * to: the chunk as it is at its other place, whose checksums are set, all of them, and `chunk`'s
+ * stay; or `chunk` itself.
+ *
  * Returns INF_OK, after which *sums_ptr holds the new checksums; INF_BAD_PLAN, nothing touched; or
- * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident and given sections are as before and the
- * run's buffer is spoilt: read the run again and redo. (So in a chunk that mixes these and other sections all pieces
- * are verified before the first is updated: resident and given sections cannot be read again.)
- * A piece that no segment meets keeps its checksum. */
-int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
-                         int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                         int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch);
+ * section * piece_count + piece of the first mismatch. Then *sums_ptr, resident and given sections
+ * are as before and the run's buffer is spoilt: read the run again and redo. (So in a chunk that
+ * mixes these and other sections all pieces are verified before the first is updated: resident and
+ * given sections cannot be read again.) A piece that no segment meets keeps its checksum. */
+int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[INF_SECTION_MAX],
+                         const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers,
+                         int32_t hyper_count, uint8_t *out0, int32_t verify,
+                         uint32_t in_memory_mask, uint32_t *sums_scratch);
 
-/* The same in one pass also over a chunk that mixes read sections with others: `undo`, inf_undo_bytes(chunk) of them, keeps
- * what resident sections were. After a mismatch these are as before; given ones are not, but the memory behind out0 is, so that
- * it may be where they were given. */
-int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to, uint8_t *const section[INF_SECTION_MAX],
-                              const inf_seg *segs, int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count, uint8_t *out0,
-                              int32_t verify, uint32_t in_memory_mask, uint32_t *sums_scratch, uint8_t *undo);
+/* The same in one pass also over a chunk that mixes read sections with others: `undo`,
+ * inf_undo_bytes(chunk) of them, keeps what resident sections were. After a mismatch these are as
+ * before; given ones are not, but the memory behind out0 is, so that it may be where they were
+ * given. */
+int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
+                              uint8_t *const section[INF_SECTION_MAX], const inf_seg *segs,
+                              int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,
+                              uint8_t *out0, int32_t verify, uint32_t in_memory_mask,
+                              uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);
 
-/* ---- kernels (update.c) ----------------------------------------------------------------------------------------- */
+/* ---- kernels (update.c) ---------------------------------------------------------------------- */
 
-/* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless selected. */
+/* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless
+ * selected. */
 const char *inf_isa(void);
-int32_t inf_isa_index(void); /* of it: 0 portable, 1 avx2, 2 avx512; for the other files that have a body per instruction set */
-int32_t inf_isa_select(const char *name); /* 1, or 0 where the machine lacks it. Not while a kernel runs. */
+/* of it: 0 portable, 1 avx2, 2 avx512; for the other files that have a body per instruction set */
+int32_t inf_isa_index(void);
+/* 1, or 0 where the machine lacks it. Not while a kernel runs. */
+int32_t inf_isa_select(const char *name);
 
-/* Whether `inf_update` knows the format with the algorithm (RAW has no states; AdamW has two moments, Lion one, SGD one, or
- * none when its momentum is 0), and the hyper's log is in range. */
+/* Whether `inf_update` knows the format with the algorithm (RAW has no states; AdamW has two
+ * moments, Lion one, SGD one, or none when its momentum is 0), and the hyper's log is in range. */
 int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
 
-/* The update of `hyper->algorithm` in place on [numel] elements of the sections of `format`, which has no `grad`. element: the
- * parameter's, at the first (see inf_seg). grad_dtype: an INF_GRAD_* other than SECTION. Pointers are aligned to their items.
- * Denormals are kept whatever the thread's floating-point mode is. Only what inf_update_valid knows. */
-void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad, int32_t grad_dtype,
-                int64_t numel, int64_t element, const inf_hyper *hyper);
+/* The update of `hyper->algorithm` in place on [numel] elements of the sections of `format`, which
+ * has no `grad`. element: the parameter's, at the first (see inf_seg). grad_dtype: an INF_GRAD_*
+ * other than SECTION. Pointers are aligned to their items. Denormals are kept whatever the thread's
+ * floating-point mode is. Only what inf_update_valid knows. */
+void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
+                int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper);
 
 /* fp32 master <-> (hi, lo). NaN becomes 0x7FC00000, everything else round-trips. */
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);

@@ -1,7 +1,9 @@
-/* NUMA: memory on a node, and threads on its CPUs. Asked for by the caller (infinity/_src/memory/numa.py); without that nothing is called.
+/* NUMA: memory on a node, and threads on its CPUs. Asked for by the caller
+ * (infinity/_src/memory/numa.py); without that nothing is called.
  *
- * Memory is preferred on the node, not bound to it: what the node has no room for lies elsewhere, which is slower; a strict
- * binding would end the process instead. Threads that are made between `enter` and `leave` inherit the CPUs.
+ * Memory is preferred on the node, not bound to it: what the node has no room for lies elsewhere,
+ * which is slower; a strict binding would end the process instead. Threads that are made between
+ * `enter` and `leave` inherit the CPUs.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -25,7 +27,8 @@ int32_t inf_numa_prefer(uint64_t address, uint64_t size_bytes, int32_t node) {
     if (node < 0 || node >= NODE_MAX) return -EINVAL;
     nodes[(size_t)node / WORD_BITS] = 1ul << ((size_t)node % WORD_BITS);
     /* The kernel takes one bit less than it is told. */
-    long result = syscall(SYS_mbind, (unsigned long)address, (unsigned long)size_bytes, MPOL_PREFERRED, nodes, NODE_MAX + 1ul, 0u);
+    long result = syscall(SYS_mbind, (unsigned long)address, (unsigned long)size_bytes,
+                          MPOL_PREFERRED, nodes, NODE_MAX + 1ul, 0u);
     return result == 0 ? 0 : -errno;
 }
 
@@ -49,7 +52,8 @@ void inf_numa_enter(struct inf_executor *ex, cpu_set_t *before) {
     }
     /* Whoever started the process may have given it some of them only. */
     CPU_AND(&both, &wanted, before);
-    error = CPU_COUNT(&both) == 0 ? ENODEV : pthread_setaffinity_np(pthread_self(), sizeof both, &both);
+    error =
+        CPU_COUNT(&both) == 0 ? ENODEV : pthread_setaffinity_np(pthread_self(), sizeof both, &both);
     if (error != 0) {
         CPU_ZERO(before);
         note(ex, error);

@@ -1,4 +1,5 @@
-/* The thread backend: several threads per drive, each moving one block at a time with pread and pwrite. */
+/* The thread backend: several threads per drive, each moving one block at a time with pread and
+ * pwrite. */
 #include "executor.h"
 
 #include <errno.h>

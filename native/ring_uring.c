@@ -1,10 +1,12 @@
 /* The io_uring backend: one thread and one ring per drive.
  *
- * liburing comes from the PyPI wheel `liburing`: its shared object exports the C library. Only functions by pointer are
- * used, and the fields of SQEs and CQEs, which are kernel ABI, are set here: `struct io_uring` stays opaque.
+ * liburing comes from the PyPI wheel `liburing`: its shared object exports the C library. Only
+ * functions by pointer are used, and the fields of SQEs and CQEs, which are kernel ABI, are set
+ * here: `struct io_uring` stays opaque.
  *
- * A ring is made, used and ended on its own thread (SINGLE_ISSUER). The thread always waits in one place, for
- * completions; a read of an eventfd that stands on the ring turns new work into a completion.
+ * A ring is made, used and ended on its own thread (SINGLE_ISSUER). The thread always waits in one
+ * place, for completions; a read of an eventfd that stands on the ring turns new work into a
+ * completion.
  */
 #include "executor.h"
 
@@ -19,7 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* ---- kernel ABI ---- */
+/* ---- kernel ABI ------------------------------------------------------------------------------ */
 
 typedef struct {
     uint8_t opcode;
@@ -44,16 +46,18 @@ typedef struct {
 } uring_cqe;
 
 typedef struct {
-    uint32_t sq_entries, cq_entries, flags, sq_thread_cpu, sq_thread_idle, features, wq_fd, reserved[3];
+    uint32_t sq_entries, cq_entries, flags, sq_thread_cpu, sq_thread_idle, features, wq_fd,
+        reserved[3];
     uint64_t sq_offsets[5], cq_offsets[5];
 } uring_params;
 
-_Static_assert(sizeof(uring_sqe) == 64 && sizeof(uring_cqe) == 16 && sizeof(uring_params) == 120, "kernel ABI");
+_Static_assert(sizeof(uring_sqe) == 64 && sizeof(uring_cqe) == 16 && sizeof(uring_params) == 120,
+               "kernel ABI");
 
 enum { OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23 };
 enum { SQE_FIXED_FILE = 1, SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
 
-/* ---- liburing by pointer ---- */
+/* ---- liburing by pointer --------------------------------------------------------------------- */
 
 typedef struct {
     int (*queue_init_params)(unsigned entries, void *ring, void *params);
@@ -74,13 +78,15 @@ static pthread_mutex_t api_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static int32_t api_load(const char *path, char *why, size_t why_bytes) {
     static const char *const names[] = {
-        "io_uring_queue_init_params", "io_uring_queue_exit", "io_uring_get_sqe",          "io_uring_submit_and_wait",
-        "io_uring_peek_batch_cqe",    "io_uring_cq_advance", "io_uring_register_buffers", "io_uring_register_files",
-        "io_uring_unregister_buffers", "io_uring_unregister_files",
+        "io_uring_queue_init_params", "io_uring_queue_exit",     "io_uring_get_sqe",
+        "io_uring_submit_and_wait",   "io_uring_peek_batch_cqe", "io_uring_cq_advance",
+        "io_uring_register_buffers",  "io_uring_register_files", "io_uring_unregister_buffers",
+        "io_uring_unregister_files",
     };
     void *functions[sizeof names / sizeof *names];
     _Static_assert(sizeof functions == sizeof api, "one name for every pointer, in order");
-    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL); /* never closed: pointers into it live as long as we do */
+    /* never closed: pointers into it live as long as we do */
+    void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (library == NULL) {
         snprintf(why, why_bytes, "%s", dlerror());
         return -1;
@@ -103,7 +109,7 @@ int32_t inf_uring_load(const char *path, char *why, int32_t why_bytes) {
     return error;
 }
 
-/* ---- one ring ---- */
+/* ---- one ring -------------------------------------------------------------------------------- */
 
 /* `struct io_uring` of liburing 2.15 has 216 bytes; a later one may have more. */
 typedef union {
@@ -123,9 +129,11 @@ typedef struct {
 } uring_state;
 
 static int32_t ring_make(ring_storage *ring, unsigned entries) {
-    static const uint32_t flags[] = {SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN, SETUP_SINGLE_ISSUER, 0};
+    static const uint32_t flags[] = {SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN, SETUP_SINGLE_ISSUER,
+                                     0};
     int error = -EINVAL;
-    for (size_t i = 0; i < sizeof flags / sizeof *flags && error == -EINVAL; i++) { /* older kernels know fewer */
+    /* older kernels know fewer */
+    for (size_t i = 0; i < sizeof flags / sizeof *flags && error == -EINVAL; i++) {
         uring_params params = {.flags = flags[i]};
         memset(ring, 0, sizeof *ring);
         error = api.queue_init_params(entries, ring, &params);
@@ -151,7 +159,8 @@ int32_t inf_uring_probe(void) {
     return error;
 }
 
-/* Registered pages need no pinning per request. Only huge pages: registered 4 KiB pages are slower than none. */
+/* Registered pages need no pinning per request. Only huge pages: registered 4 KiB pages are slower
+ * than none. */
 static int32_t slab_register(const struct inf_executor *ex, uring_state *state) {
     if (ex->slab_bytes == 0) return INF_REGISTERED_NOT;
     if (ex->huge_bytes < ex->slab_bytes / 10 * 9) return INF_REGISTERED_NOT_HUGE;
@@ -159,14 +168,17 @@ static int32_t slab_register(const struct inf_executor *ex, uring_state *state) 
     unsigned count = 0;
     for (int64_t at = 0; at < ex->slab_bytes; at += INF_PIECE_BYTES) {
         if (count == sizeof pieces / sizeof *pieces) return INF_REGISTERED_TOO_LARGE;
-        int64_t bytes = ex->slab_bytes - at < INF_PIECE_BYTES ? ex->slab_bytes - at : INF_PIECE_BYTES;
+        int64_t bytes =
+            ex->slab_bytes - at < INF_PIECE_BYTES ? ex->slab_bytes - at : INF_PIECE_BYTES;
         pieces[count++] = (struct iovec){ex->slab + at, (size_t)bytes};
     }
-    int32_t error = api.register_buffers(&state->storage, pieces, count); /* ENOMEM: RLIMIT_MEMLOCK; goes without */
+    /* ENOMEM: RLIMIT_MEMLOCK; goes without */
+    int32_t error = api.register_buffers(&state->storage, pieces, count);
     return error == 0 ? INF_REGISTERED : error;
 }
 
-/* The kernel ends a ring some time after its exit: what it holds (the file's space, locked pages) is given back here. */
+/* The kernel ends a ring some time after its exit: what it holds (the file's space, locked pages)
+ * is given back here. */
 static void ring_close(uring_state *state, bool broken) {
     if (!broken && state->file_fixed) api.unregister_files(&state->storage);
     if (!broken && state->fixed) api.unregister_buffers(&state->storage);
@@ -189,7 +201,8 @@ static void post_event_read(inf_drive *drive, uring_state *state) {
     state->event_posted = true;
 }
 
-/* Sends one request through: a ring that is made may still not take our operations (they are younger than io_uring). */
+/* Sends one request through: a ring that is made may still not take our operations (they are
+ * younger than io_uring). */
 static int32_t ring_prove(inf_drive *drive, uring_state *state) {
     uint64_t one = 1;
     uring_cqe *cqe = NULL;
@@ -200,7 +213,8 @@ static int32_t ring_prove(inf_drive *drive, uring_state *state) {
         int error = api.submit_and_wait(&state->storage, 1);
         bool passing = error == -EINTR || error == -EAGAIN || error == -EBUSY;
         if (error < 0 && !passing) return error;
-        if (api.peek_batch_cqe(&state->storage, &cqe, 1) == 0) nanosleep(&(struct timespec){0, 1000000}, NULL);
+        if (api.peek_batch_cqe(&state->storage, &cqe, 1) == 0)
+            nanosleep(&(struct timespec){0, 1000000}, NULL);
     }
     if (cqe == NULL) return -ETIME;
     int32_t result = cqe->result;
@@ -226,14 +240,16 @@ static int32_t ring_open(inf_drive *drive, uring_state *state) {
 static void post_request(const inf_drive *drive, uring_state *state, const inf_request *request) {
     bool read = request->op == INF_OP_READ;
     uring_sqe *sqe = sqe_new(state);
-    sqe->opcode = state->fixed ? (read ? OP_READ_FIXED : OP_WRITE_FIXED) : (read ? OP_READ : OP_WRITE);
+    sqe->opcode =
+        state->fixed ? (read ? OP_READ_FIXED : OP_WRITE_FIXED) : (read ? OP_READ : OP_WRITE);
     bool file_fixed = state->file_fixed && request->file == 0;
     sqe->flags = file_fixed ? SQE_FIXED_FILE : 0;
     sqe->fd = file_fixed ? 0 : drive->fds[request->file];
     sqe->offset = (uint64_t)request->offset;
     sqe->address = (uint64_t)(uintptr_t)request->data;
     sqe->bytes = (uint32_t)request->ask;
-    sqe->buffer = state->fixed ? (uint16_t)((request->data - drive->ex->slab) / INF_PIECE_BYTES) : 0;
+    sqe->buffer =
+        state->fixed ? (uint16_t)((request->data - drive->ex->slab) / INF_PIECE_BYTES) : 0;
     sqe->user_data = (uint64_t)(uintptr_t)request;
 }
 
@@ -267,7 +283,8 @@ static void reap(inf_drive *drive, uring_state *state) {
     inf_pump(drive->ex);
 }
 
-/* Waits for a completion, with the lock released. 0, or a negative errno when the ring does not work any more. */
+/* Waits for a completion, with the lock released. 0, or a negative errno when the ring does not
+ * work any more. */
 static int32_t wait_ring(inf_drive *drive, uring_state *state) {
     struct inf_executor *ex = drive->ex;
     int32_t result = 0;
@@ -279,7 +296,8 @@ static int32_t wait_ring(inf_drive *drive, uring_state *state) {
             break;
         }
         if (result != -EAGAIN && result != -EBUSY && result != -ENOMEM) break;
-        nanosleep(&(struct timespec){0, 1000000}, NULL); /* the kernel is short of memory: for a second at most */
+        /* the kernel is short of memory: for a second at most */
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
     }
     pthread_mutex_lock(&ex->lock);
     return result;
@@ -300,7 +318,8 @@ static void *uring_main(void *argument) {
     }
     post_event_read(drive, state);
     int32_t broken = 0;
-    /* It ends when told to and when the event has come, so that the kernel holds no address of ours any more. */
+    /* It ends when told to and when the event has come, so that the kernel holds no address of ours
+     * any more. */
     while ((!ex->stopping || state->event_posted) && broken == 0) {
         fill_ring(drive, state);
         drive->sleeping = true;
@@ -333,7 +352,8 @@ static void uring_stop(inf_drive *drive) {
     struct inf_executor *ex = drive->ex;
     if (drive->thread_count > 0) {
         pthread_mutex_lock(&ex->lock);
-        drive->sleeping = true; /* whether it sleeps or not: the event also ends a wait that comes */
+        /* whether it sleeps or not: the event also ends a wait that comes */
+        drive->sleeping = true;
         uring_wake(drive);
         pthread_mutex_unlock(&ex->lock);
         pthread_join(drive->threads[0], NULL);

@@ -1,7 +1,9 @@
-/* The slab: host memory for the executor's slots (executor_slots.c) and, by aio.Slab, for sections in RAM and gradients.
+/* The slab: host memory for the executor's slots (executor_slots.c) and, by aio.Slab, for sections
+ * in RAM and gradients.
  *
- * Huge pages decide the drive's speed (3.9 against 1.7 GB/s measured on a virtio disk): a 1 MiB request of 4 KiB pages
- * is 256 segments, which drives split. MADV_DONTFORK because a page under DMA must not become copy-on-write.
+ * Huge pages decide the drive's speed (3.9 against 1.7 GB/s measured on a virtio disk): a 1 MiB
+ * request of 4 KiB pages is 256 segments, which drives split. MADV_DONTFORK because a page under
+ * DMA must not become copy-on-write.
  */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
@@ -30,7 +32,8 @@ int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, in
     *numa_error = 0;
     if (size_bytes == 0 || size_bytes > UINT64_MAX / 2) return -EINVAL;
     uint64_t size = (size_bytes + HUGE_BYTES - 1) & ~(HUGE_BYTES - 1);
-    void *raw = mmap(NULL, size + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *raw =
+        mmap(NULL, size + HUGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED) return -errno;
     uint64_t start = (uint64_t)(uintptr_t)raw;
     uint64_t aligned = (start + HUGE_BYTES - 1) & ~(HUGE_BYTES - 1);
@@ -38,10 +41,12 @@ int32_t inf_slab_map_on(uint64_t size_bytes, int32_t node, uint64_t *address, in
     uint64_t tail = start + HUGE_BYTES - aligned;
     if (tail > 0) munmap((void *)(uintptr_t)(aligned + size), tail);
     void *base = (void *)(uintptr_t)aligned;
-    /* Both are hints: a kernel without transparent huge pages gives a slower slab, which `doctor` reports. */
+    /* Both are hints: a kernel without transparent huge pages gives a slower slab, which `doctor`
+     * reports. */
     (void)madvise(base, size, MADV_HUGEPAGE);
     (void)madvise(base, size, MADV_DONTFORK);
-    if (node >= 0) *numa_error = inf_numa_prefer(aligned, size, node); /* before the first touch, which places a page */
+    /* before the first touch, which places a page */
+    if (node >= 0) *numa_error = inf_numa_prefer(aligned, size, node);
     if (madvise(base, size, MADV_POPULATE_WRITE) != 0) {
         if (errno != EINVAL) {
             int32_t error = errno == EFAULT ? ENOMEM : errno;

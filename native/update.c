@@ -1,7 +1,8 @@
 /* Updates on pointers: one body (optimizer_kernels.h) per instruction set, chosen at run time.
  *
- * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target` regions that run only
- * after cpu.h said yes. No inline function crosses a region: those are always_inline and scalar.
+ * The file is compiled for the ABI's baseline; the wider versions sit in `#pragma GCC target`
+ * regions that run only after cpu.h said yes. No inline function crosses a region: those are
+ * always_inline and scalar.
  */
 #include "cpu.h"
 #include "float_bits.h"
@@ -11,12 +12,15 @@
 #include <math.h>
 #include <string.h>
 
-#define INF_BLOCK_NUMEL 256 /* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
+/* fp32 of a block: 1 KiB of stack each, stays in L1 from decoding to encoding */
+#define INF_BLOCK_NUMEL 256
 
-/* Companding of 8-bit moments (infinity/_src/kernels/state_codec.py): number = sign(c) * c^2 / 127^2 * scale, or c^4 / 255^4 * scale. */
+/* Companding of 8-bit moments (infinity/_src/kernels/state_codec.py): number = sign(c) * c^2 /
+ * 127^2 * scale, or c^4 / 255^4 * scale. */
 #define INF_SQUARE_STEP (1.0f / 16129.0f)
 #define INF_FOURTH_STEP (1.0f / 4228250625.0f)
-#define INF_SCALE_LEAST 0x1080u /* bf16 bits of 2^-94: then 255^4 / scale is finite, and code 1 above zero */
+/* bf16 bits of 2^-94: then 255^4 / scale is finite, and code 1 above zero */
+#define INF_SCALE_LEAST 0x1080u
 #define INF_SCALE_MOST 0x7F7Fu  /* the largest bf16 */
 
 /* Part of a segment: where its sections lie, from `element` of the parameter on. */
@@ -26,17 +30,20 @@ typedef struct {
     int64_t element;
 } inf_block;
 
-/* Bytes that each section has for INF_QUANT_GROUP elements: what a block of whole groups moves on by. */
+/* Bytes that each section has for INF_QUANT_GROUP elements: what a block of whole groups moves on
+ * by. */
 INF_INLINE void inf_group_bytes(int32_t format, int64_t bytes[INF_SECTION_MAX]) {
     int32_t itemsize[INF_SECTION_MAX] = {0}, group_numel[INF_SECTION_MAX] = {0};
     const int32_t count = inf_format_sections(format, itemsize, group_numel);
-    for (int32_t s = 0; s < INF_SECTION_MAX; s++) bytes[s] = s < count ? INF_QUANT_GROUP / group_numel[s] * itemsize[s] : 0;
+    for (int32_t s = 0; s < INF_SECTION_MAX; s++)
+        bytes[s] = s < count ? INF_QUANT_GROUP / group_numel[s] * itemsize[s] : 0;
 }
 
-/* Which of an element's 32 random bits round a moment, and how. A 24-bit master takes the upper 8; then the moments have the
- * two lower 12, else 16 each. For bf16: 16 bits, (random >> shift & mask) << left | half. For 8 bits: a number in [1, 2)
- * whose bits are (random placed & place_mask) | place_one, placed: `place` to the right in moment 0, to the left in moment 1.
- * Half of the last random bit is added, so that the mean is right. */
+/* Which of an element's 32 random bits round a moment, and how. A 24-bit master takes the upper 8;
+ * then the moments have the two lower 12, else 16 each. For bf16: 16 bits, (random >> shift & mask)
+ * << left | half. For 8 bits: a number in [1, 2) whose bits are (random placed & place_mask) |
+ * place_one, placed: `place` to the right in moment 0, to the left in moment 1. Half of the last
+ * random bit is added, so that the mean is right. */
 typedef struct {
     uint32_t shift;
     uint32_t mask;
@@ -49,9 +56,11 @@ typedef struct {
 
 INF_INLINE inf_draw inf_draw_of(int32_t format, int32_t moment) {
     if (inf_format_master(format) == INF_MASTER_SPLIT8) {
-        return (inf_draw){moment == 0 ? 12 : 0, 0xFFF, 4, 8, moment == 0 ? 1 : 11, 0x7FF800, 0x3F800400};
+        return (inf_draw){moment == 0 ? 12 : 0, 0xFFF,    4,         8,
+                          moment == 0 ? 1 : 11, 0x7FF800, 0x3F800400};
     }
-    return (inf_draw){moment == 0 ? 16 : 0, 0xFFFF, 0, 0, moment == 0 ? 9 : 7, 0x7FFF80, 0x3F800040};
+    return (inf_draw){moment == 0 ? 16 : 0, 0xFFFF,   0,         0,
+                      moment == 0 ? 9 : 7,  0x7FFF80, 0x3F800040};
 }
 
 INF_INLINE float inf_square_code(int8_t code, float scale) {
@@ -67,9 +76,10 @@ INF_INLINE float inf_fourth_code(uint8_t code, float scale) {
 #define INF_BODY "optimizer_kernels.h"
 #include "each_isa.h"
 
-/* ---- dispatch -------------------------------------------------------------------------------------------------- */
+/* ---- dispatch -------------------------------------------------------------------------------- */
 
-typedef void update_fn(int32_t, uint8_t *const *, const void *, int32_t, int64_t, int64_t, const inf_hyper *);
+typedef void update_fn(int32_t, uint8_t *const *, const void *, int32_t, int64_t, int64_t,
+                       const inf_hyper *);
 
 typedef struct {
     const char *name;
@@ -123,7 +133,9 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     int32_t itemsize[INF_SECTION_MAX], group_numel[INF_SECTION_MAX];
     const int32_t count = inf_format_count(format);
     if (inf_format_sections(format, itemsize, group_numel) == 0) return 0;
-    if (inf_format_master(format) == INF_MASTER_RAW || inf_format_grad(format) != INF_GRAD_SECTION_NONE) return 0;
+    if (inf_format_master(format) == INF_MASTER_RAW ||
+        inf_format_grad(format) != INF_GRAD_SECTION_NONE)
+        return 0;
     if (hyper->log_count < 0 || hyper->log_count > INF_LOG_MAX) return 0;
     switch (hyper->algorithm) {
     case INF_ADAMW: return count == 2;
@@ -133,14 +145,15 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
     }
 }
 
-void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad, int32_t grad_dtype,
-                int64_t numel, int64_t element, const inf_hyper *hyper) {
+void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
+                int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper) {
     const fp_mode mode = fp_mode_enter();
     isa_chosen->update(format, section, grad, grad_dtype, numel, element, hyper);
     fp_mode_leave(mode);
 }
 
-/* Integer work: no instruction-set versions, the baseline vectorises and it runs at load and export only. */
+/* Integer work: no instruction-set versions, the baseline vectorises and it runs at load and export
+ * only. */
 
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel) {
     for (int64_t i = 0; i < numel; i++) {
@@ -151,5 +164,6 @@ void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t nu
 }
 
 void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel) {
-    for (int64_t i = 0; i < numel; i++) master[i] = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
+    for (int64_t i = 0; i < numel; i++)
+        master[i] = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
 }

@@ -1,4 +1,5 @@
-/* What collectives carry, on pointers: one body (wire_body.h) per instruction set, chosen at run time as update.c's is. */
+/* What collectives carry, on pointers: one body (wire_body.h) per instruction set, chosen at run
+ * time as update.c's is. */
 #include "wire.h"
 
 #include "float_bits.h"
@@ -8,7 +9,8 @@
 #include <math.h>
 #include <string.h>
 
-#define WIRE_BLOCK 1024 /* elements, a multiple of every group: fp32, random numbers and codes of a block stay in L1 */
+/* elements, a multiple of every group: fp32, random numbers and codes of a block stay in L1 */
+#define WIRE_BLOCK 1024
 #define WIRE_ALIGN 64   /* bytes; of codes and of scales */
 
 #define INF_VALUE_MOST 0x1.fep127f      /* the largest bf16 */
@@ -34,11 +36,13 @@ INF_INLINE int wire_within(float scale) {
     return fabsf(scale) < 0x1.0p120f;
 }
 
-/* Ask for the bytes that the next block reads while this one is computed: the hardware looks ahead only after a few lines of each
- * stream, and a block is short (a tenth and more where several are summed). Past the end it asks for what nobody reads. */
+/* Ask for the bytes that the next block reads while this one is computed: the hardware looks ahead
+ * only after a few lines of each stream, and a block is short (a tenth and more where several are
+ * summed). Past the end it asks for what nobody reads. */
 INF_INLINE void wire_ahead(const void *source, int64_t first, int64_t size_bytes) {
     const uintptr_t from = (uintptr_t)source + (uintptr_t)first;
-    for (int64_t at = 0; at < size_bytes; at += WIRE_ALIGN) __builtin_prefetch((const void *)(from + (uintptr_t)at));
+    for (int64_t at = 0; at < size_bytes; at += WIRE_ALIGN)
+        __builtin_prefetch((const void *)(from + (uintptr_t)at));
 }
 
 INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t first, int64_t numel) {
@@ -50,8 +54,10 @@ INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t fir
 #include "each_isa.h"
 
 typedef struct {
-    void (*encode)(const void *, int32_t, void *, int32_t, uint8_t *, int64_t, const wire_shape *, int32_t, uint64_t, int64_t);
-    void (*decode_sum)(const uint64_t *, int32_t, void *, int32_t, int64_t, const wire_shape *, float);
+    void (*encode)(const void *, int32_t, void *, int32_t, uint8_t *, int64_t, const wire_shape *,
+                   int32_t, uint64_t, int64_t);
+    void (*decode_sum)(const uint64_t *, int32_t, void *, int32_t, int64_t, const wire_shape *,
+                       float);
     void (*sum_in_order)(const uint64_t *, int32_t, int32_t, void *, int32_t, int64_t, float);
 } isa_kernels;
 
@@ -85,29 +91,31 @@ int64_t inf_wire_bytes(int64_t numel, int32_t bits, int32_t group_numel, int32_t
     return codes_only ? codes : codes + aligned(scales_bytes(numel, group_numel));
 }
 
-void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t error_dtype, uint8_t *wire, int64_t numel,
-                     int32_t bits, int32_t group_numel, int32_t random, uint64_t key, int64_t element) {
+void inf_wire_encode(const void *values, int32_t dtype, void *error, int32_t error_dtype,
+                     uint8_t *wire, int64_t numel, int32_t bits, int32_t group_numel,
+                     int32_t random, uint64_t key, int64_t element) {
     const wire_shape shape = shape_of(numel, bits, group_numel);
     const int64_t codes = codes_bytes(numel, bits), scales = scales_bytes(numel, group_numel);
     if (numel == 0) return; /* pointers may be NULL, which memset must not get */
     const fp_mode mode = fp_mode_enter();
-    ISA_TABLE[inf_isa_index()].encode(values, dtype, error, error_dtype, wire, numel, &shape, random, key, element);
+    ISA_TABLE[inf_isa_index()].encode(values, dtype, error, error_dtype, wire, numel, &shape,
+                                      random, key, element);
     fp_mode_leave(mode);
     /* What travels is the same bytes for the same values. */
     memset(wire + codes, 0, (size_t)(shape.codes_bytes - codes));
     memset(wire + shape.codes_bytes + scales, 0, (size_t)(aligned(scales) - scales));
 }
 
-void inf_wire_decode_sum(const uint64_t *wires, int32_t count, void *out, int32_t dtype, int64_t numel, int32_t bits,
-                         int32_t group_numel, float divisor) {
+void inf_wire_decode_sum(const uint64_t *wires, int32_t count, void *out, int32_t dtype,
+                         int64_t numel, int32_t bits, int32_t group_numel, float divisor) {
     const wire_shape shape = shape_of(numel, bits, group_numel);
     const fp_mode mode = fp_mode_enter();
     ISA_TABLE[inf_isa_index()].decode_sum(wires, count, out, dtype, numel, &shape, divisor);
     fp_mode_leave(mode);
 }
 
-void inf_sum_in_order(const uint64_t *pieces, int32_t count, int32_t dtype, void *out, int32_t out_dtype, int64_t numel,
-                      float divisor) {
+void inf_sum_in_order(const uint64_t *pieces, int32_t count, int32_t dtype, void *out,
+                      int32_t out_dtype, int64_t numel, float divisor) {
     const fp_mode mode = fp_mode_enter();
     ISA_TABLE[inf_isa_index()].sum_in_order(pieces, count, dtype, out, out_dtype, numel, divisor);
     fp_mode_leave(mode);

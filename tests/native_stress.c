@@ -1,9 +1,12 @@
-/* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead, drop and look, all at once.
+/* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead,
+ * drop and look, all at once.
  *
- * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator, other compilers (make tsan,
- * make portable). Each thread owns some chunks and knows what they must hold; everything else is shared.
+ * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator,
+ * other compilers (make tsan, make portable). Each thread owns some chunks and knows what they must
+ * hold; everything else is shared.
  *
- *   [STRESS_ISA=portable] native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]    0 and some figures, or a message and 1
+ *   [STRESS_ISA=portable] native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]    0 and some
+ *   figures, or a message and 1
  */
 #include "../native/executor.h"
 
@@ -26,12 +29,13 @@
 #define WAIT_NS 60000000000
 #define SECONDS_MAX 600 /* a hang is a failure, too */
 
-#define CHECK(condition)                                                                      \
-    do {                                                                                      \
-        if (!(condition)) {                                                                   \
-            fprintf(stderr, "native_stress: line %d: %s (errno %d)\n", __LINE__, #condition, errno); \
-            exit(1);                                                                          \
-        }                                                                                     \
+#define CHECK(condition)                                                                     \
+    do {                                                                                     \
+        if (!(condition)) {                                                                  \
+            fprintf(stderr, "native_stress: line %d: %s (errno %d)\n", __LINE__, #condition, \
+                    errno);                                                                  \
+            exit(1);                                                                         \
+        }                                                                                    \
     } while (0)
 
 typedef struct {
@@ -98,7 +102,8 @@ static void pointers(values *at, inf_job *job) {
 
 static inf_ticket *submit(actor *me, const inf_job *job, const inf_seg *seg, inf_gate *gate) {
     int64_t error = 0;
-    inf_ticket *ticket = inf_executor_submit(me->ex, job, 1, seg, seg != NULL, &HYPER, 1, (int32_t)(next(me) % 3), gate, &error);
+    inf_ticket *ticket = inf_executor_submit(me->ex, job, 1, seg, seg != NULL, &HYPER, 1,
+                                             (int32_t)(next(me) % 3), gate, &error);
     CHECK(ticket != NULL);
     return ticket;
 }
@@ -146,7 +151,8 @@ static void fetch(actor *me, int32_t chunk) {
 
 static void update(actor *me, int32_t chunk) {
     inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_UPDATE, .base = -1, .seg_count = 1};
-    inf_seg seg = {.numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
+    inf_seg seg = {
+        .numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
     for (int32_t i = 0; i < NUMEL; i++) me->grad[i] = (float)(int32_t)next(me) * 1e-9f;
     memset(me->out, 0, sizeof me->out);
     bool gated = next(me) & 1;
@@ -174,8 +180,10 @@ static void update(actor *me, int32_t chunk) {
     if (gated) inf_gate_release(me->ex, gate);
     me->escaped += !opened;
     values *model = &me->model[chunk];
-    uint8_t *sections[INF_SECTION_MAX] = {(uint8_t *)model->hi, (uint8_t *)model->lo, (uint8_t *)model->m, (uint8_t *)model->v};
-    inf_update(INF_FORMAT_SPLIT, sections, spilled ? model->g : me->grad, INF_GRAD_FP32, NUMEL, 0, &HYPER);
+    uint8_t *sections[INF_SECTION_MAX] = {(uint8_t *)model->hi, (uint8_t *)model->lo,
+                                          (uint8_t *)model->m, (uint8_t *)model->v};
+    inf_update(INF_FORMAT_SPLIT, sections, spilled ? model->g : me->grad, INF_GRAD_FP32, NUMEL, 0,
+               &HYPER);
     if (opened) CHECK(memcmp(me->out, model->hi, sizeof me->out) == 0);
 }
 
@@ -301,12 +309,16 @@ static void run(inf_executor *ex, int32_t threads, int32_t rounds) {
     inf_exec_stats stats;
     inf_drive_stats drives[DRIVES];
     inf_executor_stats(ex, &stats, drives);
-    CHECK(stats.jobs_done == stats.jobs_submitted && stats.jobs_failed == 0 && stats.submissions_live == 0);
-    printf("%llu jobs, %llu updates, %lld given up, %lld without target, %llu ahead (%llu dropped), %llu retries, %llu short\n",
-           (unsigned long long)stats.jobs_done, (unsigned long long)stats.updates, (long long)cancelled, (long long)escaped,
-           (unsigned long long)stats.reads_ahead, (unsigned long long)stats.reads_ahead_dropped,
-           (unsigned long long)(drives[0].retries + drives[1].retries),
-           (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers));
+    CHECK(stats.jobs_done == stats.jobs_submitted && stats.jobs_failed == 0 &&
+          stats.submissions_live == 0);
+    printf(
+        "%llu jobs, %llu updates, %lld given up, %lld without target, %llu ahead (%llu dropped), "
+        "%llu retries, %llu short\n",
+        (unsigned long long)stats.jobs_done, (unsigned long long)stats.updates,
+        (long long)cancelled, (long long)escaped, (unsigned long long)stats.reads_ahead,
+        (unsigned long long)stats.reads_ahead_dropped,
+        (unsigned long long)(drives[0].retries + drives[1].retries),
+        (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers));
     free(actors);
 }
 
@@ -363,6 +375,7 @@ int main(int argc, char **argv) {
         inf_executor_free(ex);
         for (int32_t d = 0; d < DRIVES; d++) close(drives[d].fd);
     }
-    printf("native_stress: %s, %s, %s: ok\n", uring ? "io_uring" : "threads", inf_isa(), inf_crc32c_name(-1));
+    printf("native_stress: %s, %s, %s: ok\n", uring ? "io_uring" : "threads", inf_isa(),
+           inf_crc32c_name(-1));
     return 0;
 }

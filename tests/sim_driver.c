@@ -1,12 +1,14 @@
-/* A device's driver for machines that have none: the functions of libcuda that the engine calls, over ordinary memory.
+/* A device's driver for machines that have none: the functions of libcuda that the engine calls,
+ * over ordinary memory.
  *
- * Two things are real about it. Streams run behind the caller: each has a thread, and what it is given it does late, by a
- * random time. And order is checked, not hoped for: every agent (the host, the compute stream, each copy stream) has a vector
- * clock; an access to memory that another agent wrote, or a write to what another agent used, is a race unless something
- * (an event, a wait, the order of submission) puts one behind the other. That finds a missing event whatever the timing.
+ * Two things are real about it. Streams run behind the caller: each has a thread, and what it is
+ * given it does late, by a random time. And order is checked, not hoped for: every agent (the host,
+ * the compute stream, each copy stream) has a vector clock; an access to memory that another agent
+ * wrote, or a write to what another agent used, is a race unless something (an event, a wait, the
+ * order of submission) puts one behind the other. That finds a missing event whatever the timing.
  *
- * Kernels of the compute stream are those of the CPU, which tests announce (sim_kernel): they run at once, but count as
- * running on their stream. The compute stream is NULL.
+ * Kernels of the compute stream are those of the CPU, which tests announce (sim_kernel): they run
+ * at once, but count as running on their stream. The compute stream is NULL.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -26,10 +28,24 @@
 
 typedef struct { uint64_t at[AGENTS]; } clock_vector;
 typedef struct event event;
-typedef struct op { struct op *next; int kind; void *to; const void *from; size_t bytes; event *event; uint64_t turn; } op;
+typedef struct op {
+    struct op *next;
+    int kind;
+    void *to;
+    const void *from;
+    size_t bytes;
+    event *event;
+    uint64_t turn;
+} op;
 struct event { clock_vector seen; uint64_t turn, done; };
 typedef struct { int agent; pthread_t thread; op *head, *tail; bool stopping, idle; } stream;
-typedef struct { uintptr_t low, high; uint64_t at; int agent; bool write; const char *what; } access_record;
+typedef struct {
+    uintptr_t low, high;
+    uint64_t at;
+    int agent;
+    bool write;
+    const char *what;
+} access_record;
 
 enum { COPY, RECORD, WAIT };
 
@@ -54,7 +70,9 @@ static void learn(clock_vector *to, const clock_vector *from) {
 }
 
 static void say(const char *what, uintptr_t low, const char *other) {
-    if (race_count < RACES) snprintf(races[race_count], sizeof races[0], "%s at %#lx is not ordered behind: %s", what, (unsigned long)low, other);
+    if (race_count < RACES)
+        snprintf(races[race_count], sizeof races[0], "%s at %#lx is not ordered behind: %s", what,
+                 (unsigned long)low, other);
     race_count++;
 }
 
@@ -67,11 +85,14 @@ static void touch(int agent, uintptr_t low, size_t bytes, bool write, const char
         bool overlap = old->low < high && low < old->high;
         bool seen = old->at <= clocks[agent].at[old->agent];
         if (overlap && !seen && (write || old->write)) say(what, low, old->what);
-        bool covered = overlap && low <= old->low && old->high <= high && (write || (!old->write && old->agent == agent));
+        bool covered = overlap && low <= old->low && old->high <= high &&
+                       (write || (!old->write && old->agent == agent));
         if (!(covered && seen)) accesses[kept++] = *old;
     }
     access_count = kept;
-    if (access_count < ACCESSES) accesses[access_count++] = (access_record){low, high, clocks[agent].at[agent], agent, write, what};
+    if (access_count < ACCESSES)
+        accesses[access_count++] =
+            (access_record){low, high, clocks[agent].at[agent], agent, write, what};
     else say("too many accesses", low, "raise ACCESSES");
 }
 
@@ -103,7 +124,8 @@ static void *stream_main(void *argument) {
         }
         self->idle = false;
         self->head = next->next;
-        while (next->kind == WAIT && next->event->done < next->turn) pthread_cond_wait(&changed, &lock);
+        while (next->kind == WAIT && next->event->done < next->turn)
+            pthread_cond_wait(&changed, &lock);
         pthread_mutex_unlock(&lock);
         if (next->kind == COPY) {
             nap();
@@ -141,10 +163,13 @@ static int copy(stream *on, void *to, const void *from, size_t bytes, int direct
         return 700;
     }
     const void *host = direction == 0 ? from : to;
-    if (!pinned((uintptr_t)host, bytes)) say("host memory of a copy", (uintptr_t)host, "it is not pinned");
+    if (!pinned((uintptr_t)host, bytes))
+        say("host memory of a copy", (uintptr_t)host, "it is not pinned");
     submit_to(on->agent);
-    touch(on->agent, (uintptr_t)from, bytes, false, direction == 0 ? "to device, source" : "from device, source");
-    touch(on->agent, (uintptr_t)to, bytes, true, direction == 0 ? "to device, target" : "from device, target");
+    touch(on->agent, (uintptr_t)from, bytes, false,
+          direction == 0 ? "to device, source" : "from device, source");
+    touch(on->agent, (uintptr_t)to, bytes, true,
+          direction == 0 ? "to device, target" : "from device, target");
     copied[direction] += bytes;
     push(on, (op){.kind = COPY, .to = to, .from = from, .bytes = bytes});
     pthread_mutex_unlock(&lock);
@@ -155,11 +180,18 @@ static int copy(stream *on, void *to, const void *from, size_t bytes, int direct
 
 int cuInit(unsigned flags) { (void)flags; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
-int cuDevicePrimaryCtxRetain(void **context, int device) { (void)device; *context = (void *)1; return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    (void)device;
+    *context = (void *)1;
+    return 0;
+}
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 int cuCtxSetCurrent(void *context) { current = context; return 0; }
 int cuCtxGetCurrent(void **context) { *context = current; return 0; }
-int cuGetErrorName(int code, const char **name) { *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR"; return 0; }
+int cuGetErrorName(int code, const char **name) {
+    *name = code == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR";
+    return 0;
+}
 
 int cuStreamCreate(void **out, unsigned flags) {
     (void)flags;
@@ -255,8 +287,12 @@ int cuEventSynchronize(void *handle) {
     return 0;
 }
 
-int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *on) { return copy(on, (void *)(uintptr_t)to, from, bytes, 0); }
-int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *on) { return copy(on, to, (const void *)(uintptr_t)from, bytes, 1); }
+int cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *on) {
+    return copy(on, (void *)(uintptr_t)to, from, bytes, 0);
+}
+int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *on) {
+    return copy(on, to, (const void *)(uintptr_t)from, bytes, 1);
+}
 
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     (void)flags;
@@ -265,7 +301,11 @@ int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     int result = 2;
     for (int i = 0; i < REGISTERED; i++) {
         if (registered[i].high != 0) {
-            if (registered[i].low < (uintptr_t)memory + bytes && (uintptr_t)memory < registered[i].high) { result = 712; break; }
+            if (registered[i].low < (uintptr_t)memory + bytes &&
+                (uintptr_t)memory < registered[i].high) {
+                result = 712;
+                break;
+            }
         } else if (result == 2) {
             registered[i].low = (uintptr_t)memory;
             registered[i].high = (uintptr_t)memory + bytes;

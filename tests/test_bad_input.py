@@ -169,7 +169,10 @@ class mounted:
         ({"grads": "device"}, "grads='device' is not known; use 'cpu' or 'nvme'"),
         (
             {"zero": 2},
-            "zero=2 keeps whole parameters on every rank's device, and params='cpu' does not: use params='device', or",
+            (
+                "zero=2 keeps whole parameters on every rank's device, and params='cpu' does not: "
+                "use params='device', or"
+            ),
         ),
         ({"zero": 0}, "zero=0 is not known; use 1 or 2 or 3"),
         (

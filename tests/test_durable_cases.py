@@ -105,7 +105,10 @@ def test_no_step_at_all(tmp_path: Path, wanted: list[str]) -> None:
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
     model, optimizer = made(tmp_path)
     step(model, optimizer, 0, 0)
-    code = f"from tests.test_durable_faults import made; from pathlib import Path; made(Path({str(tmp_path)!r}))"
+    code = (
+        "from tests.test_durable_faults import made; from pathlib import Path; "
+        f"made(Path({str(tmp_path)!r}))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )

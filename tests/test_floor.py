@@ -241,7 +241,8 @@ def check(found: dict[str, Any]) -> None:
     assert found["floor_read"] - found["expected_read"] <= found["turning_max"]
     if not found["direct"]:
         pytest.skip(
-            "the directory for temporary files allows no O_DIRECT, so the kernel's counters are the page cache's"
+            "the directory for temporary files allows no O_DIRECT, so the kernel's counters are "
+            "the page cache's"
         )
     assert found["read"] <= found["kernel_read"] <= found["read"] + KERNEL_SLACK_BYTES
     assert found["written"] <= found["kernel_written"] <= found["written"] + KERNEL_SLACK_BYTES

@@ -515,7 +515,8 @@ def test_a_linear_too_large_for_the_device_is_refused_with_tiles_that_fit() -> N
         model = nn.Sequential(nn.Linear(8, 1 << 22), nn.Linear(1 << 22, 1 << 21))
     with pytest.raises(
         ValueError,
-        match=r"1.weight takes 32.0 TiB gathered whole.*inf.tile_linears\(model, tiles=\d+, names=\['1'\]\)",
+        match=r"1.weight takes 32.0 TiB gathered whole.*"
+        r"inf.tile_linears\(model, tiles=\d+, names=\['1'\]\)",
     ):
         inf.offload(model, inf.Policy(ram=RAM), load=lambda _name, out: out.zero_())
 
@@ -584,9 +585,7 @@ def test_tiles_of_experts_are_refused_on_several_ranks() -> None:
     assert any(isinstance(module, TiledModule) for module in model.modules())
 
 
-def test_a_head_outside_of_the_models_forward_gathers_tiles_itself_and_a_whole_one_is_gathered_by_the_user() -> (
-    None
-):
+def test_a_head_outside_of_forward_gathers_tiles_and_a_whole_one_is_gathered_by_the_user() -> None:
     torch.manual_seed(0)
     hidden, target = torch.randn(5, 8), torch.randint(0, 12, (5,))
     found = []

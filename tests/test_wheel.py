@@ -91,10 +91,12 @@ for isa in native.isas():
     for width in (8, 4):
         wire = np.zeros(lib.inf_wire_bytes(values.size, width, 128, 0), np.uint8)
         lib.inf_wire_encode(
-            at(values), 2, ffi.NULL, 0, ffi.cast("uint8_t *", wire.ctypes.data), values.size, width, 128, 1, 7, 0)
+            at(values), 2, ffi.NULL, 0, ffi.cast("uint8_t *", wire.ctypes.data),
+            values.size, width, 128, 1, 7, 0)
         out = np.zeros_like(values)
         lib.inf_wire_decode_sum(
-            ffi.new("uint64_t[2]", [wire.ctypes.data] * 2), 2, at(out), 2, values.size, width, 128, 2.0)
+            ffi.new("uint64_t[2]", [wire.ctypes.data] * 2), 2, at(out), 2,
+            values.size, width, 128, 2.0)
         digests[f"{isa} wire {width}"] = hashlib.sha256(wire.tobytes() + out.tobytes()).hexdigest()
 ok = ffi.new("int32_t *")
 for variant in range(4):

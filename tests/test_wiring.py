@@ -12,11 +12,16 @@ from tests import wiring
 
 ROOT = Path(__file__).resolve().parent.parent
 LATE_BOUND = {
-    "DeferredUpdate.attach": "the mode asks the step pipeline, and the pipeline, the unsharder and the reducer ask the mode",
-    "EngineAccess.attach": "gathers ask for the faults of updates and saves, which are made of what gathers",
-    "Transaction.attach": "commits go through the durable run, which reads the steps that the pipeline counts",
-    "Device.attach": "the executor is opened with sizes that depend on the device, and the device copies by the executor",
-    "driver": "the executor's core keeps the device's functions alive, which C calls, and calls none of them itself",
+    "DeferredUpdate.attach": "the mode asks the step pipeline, and the pipeline, the unsharder and "
+    "the reducer ask the mode",
+    "EngineAccess.attach": "gathers ask for the faults of updates and saves, which are made of "
+    "what gathers",
+    "Transaction.attach": "commits go through the durable run, which reads the steps that the "
+    "pipeline counts",
+    "Device.attach": "the executor is opened with sizes that depend on the device, and the device "
+    "copies by the executor",
+    "driver": "the executor's core keeps the device's functions alive, which C calls, and calls "
+    "none of them itself",
 }
 """What may be bound late, and why. At most 5."""
 CIRCLES = {
@@ -94,7 +99,10 @@ def test_what_counts(line: str, counted: bool, tmp_path: Path) -> None:
 
 def test_an_object_that_was_just_made_may_be_completed(tmp_path: Path) -> None:
     (tmp_path / "infinity").mkdir()
-    text = "class Part:\n    pass\n\n\ndef make():\n    part = Part()\n    part.told = lambda: None\n    return part\n"
+    text = (
+        "class Part:\n    pass\n\n\n"
+        "def make():\n    part = Part()\n    part.told = lambda: None\n    return part\n"
+    )
     (tmp_path / "infinity" / "one.py").write_text(text)
     assert wiring.late_bound(tmp_path) == []
 

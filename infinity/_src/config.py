@@ -223,8 +223,7 @@ class Policy:
         if self.zero < 3 and self.params != "device":
             raise ValueError(
                 f"zero={self.zero} keeps whole parameters on every rank's device, and "
-                f"params={self.params!r} does not: use "
-                "params='device', or zero=3"
+                f"params={self.params!r} does not: use params='device', or zero=3"
             )
         if self.zero < 3 and self.hpz is not None:
             raise ValueError(
@@ -269,16 +268,14 @@ class Policy:
         if self.update == "backward" and self.on_nonfinite == "skip" and not self.speculates:
             raise ValueError(
                 "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "
-                "finite is met, other units of "
-                "the step are updated already. Use generations=2, on_nonfinite='raise' or "
-                "'ignore', or update='deferred'"
+                "finite is met, other units of the step are updated already. Use generations=2, "
+                "on_nonfinite='raise' or 'ignore', or update='deferred'"
             )
         self._check_durable()
         if self.update_on == "device" and self.update != "deferred":
             raise ValueError(
                 f"update_on='device' updates inside opt.step(), and update={self.update!r} at "
-                "other times: use "
-                "update='deferred', or update_on='cpu'"
+                "other times: use update='deferred', or update_on='cpu'"
             )
         if self.update == "delayed" and self.generations > 1:
             raise ValueError(
@@ -290,8 +287,7 @@ class Policy:
             if kind in (self.resident or {}) and tier != "nvme":
                 raise ValueError(
                     f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, "
-                    f"since {kind}={tier!r}; leave it "
-                    f"out, or set {kind}='nvme'"
+                    f"since {kind}={tier!r}; leave it out, or set {kind}='nvme'"
                 )
 
     def _check_durable(self) -> None:
@@ -321,8 +317,7 @@ class Policy:
         if self.durable_every > 1 and self.update == "backward":
             raise ValueError(
                 f"durable_every={self.durable_every} overwrites steps in between, and "
-                "update='backward' takes updates back: use "
-                "update='deferred', or durable_every=1"
+                "update='backward' takes updates back: use update='deferred', or durable_every=1"
             )
 
     @property
@@ -405,8 +400,7 @@ class Policy:
         if not isinstance(given, (Mapping, str, os.PathLike)):
             raise ValueError(
                 f"io={given!r} is not known; use None, an infinity.aio.IoSettings, a mapping with "
-                "its fields or the path "
-                "of a JSON file of python -m infinity.bench swap"
+                "its fields or the path of a JSON file of python -m infinity.bench swap"
             )
         try:
             return IoSettings.load(given)
@@ -432,8 +426,8 @@ class Policy:
         if self.durable and paths and is_directory_pattern(paths[0]):
             raise ValueError(
                 f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all "
-                "ranks in the first directory: "
-                "name one there that is the same on every rank; the others may differ"
+                "ranks in the first directory: name one there that is the same on every rank; the "
+                "others may differ"
             )
         if len({path.resolve() for path in paths}) != len(paths):
             raise ValueError(f"nvme={[str(path) for path in paths]} names a directory twice")

@@ -26,8 +26,7 @@ try:
 except ImportError as error:
     _reason = (
         f"infinity's C extension is missing or does not load ({error}): run `make native` in a "
-        "checkout, "
-        "or `pip install --force-reinstall infinity-offload`"
+        "checkout, or `pip install --force-reinstall infinity-offload`"
     )
 else:
     ffi, lib = _native.ffi, _native.lib

@@ -108,8 +108,7 @@ class DriveFigures:
         parts = [
             (
                 f"{self.path}: {format_size(self.bytes_read)} read, "
-                f"{format_size(self.bytes_written)} "
-                "written"
+                f"{format_size(self.bytes_written)} written"
             ),
             f"p50/p99 read {reads}, write {writes}",
             f"depth {self.depth_mean:.1f} of {self.depth} x {format_size(self.block_bytes)}",
@@ -283,8 +282,7 @@ class Stats:
         if self.updates_ahead or self.updates_withdrawn or self.steps_undone:
             lines.append(
                 f"{self.updates_ahead} updates of units ahead of their step, "
-                f"{self.updates_withdrawn} withdrawn; "
-                f"{self.steps_undone} steps undone"
+                f"{self.updates_withdrawn} withdrawn; {self.steps_undone} steps undone"
             )
         if self.activations.calls:
             lines.append(str(self.activations))

@@ -38,8 +38,8 @@ def check_activations(policy: Policy, device: Device) -> None:
     if policy.activations == "cpu" and not device.copies:
         raise ValueError(
             f"activations={policy.activations!r} takes them from the device that computes to the "
-            "CPU, and this model computes "
-            "there: they are in CPU memory already. Use 'nvme', or 'device' (they stay)"
+            "CPU, and this model computes there: they are in CPU memory already. Use 'nvme', or "
+            "'device' (they stay)"
         )
 
 

@@ -183,17 +183,20 @@ def test_each_rank_has_the_drives_that_its_patterns_name(results: list[Any]) -> 
 def test_a_place_that_one_rank_cannot_have_fails_on_both_and_is_named(results: list[Any]) -> None:
     (place,), zero, one = results[0], *results[2]
     assert one[0].startswith(
-        f"ValueError: nvme='{place}/only{{rank}}' is '{place}/only1' on rank 1 (local rank 1), which does not"
+        f"ValueError: nvme='{place}/only{{rank}}' is '{place}/only1' on rank 1 (local rank 1), "
+        "which does not"
     )
     assert zero[0].startswith("PeerFailed: rank 1 failed at inf.offload")
     assert f"ValueError: nvme='{place}/only{{rank}}'" in zero[0]
     assert zero[1].startswith(
-        f"ValueError: nvme='{place}/both' and '{place}/link{{rank}}' are both '{place}/both' on rank 0"
+        f"ValueError: nvme='{place}/both' and '{place}/link{{rank}}' are both '{place}/both' on "
+        "rank 0"
     )
     assert one[1].startswith("PeerFailed: rank 0 failed")
     assert zero[2].startswith(f"ValueError: swap directory '{place}/missing' does not exist")
     assert one[2].startswith(
-        "PeerFailed: rank 0 failed at inf.offload, and so all ranks do. rank 0: ValueError: swap directory"
+        "PeerFailed: rank 0 failed at inf.offload, and so all ranks do. rank 0: ValueError: swap "
+        "directory"
     )
     assert one[3].startswith(BudgetError.__name__)
     assert zero[3].startswith(

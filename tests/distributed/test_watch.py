@@ -490,7 +490,8 @@ from infinity._src.distributed.watchdog import Watchdog
 rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
 watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
-lane = Lane("lane", group=make_group(timeout_s=60.0) if how == "broken off" else dist.new_group(), watchdog=watch)
+group = make_group(timeout_s=60.0) if how == "broken off" else dist.new_group()
+lane = Lane("lane", group=group, watchdog=watch)
 ones = torch.ones(1000)
 lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()
 if rank == 1:

@@ -120,7 +120,8 @@ def test_the_peak_is_within_the_plan(
     planned = planned_bytes(made, chosen)
     counted = stats.gathered_bytes_peak + stats.fresh_grad_bytes_peak
     print(
-        f"{place} {mode}: peak {made.peak_bytes / MIB:.1f} MiB, planned {planned / MIB:.1f}, counted {counted / MIB:.1f}"
+        f"{place} {mode}: peak {made.peak_bytes / MIB:.1f} MiB, planned {planned / MIB:.1f}, "
+        f"counted {counted / MIB:.1f}"
     )
     assert made.peak_bytes <= planned + 2 * MIB
     if place != "device":

@@ -75,8 +75,9 @@ def test_demands_are_served_beside_saturated_write_back(backend, tmp_path):
     queue_s = 3 * 63 * RUN_BYTES / alone
     p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
     print(
-        f"\n{backend}: {len(times)} demands beside {moved / took / 1e6:.0f} MB/s of write-back ({alone / 1e6:.0f} alone): "
-        f"p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms; the queue is {queue_s * 1e3:.0f} ms long"
+        f"\n{backend}: {len(times)} demands beside {moved / took / 1e6:.0f} MB/s of write-back "
+        f"({alone / 1e6:.0f} alone): p50 {p50 * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms; the queue is "
+        f"{queue_s * 1e3:.0f} ms long"
     )
     assert p99 < queue_s / 4
     assert moved / took > alone / 20
@@ -147,7 +148,8 @@ def test_a_submission_beside_a_busy_thread_is_quick(backend, tmp_path):
     ended.set()
     thread.join()
     print(
-        f"\n{backend}: submit p50 {percentile(times, 0.5) * 1e6:.0f} µs, p99 {percentile(times, 0.99) * 1e6:.0f} µs"
+        f"\n{backend}: submit p50 {percentile(times, 0.5) * 1e6:.0f} µs, p99 "
+        f"{percentile(times, 0.99) * 1e6:.0f} µs"
     )
     assert percentile(times, 0.5) < 0.001
     rig.close()

@@ -82,7 +82,8 @@ def test_a_fault_at_every_request_of_a_training(tmp_path, backend, op, name, per
         equal += 1
         assert torch.isfinite(torch.tensor(ours.losses)).all()
     print(
-        f"\n{op} {name} {'for ever' if persistent else 'once'}: {total} faults, {equal} runs equal bit by bit"
+        f"\n{op} {name} {'for ever' if persistent else 'once'}: {total} faults, {equal} runs equal "
+        "bit by bit"
     )
     assert not passes or equal == total
     assert list(tmp_path.iterdir()) == []

@@ -145,12 +145,18 @@ def test_the_report_says_how_long_a_drive_would_last() -> None:
     rows = drive_rows(mean, {"drives": [drive, other]})
     assert rows[0] == (
         "drive /mnt/nvme0",
-        "p50 / p99 of requests: read 4.0 / 12.5 ms, write 1.0 / 20.0 ms; 8 in flight; reads have dropped",
+        (
+            "p50 / p99 of requests: read 4.0 / 12.5 ms, write 1.0 / 20.0 ms; 8 in flight; reads "
+            "have dropped"
+        ),
     )
     # 96 GB in 10 s are 829 TB a day, three quarters of them on the first drive.
     assert rows[-1] == (
         "endurance",
-        "89.4 GiB written per step: 829 TB per day at this rate (a drive rated for 600 TBW would last 1.0 days)",
+        (
+            "89.4 GiB written per step: 829 TB per day at this rate (a drive rated for 600 TBW "
+            "would last 1.0 days)"
+        ),
     )
     assert drive_rows(mean, {"drives": []}) == []
 

@@ -107,7 +107,10 @@ def test_the_logger_is_silent_until_it_is_asked() -> None:
 
 
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
-    code = "from infinity._src.telemetry import configure_logging, logger; configure_logging(); configure_logging(); logger.info('hello')"
+    code = (
+        "from infinity._src.telemetry import configure_logging, logger; configure_logging(); "
+        "configure_logging(); logger.info('hello')"
+    )
     environment = {"INFINITY_LOG": "info", "RANK": "3", "PATH": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment

@@ -168,9 +168,8 @@ def show_swap(console: Console, figures: SwapFigures, record: dict[str, Any]) ->
     _line(
         console,
         f"{format_size(figures.size_bytes)} of random data, {format_size(figures.block_bytes)} "
-        f"blocks, depth {figures.depth}, "
-        f"{figures.backend}, {how}, {figures.huge_page_share:.0%} huge pages; "
-        f"{format_size(figures.verified_bytes)} read back and verified",
+        f"blocks, depth {figures.depth}, {figures.backend}, {how}, {figures.huge_page_share:.0%} "
+        f"huge pages; {format_size(figures.verified_bytes)} read back and verified",
     )
     _line(
         console,

@@ -341,9 +341,8 @@ def check_room(directories: Sequence[Path], size_bytes: int) -> None:
         if need > room:
             raise ValueError(
                 f"not enough space: {directory} has {format_size(room)} free and "
-                f"{format_size(need)} are needed; "
-                "use a smaller --size (with a limit, twice the size is needed: --limit off saves "
-                "half), or another --dir"
+                f"{format_size(need)} are needed; use a smaller --size (with a limit, twice the "
+                "size is needed: --limit off saves half), or another --dir"
             )
 
 

@@ -87,8 +87,7 @@ def pairs(blocks: Sequence[int], depths: Sequence[int]) -> list[tuple[int, int]]
     if not found:
         raise ValueError(
             "every pair of --sweep-blocks and --sweep-depths has more than "
-            f"{IN_FLIGHT_MAX_BYTES >> 20} MiB in flight; "
-            "use smaller ones"
+            f"{IN_FLIGHT_MAX_BYTES >> 20} MiB in flight; use smaller ones"
         )
     return found
 

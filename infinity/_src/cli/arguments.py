@@ -11,9 +11,8 @@ from pathlib import Path
 TRAIN = (
     "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
     "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained "
-    "loads, to --out. "
-    "The last part of the text (--holdout, 5 %) is never trained on; the held-out loss is measured "
-    "on it."
+    "loads, to --out. The last part of the text (--holdout, 5 %) is never trained on; the held-out "
+    "loss is measured on it."
 )
 
 
@@ -139,10 +138,9 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
         "--update",
         choices=("deferred", "backward", "delayed"),
         default="deferred",
-        help="deferred: beside the "
-        "next forward; backward: beside backward, needs --clip 0 or --generations 2; delayed: "
-        "beside the whole "
-        "next step, which computes with the parameters before it (deferred)",
+        help="deferred: beside the next forward; backward: beside backward, needs --clip 0 or "
+        "--generations 2; delayed: beside the whole next step, which computes with the parameters "
+        "before it (deferred)",
     )
     group.add_argument(
         "--generations",
@@ -225,10 +223,9 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 PLAN = (
     "Does a model fit this machine, where does each state go, how long is a step, how long do the "
-    "drives last, and what would "
-    "one change buy? Reads the model's config.json only, and measures nothing. Figures that are "
-    "not given are assumed, and the "
-    "answer says which. Exit status 0: it fits, 1: it does not."
+    "drives last, and what would one change buy? Reads the model's config.json only, and measures "
+    "nothing. Figures that are not given are assumed, and the answer says which. Exit status 0: it "
+    "fits, 1: it does not."
 )
 
 
@@ -484,9 +481,8 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 CHECKPOINT = (
     "What lies in checkpoints and durable runs, and what can be done with them without the model: "
-    "list, verify, export as "
-    "safetensors, rewrite for another number of ranks. Exit status 0: well, 1: damage was found, "
-    "2: a mistake, or an error."
+    "list, verify, export as safetensors, rewrite for another number of ranks. Exit status 0: "
+    "well, 1: damage was found, 2: a mistake, or an error."
 )
 
 
@@ -506,11 +502,9 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     verify = actions.add_parser(
         "verify",
         help="read every byte against its checksums",
-        description="Reads every byte of a "
-        "generation against its checksums, and names all that is damaged. Of a durable run that is "
-        "going on it may tell of damage that there is not: the run writes new steps "
-        "meanwhile. Verify it when the "
-        "run has ended, or a checkpoint of it.",
+        description="Reads every byte of a generation against its checksums, and names all that is "
+        "damaged. Of a durable run that is going on it may tell of damage that there is not: the "
+        "run writes new steps meanwhile. Verify it when the run has ended, or a checkpoint of it.",
     )
     verify.add_argument("directory", type=Path, metavar="DIR", help=where)
     verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
@@ -547,9 +541,8 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     reshard = actions.add_parser(
         "reshard",
         help="rewrite for another number of ranks",
-        description="Rewrites a checkpoint for "
-        "another number of ranks, and in another state format if one is given, in constant memory. "
-        "inf.restore does the same as it reads.",
+        description="Rewrites a checkpoint for another number of ranks, and in another state "
+        "format if one is given, in constant memory. inf.restore does the same as it reads.",
     )
     reshard.add_argument("directory", type=Path, metavar="DIR", help=where)
     reshard.add_argument("out", type=Path, metavar="OUT", help="a directory without a checkpoint")

@@ -269,9 +269,8 @@ def _directory(probe: DirectoryProbe) -> Finding:
     if (probe.block_bytes, probe.depth) != (BLOCK_BYTES, DEPTH):
         warnings.append(
             f"its queue is short: {probe.depth} requests of {format_size(probe.block_bytes)} fit "
-            f"instead of {DEPTH} of "
-            f"{format_size(BLOCK_BYTES)}; raise /sys/block/{probe.limits.device}/queue/nr_requests "
-            "or max_sectors_kb"
+            f"instead of {DEPTH} of {format_size(BLOCK_BYTES)}; raise "
+            f"/sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
         )
     return Finding("swap directory", value, "; ".join(warnings))
 

@@ -326,8 +326,7 @@ def show_plan(
         console.print(_sides(sides))
         console.print(
             "Updates run on the CPU, beside the next forward, unless you set update_on='device': "
-            "inside opt.step(), to the same "
-            "bits. No plan and no budget decides it.",
+            "inside opt.step(), to the same bits. No plan and no budget decides it.",
             highlight=False,
         )
     _show_changes(console, found, changes)
@@ -342,8 +341,8 @@ def show_plan(
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
-        "of itself. Activations and "
-        "operations are estimated from the configuration. It is a forecast: nothing was measured.",
+        "of itself. Activations and operations are estimated from the configuration. It is a "
+        "forecast: nothing was measured.",
         highlight=False,
     )
 
@@ -358,15 +357,13 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
     return (
         f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in "
-        f"{len(shape.units)} units, the largest "
-        f"{format_size(shape.largest_unit_bytes)}; {job.tokens:,} tokens per step in "
-        f"{_batches(job.micro_batches)} of "
+        f"{len(shape.units)} units, the largest {format_size(shape.largest_unit_bytes)}; "
+        f"{job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
         f"of {job.sequence:,}, "
         f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
-        f"{job.policy.state}, update {job.policy.update}"
-        f"{kept}"
-        f"{', on the GPU' if job.policy.update_on == 'device' else ''}"
+        f"{job.policy.state}, update "
+        f"{job.policy.update}{kept}{', on the GPU' if job.policy.update_on == 'device' else ''}"
     )
 
 

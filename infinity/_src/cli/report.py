@@ -228,8 +228,8 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_row(
         "NVMe traffic per step",
         f"{mean.bytes_read / summary.params:.1f} B read, {mean.bytes_written / summary.params:.1f} "
-        "B written per parameter "
-        f"({format_size(mean.bytes_read)}, {format_size(mean.bytes_written)})",
+        f"B written per parameter ({format_size(mean.bytes_read)}, "
+        f"{format_size(mean.bytes_written)})",
     )
     if summary.drives is not None and summary.limits is not None:
         table.add_row(
@@ -247,14 +247,12 @@ def show_summary(console: Console, summary: Summary) -> None:
     table.add_row(
         "memory for offloading",
         f"{format_size(engine['ram_bytes'])} by plan (--ram); {format_size(engine['nvme_bytes'])} "
-        "of states on NVMe; "
-        f"at most {format_size(engine['gathered_bytes_peak'])} gathered at once",
+        f"of states on NVMe; at most {format_size(engine['gathered_bytes_peak'])} gathered at once",
     )
     table.add_row(
         "peak RSS",
         f"{format_size(summary.peak_rss_training_bytes)} in training (torch, gathered units, "
-        "activations and all), "
-        f"{format_size(summary.peak_rss_loading_bytes)} before",
+        f"activations and all), {format_size(summary.peak_rss_loading_bytes)} before",
     )
     table.add_row("I/O backend", str(engine["backend"]))
     for label, text in drive_rows(mean, engine):
@@ -291,9 +289,8 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
     loop = summary.limits_loop.eta(mean.step_s)
     told = (
         f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; beside "
-        "updates it took "
-        f"{mean.first_forward_s:.2f} s. Counted as compute, that gives η = {loop[0]:.2f} and "
-        f"{loop[1]:.2f}"
+        f"updates it took {mean.first_forward_s:.2f} s. Counted as compute, that gives η = "
+        f"{loop[0]:.2f} and {loop[1]:.2f}"
     )
     return [*rows, ("compute in the limits", told)]
 

@@ -138,8 +138,8 @@ def place_of(device: str | None, environment: Mapping[str, str]) -> Joined:
     if missing:
         raise ValueError(
             f"WORLD_SIZE={world} is in the environment and {', '.join(missing)} not: start several "
-            "ranks with "
-            f"torchrun --nproc-per-node {world} -m infinity train ..., or unset WORLD_SIZE"
+            f"ranks with torchrun --nproc-per-node {world} -m infinity train ..., or unset "
+            "WORLD_SIZE"
         )
     if device is not None and device.startswith("cuda:"):
         raise ValueError(

@@ -152,8 +152,8 @@ def _check(options: argparse.Namespace) -> None:
     if options.update == "backward" and options.clip and options.generations == 1:
         raise ValueError(
             f"--clip {options.clip:g} needs the norm of all gradients, and --update backward has "
-            "applied the first before the "
-            "last is known; give --clip 0, --generations 2, or another --update"
+            "applied the first before the last is known; give --clip 0, --generations 2, or "
+            "another --update"
         )
     if options.delayed_warmup is not None and options.update != "delayed":
         raise ValueError(
@@ -163,8 +163,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.activations != "device" and not options.checkpointing:
         raise ValueError(
             f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
-            "which there are none; add "
-            "--checkpointing"
+            "which there are none; add --checkpointing"
         )
 
 

@@ -218,10 +218,9 @@ class Comm:
             rank, place = found[0].tolist()
             raise ValueError(
                 f"rank {rank} has come to {what} with {names[place]} {rows[rank, place]:.10g}, and "
-                f"rank 0 with {names[place]} "
-                f"{rows[0, place]:.10g}: all ranks must come to it with the same numbers, but for "
-                "rounding (a learning rate that "
-                "follows the loss of one rank? a norm of its part?)"
+                f"rank 0 with {names[place]} {rows[0, place]:.10g}: all ranks must come to it with "
+                "the same numbers, but for rounding (a learning rate that follows the loss of one "
+                "rank? a norm of its part?)"
             )
 
     def _all_gather_rows(self, what: str, mine: torch.Tensor) -> torch.Tensor:

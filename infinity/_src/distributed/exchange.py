@@ -107,10 +107,9 @@ class Exchange:
                 name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
                 raise RanksDiverged(
                     f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must "
-                    "run the same modules in "
-                    "the same order, and call what is collective together, with the same values "
-                    "(control flow by rank? a "
-                    "state_dict on one? a learning rate that follows the loss of one?)",
+                    "run the same modules in the same order, and call what is collective together, "
+                    "with the same values (control flow by rank? a state_dict on one? a learning "
+                    "rate that follows the loss of one?)",
                     rank=rank,
                 )
 

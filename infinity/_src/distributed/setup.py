@@ -78,9 +78,8 @@ class RankSetup:
             unit = flats[differing[0]].unit
             raise ValueError(
                 f"the parameters of {unit.name} are not the same on all ranks, and each rank would "
-                "keep its part of them: seed "
-                "all ranks alike before the model is built, broadcast its values from one rank, or "
-                "give load= the same source"
+                "keep its part of them: seed all ranks alike before the model is built, broadcast "
+                "its values from one rank, or give load= the same source"
             )
 
     @property

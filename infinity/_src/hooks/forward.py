@@ -170,7 +170,7 @@ class Lifecycle:
             check_state_dict,
         )
 
-    # -- what the engine and users call ------------------------------------------------------------
+    # -- interface for the engine and users --------------------------------------------------------
 
     def gather(self, params: Gatherable) -> AbstractContextManager[None]:
         """Open windows: inside, `params` (a module, a parameter, or parameters) are readable and

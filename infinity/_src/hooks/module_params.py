@@ -50,7 +50,7 @@ class ModuleParameters(dict[str, Any]):
         self.save_next = False
         self.load_next = False
 
-    # -- what modules and their users see ----------------------------------------------------------
+    # -- the dictionary as modules and users see it ------------------------------------------------
 
     def __getitem__(self, name: str) -> Any:
         value = dict.__getitem__(self, name)

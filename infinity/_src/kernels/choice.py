@@ -95,9 +95,8 @@ def implementation(name: str, device: torch.device) -> str:
     if chosen == "triton" and not interpreted() and device.type != "cuda":
         raise ValueError(
             f"{VARIABLE} forces Triton for {name}, and its tensors are on {device.type}: there "
-            "Triton runs in its interpreter "
-            "only; set TRITON_INTERPRET=1 before the start (slow, for tests), or leave the "
-            "operation to torch"
+            "Triton runs in its interpreter only; set TRITON_INTERPRET=1 before the start (slow, "
+            "for tests), or leave the operation to torch"
         )
     if chosen is not None:
         return chosen

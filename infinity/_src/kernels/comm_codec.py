@@ -275,7 +275,7 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
     out.masked_fill_(missing, float("nan"))
 
 
-# -- what is refused, and who computes -------------------------------------------------------------
+# -- refusals, and the choice of the implementation ------------------------------------------------
 
 
 def _implementation(name: str, device: torch.device) -> str:

@@ -119,8 +119,7 @@ def _blank_row(algorithm: Algorithm, log: Log, key: int) -> npt.NDArray[np.void]
     if len(log) > LOG_MAX:
         raise ValueError(
             f"{len(log)} operations were done to one gradient between two steps; at most {LOG_MAX} "
-            "are replayed: "
-            "multiply the factors first, or call opt.step() more often"
+            "are replayed: multiply the factors first, or call opt.step() more often"
         )
     row = np.zeros((), dtype=HYPER)
     row["algorithm"], row["key"], row["log_count"] = algorithm, key, len(log)

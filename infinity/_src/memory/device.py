@@ -208,8 +208,7 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
         if len(devices) > 1:
             raise ValueError(
                 f"the model's parameters are on {', '.join(sorted(map(str, devices)))}; an "
-                "offloaded model computes on one "
-                "device: name it with Policy(device=...)"
+                "offloaded model computes on one device: name it with Policy(device=...)"
             )
         device = next(iter(devices), torch.device("cpu"))
     if device.type not in ("cpu", "cuda"):

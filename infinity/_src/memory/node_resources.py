@@ -135,9 +135,8 @@ class NodeResources:
             if wanted > left:
                 raise MemoryError(
                     f"{_ranks(ranks)} would hold {format_size(wanted)} together, and what they "
-                    f"share ({limit.partition(' ')[2]}) "
-                    f"leaves {format_size(left)}: {format_size(wanted - left)} are missing. "
-                    "Policy.ram is what each rank may "
+                    f"share ({limit.partition(' ')[2]}) leaves {format_size(left)}: "
+                    f"{format_size(wanted - left)} are missing. Policy.ram is what each rank may "
                     "hold: choose a smaller one, or None (a part of what is left)"
                 )
 
@@ -254,8 +253,7 @@ def _check_rules(everyone: Sequence[dict[str, str]]) -> None:
         if other is not None:
             raise ValueError(
                 f"Policy.{field} is {first} on rank 0 and {everyone[other][field]} on rank "
-                f"{other}: all ranks train by one "
-                "policy; give them the same"
+                f"{other}: all ranks train by one policy; give them the same"
             )
 
 

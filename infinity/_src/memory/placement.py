@@ -599,10 +599,10 @@ class _SpillChoice:
             least = self.smallest + held
             raise BudgetError(
                 f"{'what other models leave of ram' if held else 'ram'}={format_size(ram_bytes)} "
-                "is too small: the smallest "
-                f"budget that works is {least} bytes ({round_size(least)}): "
-                f"{f'{format_size(held)} that other models hold, ' if held else ''}"
-                f"{parts}. {advice}".rstrip(),
+                f"is too small: the smallest budget that works is {least} bytes "
+                f"({round_size(least)}): "
+                f"{f'{format_size(held)} that other models hold, ' if held else ''}{parts}. "
+                f"{advice}".rstrip(),
                 smallest_bytes=least,
             )
         # A copy: `_masks` serve the plans of other budgets.

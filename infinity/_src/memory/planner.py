@@ -184,10 +184,9 @@ class PlacementPlanner:
         if (plan.small_bytes, plan.large_bytes) != self._pools:
             raise ValueError(
                 "the optimizer holds parameters that required no gradient when the model was "
-                "offloaded, or whose "
-                "states did not fit the budget then, or three moments each; call requires_grad_() "
-                "before inf.offload, raise "
-                "Policy(ram=...), or rest three moments in RAM: Policy(optim='cpu')"
+                "offloaded, or whose states did not fit the budget then, or three moments each; "
+                "call requires_grad_() before inf.offload, raise Policy(ram=...), or rest three "
+                "moments in RAM: Policy(optim='cpu')"
             )
         # The first plan for training fell short, or kept no gradients: this one chooses.
         if self._spilled is None and stores_gradients:

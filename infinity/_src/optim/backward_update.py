@@ -111,8 +111,7 @@ class BackwardUpdate(DeferredUpdate):
         if self._updated:
             raise RuntimeError(
                 "between backward and opt.step(), with update='backward', some parameters are "
-                "updated already: save and restore "
-                "after opt.step()"
+                "updated already: save and restore after opt.step()"
             )
 
     @property
@@ -158,9 +157,8 @@ class BackwardUpdate(DeferredUpdate):
         if state is SlotState.CONSUMED:
             raise RuntimeError(
                 f"a new gradient of {param.name} while the one before, which was applied in "
-                "backward, is still in p.grad: "
-                "call zero_grad() after opt.step(); with update='backward' gradients cannot add up "
-                "over steps"
+                "backward, is still in p.grad: call zero_grad() after opt.step(); with "
+                "update='backward' gradients cannot add up over steps"
             )
         # The sum of the micro-batches before goes on in the slot, and the update reads it there.
         if state is SlotState.HELD:
@@ -313,10 +311,8 @@ class BackwardUpdate(DeferredUpdate):
             self._pipeline.set_fault(
                 StateInvalid(
                     f"the gradient of {bad.name} is not finite, and other units of this step are "
-                    "updated already "
-                    "(update='backward'); the step is half done: start again from the last export, "
-                    "or use "
-                    "update='deferred', which checks all gradients first"
+                    "updated already (update='backward'); the step is half done: start again from "
+                    "the last export, or use update='deferred', which checks all gradients first"
                 )
             )
         raise NonFiniteGradient(
@@ -352,8 +348,8 @@ class BackwardUpdate(DeferredUpdate):
         if lost is not None:
             raise RuntimeError(
                 f"opt.step() after a backward that broke off, and the gradient of {lost.name} with "
-                "it: with update='backward' "
-                "gradients are not kept; call zero_grad() and run forward and backward again"
+                "it: with update='backward' gradients are not kept; call zero_grad() and run "
+                "forward and backward again"
             )
 
     def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
@@ -368,9 +364,8 @@ class BackwardUpdate(DeferredUpdate):
             self._pipeline.set_fault(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and "
-                    "opt.step(), and with "
-                    "update='backward' the update has been made with the old one; change them "
-                    "before backward"
+                    "opt.step(), and with update='backward' the update has been made with the old "
+                    "one; change them before backward"
                 )
             )
             self._pipeline.raise_fault()
@@ -414,17 +409,15 @@ def _is_finite(param: Param, grad: torch.Tensor | None) -> bool:
 def _second_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
         f"a second gradient of {param.name} before opt.step(): with update='backward' the first "
-        "was applied already. "
-        "Run all micro-batches but the last inside `with inf.handle(model).no_sync():`, or use "
-        "update='deferred'"
+        "was applied already. Run all micro-batches but the last inside `with "
+        "inf.handle(model).no_sync():`, or use update='deferred'"
     )
 
 
 def _late_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
         f"a gradient was assigned to {param.name} after backward, and with update='backward' the "
-        "update has taken the one that "
-        "backward made; use update='deferred'"
+        "update has taken the one that backward made; use update='deferred'"
     )
 
 

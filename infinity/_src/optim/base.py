@@ -93,7 +93,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, held in self._engines.items():
             engine.register(self, held)
 
-    # -- what a subclass says ----------------------------------------------------------------------
+    # -- declarations of a subclass ----------------------------------------------------------------
 
     @abc.abstractmethod
     def moment_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -139,9 +139,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 if not isinstance(param, ShardedParameter):
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
-                        "inf.offload(model, policy) "
-                        "before building the optimizer, and give other parameters to an optimizer "
-                        "of torch"
+                        "inf.offload(model, policy) before building the optimizer, and give other "
+                        "parameters to an optimizer of torch"
                     )
                 record = param.infinity_link.param
                 self._records[id(param)] = record
@@ -205,8 +204,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if unfrozen is not None:
             raise ValueError(
                 f"{unfrozen.name} has a gradient, but was frozen when the optimizer was built and "
-                "has no states; call "
-                f"requires_grad_() before inf.offload and inf.{type(self).__name__}"
+                "has no states; call requires_grad_() before inf.offload and "
+                f"inf.{type(self).__name__}"
             )
         self.refresh_groups()
         # All engines are asked before any is told: a step happens to every model, or to none.
@@ -358,8 +357,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         if state_dict.get("infinity_manifest") != MANIFEST_VERSION:
             raise ValueError(
                 f"this is no manifest of infinity.{self.title}; write moments of another optimizer "
-                "with "
-                "inf.handle(model).optimizer_state(parameter)[name] = tensor"
+                "with inf.handle(model).optimizer_state(parameter)[name] = tensor"
             )
         writer = state_dict.get("infinity_optimizer", self.title)
         if writer != self.title:
@@ -373,8 +371,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if mine != entry:
                 raise ValueError(
                     f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
-                    "moments are not in a "
-                    "manifest, so it loads only into the run that wrote it, at the same step"
+                    "moments are not in a manifest, so it loads only into the run that wrote it, "
+                    "at the same step"
                 )
         if len(state_dict["state"]) != len(here["state"]):
             raise ValueError(

@@ -93,7 +93,7 @@ class Elementwise(Optimizer):
         """The optimizer's name in messages and manifests."""
         return f"Elementwise({self._class.__name__})"
 
-    # -- what the class keeps ----------------------------------------------------------------------
+    # -- traits of the class, found by probing -----------------------------------------------------
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise ValueError unless the class is elementwise under the group's hyper-parameters."""

@@ -97,8 +97,7 @@ def probe(torch_class: Any, group: dict[str, Any], settings: dict[str, Any]) -> 
             _refuse(
                 torch_class,
                 "its step on a part of a parameter is not that part of its step on the whole: it "
-                "looks at more than one "
-                "element at a time, or at the shape",
+                "looks at more than one element at a time, or at the shape",
             )
         # A number that follows the values would differ from slice to slice.
         if any(part_states[-1].get(name) != value for name, value in scalars.items()):
@@ -156,6 +155,6 @@ def _per_element(value: Any, param: torch.Tensor) -> bool:
 def _refuse(torch_class: Any, reason: str, cause: Exception | None = None) -> NoReturn:
     raise ValueError(
         f"{torch_class.__name__} cannot be computed chunk by chunk: {reason}. Elementwise takes "
-        "classes like torch.optim's "
-        "Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop and Adam"
+        "classes like torch.optim's Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop "
+        "and Adam"
     ) from cause

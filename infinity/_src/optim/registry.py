@@ -177,8 +177,8 @@ class OptimizerRegistry:
         ):
             raise ValueError(
                 "update='delayed' takes one optimizer for all parameters of a model: with two, the "
-                "step of one would end the "
-                "delay of the other; use parameter groups, or update='deferred'"
+                "step of one would end the delay of the other; use parameter groups, or "
+                "update='deferred'"
             )
         for param in params:
             if self.optimizer_of(param) not in (None, optimizer):
@@ -211,9 +211,8 @@ class OptimizerRegistry:
                 )
                 raise ValueError(
                     f"optimizers keep different numbers of moments in unit {flat.unit.name}: "
-                    f"{shown}. Parameters of one unit and "
-                    "dtype rest in one format: hold them by optimizers (or groups of SGD) with as "
-                    "many, or part them with "
+                    f"{shown}. Parameters of one unit and dtype rest in one format: hold them by "
+                    "optimizers (or groups of SGD) with as many, or part them with "
                     "Policy(units=...)"
                 )
             formats[flat] = self._planner.state_format(flat, next(iter(kept)))

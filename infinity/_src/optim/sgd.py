@@ -71,8 +71,8 @@ class SGD(Optimizer):
         if bool(group["momentum"]) != bool(self.moments_of(param)):
             raise ValueError(
                 f"momentum={group['momentum']!r} for {param.name}: whether there is momentum (and "
-                "so a buffer) is fixed when a "
-                "group is added; build inf.SGD anew, with a momentum of 0 or above 0 as you want it"
+                "so a buffer) is fixed when a group is added; build inf.SGD anew, with a momentum "
+                "of 0 or above 0 as you want it"
             )
         # As in torch, the first step copies the gradient into the buffer; dampening does not apply
         # to it.

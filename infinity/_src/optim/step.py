@@ -174,8 +174,7 @@ class StepPipeline:
         except AioError as error:
             fault = StateInvalid(
                 f"an optimizer update failed in the background ({error}); the step is incomplete "
-                "and "
-                "the states cannot be trusted; close this engine and start again from the last "
+                "and the states cannot be trusted; close this engine and start again from the last "
                 "export"
             )
             fault.__cause__ = error
@@ -272,8 +271,7 @@ class StepPipeline:
         if busy is not None:
             raise RuntimeError(
                 f"opt.step() while unit {busy.name} is in use: call it after forward and backward "
-                "have ended, and "
-                "outside handle.gather()"
+                "have ended, and outside handle.gather()"
             )
         # A failed write of a gradient must surface before the first state changes.
         self._gradients.flush_spilled()
@@ -481,8 +479,8 @@ def half_done(error: BaseException) -> StateInvalid:
     """
     fault = StateInvalid(
         f"opt.step() broke off ({type(error).__name__}: {error}); some parameters are updated and "
-        "others are not, so the states "
-        "cannot be trusted; close this engine and start again from the last export"
+        "others are not, so the states cannot be trusted; close this engine and start again from "
+        "the last export"
     )
     fault.__cause__ = error
     return fault
@@ -501,6 +499,5 @@ def refuse_nonfinite(bad: Sequence[Param], mode: str) -> bool:
     names = listed((param.name for param in bad), most=3)
     raise NonFiniteGradient(
         f"gradients of {names} are not finite; no state was touched. Policy(on_nonfinite='skip') "
-        "skips such steps, "
-        "'ignore' applies them"
+        "skips such steps, 'ignore' applies them"
     )

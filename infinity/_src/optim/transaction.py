@@ -166,10 +166,9 @@ class Transaction:
         # Returned instead of raised: the pipeline first tells the other ranks.
         undone = StepUndone(
             f"an optimizer update failed ({cause}); the step was undone: parameters, optimizer "
-            "states and step counts are those "
-            "before it; its gradients are used up. Once the cause is mended, clear the gradients "
-            "and take the step's batches "
-            "again, or go on with the next"
+            "states and step counts are those before it; its gradients are used up. Once the cause "
+            "is mended, clear the gradients and take the step's batches again, or go on with the "
+            "next"
         )
         undone.__cause__ = cause
         return undone

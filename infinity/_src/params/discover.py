@@ -223,8 +223,7 @@ class _Finder:
                 text = type(wanted).__name__ if isinstance(wanted, nn.Module) else repr(wanted)
                 raise ValueError(
                     f"units: the model has no {text}; give modules of this model, their classes, "
-                    "the classes' names, or "
-                    "qualified names as model.named_modules() lists them"
+                    "the classes' names, or qualified names as model.named_modules() lists them"
                 )
             if any(isinstance(module, _CONTAINERS) for module in found):
                 raise ValueError(
@@ -277,10 +276,9 @@ class _Finder:
                     if tile is not None:
                         raise ValueError(
                             f"{self._names[id(tile)]} is a tile of one of several modules in a "
-                            "list (an expert): ranks may call "
-                            "them in different orders, and would wait for each other; leave those "
-                            "out of "
-                            "inf.tile_linears(names=...), or train on one rank"
+                            "list (an expert): ranks may call them in different orders, and would "
+                            "wait for each other; leave those out of inf.tile_linears(names=...), "
+                            "or train on one rank"
                         )
         for tile in tile_modules(self._model):
             self._claim(tile, tile, self._own(tile))
@@ -433,8 +431,8 @@ def _check_holdable(model: nn.Module, entry: ParamEntry) -> None:
     if parameter.layout is not torch.strided or type(parameter) not in (nn.Parameter, torch.Tensor):
         raise ValueError(
             f"{name} is a {type(parameter).__name__} of layout {parameter.layout}; the engine "
-            "offloads ordinary dense "
-            "parameters (quantized and distributed tensor subclasses are not built yet)"
+            "offloads ordinary dense parameters (quantized and distributed tensor subclasses are "
+            "not built yet)"
         )
 
 
@@ -499,7 +497,7 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
     """Return the smallest number of tiles along the output features of a weight [out, in] with
     which no tile is larger than `tile_bytes_max`.
 
-    size_bytes: of the weight. Where one row alone is larger, the result is the number of rows.
+    size_bytes: of the weight. A single row that is larger gives the number of rows.
     """
     rows, columns = shape
     tiles = max(1, -(-size_bytes // max(tile_bytes_max, 1)))
@@ -521,8 +519,8 @@ def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -
         return (
             f"the unit {spec.name} takes "
             f"{format_size(sum(each.size_bytes for each in spec.entries))} gathered, and {has}: "
-            "set "
-            f"unit_bytes_max='{format_size(room_bytes)}' or less, or name smaller modules in units="
+            f"set unit_bytes_max='{format_size(room_bytes)}' or less, or name smaller modules in "
+            "units="
         )
     name = _linear_name(model, entry)
     largest = f"{entry.names[0]} takes {format_size(entry.size_bytes)} gathered whole, and {has}"

@@ -140,8 +140,8 @@ class ShardedParameter(torch.nn.Parameter):
         where = link.owner.where(link.param)
         return (
             f"ShardedParameter({link.param.name}, shape={tuple(link.param.shape)}, "
-            f"dtype={link.param.dtype}, "
-            f"device='{self.device}', requires_grad={self.requires_grad}, on {where})"
+            f"dtype={link.param.dtype}, device='{self.device}', "
+            f"requires_grad={self.requires_grad}, on {where})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -175,9 +175,8 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
         )
     raise ParameterReleased(
         f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of "
-        "the model's "
-        "forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are "
-        "kept)"
+        "the model's forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes "
+        "inside are kept)"
     )
 
 
@@ -359,8 +358,7 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 parameter,
                 f"`.to({wanted})`",
                 f"its device ({here}) and dtype ({parameter.dtype}) were fixed when the model was "
-                "offloaded; convert "
-                "the model before `inf.offload`",
+                "offloaded; convert the model before `inf.offload`",
             )
     return _on_values(func, args, kwargs)
 

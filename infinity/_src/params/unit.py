@@ -36,7 +36,7 @@ class UnitState(enum.Enum):
     The values at rest on their tier are there in every state.
 
     Orthogonal to it: `Unit.refs`, how many forwards, backwards and windows use the unit (it is not
-    evicted before 0). What belongs to a state lies beside it: the `ParamVersion` in the unit's
+    evicted before 0). The payload of a state lies beside it: the `ParamVersion` in the unit's
     memory while it has some (`Unsharder`), and the tickets and collectives while it is PENDING
     (`PendingUnshards`).
     """

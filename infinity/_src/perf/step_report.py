@@ -184,8 +184,7 @@ class StepTerms:
         many = "" if self.micro_batches == 1 else "es"
         rows.append(
             f"{self.step_s:.3f} s per step (mean of {self.steps}, {self.micro_batches} "
-            f"micro-batch{many}, update {self.update}); "
-            f"{self._moved_by_kind()}"
+            f"micro-batch{many}, update {self.update}); {self._moved_by_kind()}"
         )
         return "\n".join([*rows, *self._limit_rows()])
 
@@ -217,25 +216,22 @@ class StepTerms:
             drives = self.bandwidths.drives
             rows.append(
                 f"drives: read {drives.read_bytes_per_s / 1e9:.2f}, write "
-                f"{drives.write_bytes_per_s / 1e9:.2f} GB/s "
-                f"({self.bandwidths.source})"
+                f"{drives.write_bytes_per_s / 1e9:.2f} GB/s ({self.bandwidths.source})"
             )
         between = ""
         if self.link is not None:
             total, link = self.copied.total, self.link
             rows.append(
                 f"link to the GPU: {format_size(total.h2d)} there at "
-                f"{link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} "
-                f"back at {link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this "
-                "run)"
+                f"{link.h2d_bytes_per_s / 1e9:.2f}, {format_size(total.d2h)} back at "
+                f"{link.d2h_bytes_per_s / 1e9:.2f} GB/s (bytes over copying time of this run)"
             )
             between = f", link {limit.other_s:.3f}"
         eta = limit.eta(self.step_s)
         rows.append(
             f"limits: any schedule {limit.floor_s:.3f} s (compute {limit.compute_s:.3f}, drives "
-            f"{limit.io_s:.3f}{between}), "
-            f"η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, η {eta[1]:.2f}; compute "
-            f"{self._told()}"
+            f"{limit.io_s:.3f}{between}), η {eta[0]:.2f}; {self.update} {limit.schedule_s:.3f} s, "
+            f"η {eta[1]:.2f}; compute {self._told()}"
         )
         if self.alone is not None:
             loop = self.limits_loop.eta(self.step_s)

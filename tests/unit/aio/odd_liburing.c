@@ -1,12 +1,16 @@
-/* A liburing that misbehaves on request: it exports the functions that infinity uses, passes them on to the real library
- * (ODD_REAL), and does what the environment says. Compiled and loaded by test_liburing.py, in processes of their own.
+/* A liburing that misbehaves on request: it exports the functions that infinity uses, passes them
+ * on to the real library (ODD_REAL), and does what the environment says. Compiled and loaded by
+ * test_liburing.py, in processes of their own.
  *
- *   ODD_REFUSE_FLAGS   queue_init_params: -EINVAL when one of these setup flags is asked for, as older kernels do
+ *   ODD_REFUSE_FLAGS   queue_init_params: -EINVAL when one of these setup flags is asked for, as
+ *                      older kernels do
  *   ODD_REFUSE_ALL     queue_init_params fails with this errno whatever is asked for
  *   ODD_BUFFERS        register_buffers fails with this errno
  *   ODD_FILES          register_files fails with this errno
- *   ODD_BUSY           every third submit_and_wait fails with this errno, ODD_BURST times in a row (1), and sends nothing
- *   ODD_BREAK          submit_and_wait fails with this errno for good from its ODD_BREAK_AT-th call on (0), on ring ODD_RING (0)
+ *   ODD_BUSY           every third submit_and_wait fails with this errno, ODD_BURST times in a row
+ *                      (1), and sends nothing
+ *   ODD_BREAK          submit_and_wait fails with this errno for good from its ODD_BREAK_AT-th call
+ *                      on (0), on ring ODD_RING (0)
  *   ODD_LOG            file that is told what happened
  */
 #include <dlfcn.h>
@@ -66,7 +70,8 @@ int io_uring_queue_init_params(unsigned entries, void *ring, void *settings) {
     say("made", asked->flags);
     int (*call)(unsigned, void *, void *) = real("io_uring_queue_init_params");
     int result = call(entries, ring, settings);
-    if (result == 0 && ring_count < RINGS_MAX && entries > 4) rings[ring_count++] = ring; /* the probe's has 4 */
+    /* the probe's has 4 */
+    if (result == 0 && ring_count < RINGS_MAX && entries > 4) rings[ring_count++] = ring;
     return result;
 }
 
@@ -74,7 +79,8 @@ void io_uring_queue_exit(void *ring) {
     void (*call)(void *) = real("io_uring_queue_exit");
     int index = index_of(ring);
     say("exit", index);
-    if (index >= 0) rings[index] = NULL; /* the next ring may be made at the same address, and is another one */
+    /* the next ring may be made at the same address, and is another one */
+    if (index >= 0) rings[index] = NULL;
     call(ring);
 }
 

@@ -145,6 +145,20 @@ def test_recover_that_fails_again_keeps_and_marks_again(make_rig, rng):
     assert rig.executor.invalid(rig.ids).tolist() == [0] * 6
 
 
+def test_jobs_submitted_beside_recover_wait_for_the_slots_that_it_frees(make_rig, rng):
+    rig = failing(make_rig, pools=(1, 1))
+    value = random_chunk(rng)
+    assert outcome(rig.store({0: value})) is not None
+    with pytest.raises(DeviceFailedError, match="recover"):
+        rig.read(1)  # the only slot is kept
+    recovery = rig.executor.recover()
+    stored = rig.store({1: value})
+    recovery.wait(20)
+    stored.wait(20)
+    assert same(rig.read(0), value)
+    assert same(rig.read(1), value)
+
+
 def test_recover_without_a_fault_ends_well(make_rig, rng):
     rig = make_rig()
     rig.executor.recover().wait(20)

@@ -162,7 +162,8 @@ def test_a_file_size_limit_is_a_swap_full_error_and_loses_nothing(backend, tmp_p
         rig = Rig(Path({str(tmp_path)!r}), {backend!r})
         rng = np.random.default_rng(0)
         values = {{i: random_chunk(rng) for i in range(6)}}
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * RUN_BYTES + 4096 + 512, resource.RLIM_INFINITY))
+        limits = (2 * RUN_BYTES + 4096 + 512, resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         for i in range(6):
             error = outcome(rig.store({{i: values[i]}}))
             assert error is None or isinstance(error, SwapFullError), error

@@ -10,7 +10,7 @@ import pytest
 
 from infinity import aio
 from infinity.aio import _records as records
-from tests.unit.aio.rig import NUMEL, adamw, hyper_record, random_chunk, same
+from tests.unit.aio.rig import NUMEL, adamw, hyper_record, random_chunk, same, until
 
 LONG_S = 30.0
 
@@ -159,6 +159,17 @@ def test_a_gate_that_nobody_holds_escapes(make_rig, rng):
     while not ticket.done:
         assert time.monotonic() < deadline
         time.sleep(0.002)
+
+
+def test_a_gate_that_nobody_has_any_more_escapes_also_while_gates_are_held(make_rig, rng):
+    rig = make_rig(hold_s=30)
+    rig.store({0: random_chunk(rng)}).wait()
+    rig.executor.hold_gates(True)
+    gate = rig.executor.gate()
+    ticket, targets = rig.fetch([0], gate=gate)
+    del gate
+    until(lambda: ticket.done)
+    assert not targets[0][0].any()
 
 
 def test_a_gate_takes_several_submissions(make_rig, rng):

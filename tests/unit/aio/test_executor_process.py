@@ -25,7 +25,8 @@ gate = rig.executor.gate()
 child = os.fork()
 if child == 0:
     code = 0
-    for call in (ticket.wait, rig.executor.gate, rig.executor.wait_all, lambda: gate.open([]), lambda: rig.fetch([0])):
+    waits = (ticket.wait, rig.executor.gate, rig.executor.wait_all)
+    for call in (*waits, lambda: gate.open([]), lambda: rig.fetch([0])):
         try:
             call()
             code = 1

@@ -22,7 +22,8 @@ PIECE = 128  # 32 pieces in each section, more than the stride
 #: Run by another process on /proc/PID/fd/N of this one: `damage` names what to do to the file.
 DAMAGE = """
 import mmap, os, sys
-path, what, direct, at, other, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), *map(int, sys.argv[4:])
+path, what = sys.argv[1:3]
+direct, at, other, size = map(int, sys.argv[3:])
 fd = os.open(path, os.O_RDWR | (os.O_DIRECT if direct else 0))
 first, second = mmap.mmap(-1, size), mmap.mmap(-1, size)  # page aligned, as O_DIRECT wants
 assert os.preadv(fd, [first], at) == os.preadv(fd, [second], other) == size

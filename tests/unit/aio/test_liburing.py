@@ -229,7 +229,8 @@ def test_when_all_slots_are_lost_with_their_ring_jobs_fail_instead_of_waiting(od
     """The kernel may still write into the slots of a broken ring: no other job gets them."""
     out, _, _ = odd(
         """
-rig = Rig(directory, "io_uring", pools=(0, 2), seam=aio.Seam(read_bytes_per_s=1e5, write_bytes_per_s=1e5))
+seam = aio.Seam(read_bytes_per_s=1e5, write_bytes_per_s=1e5)
+rig = Rig(directory, "io_uring", pools=(0, 2), seam=seam)
 tickets = [rig.store({{i: values[i]}}) for i in range(6)]
 assert all(isinstance(outcome(ticket), AioError) for ticket in tickets)
 assert all(isinstance(outcome(rig.fetch([i])[0]), AioError) or i < 2 for i in range(6))

@@ -56,7 +56,8 @@ def test_version_1_and_its_number_for_no_limit(tmp_path):
             "memory/memory.usage_in_bytes": "5",
             "memory/x/y/memory.limit_in_bytes": "4096",
             "memory/x/y/memory.usage_in_bytes": "5000",
-            "memory/x/y/memory.stat": "inactive_file 9\ntotal_inactive_file 1000\ntotal_active_file 500\nshort\n",
+            "memory/x/y/memory.stat": "inactive_file 9\ntotal_inactive_file "
+            "1000\ntotal_active_file 500\nshort\n",
         },
     )
     (limit,) = cgroup_limits(proc=proc, cgroups=cgroups)

@@ -125,7 +125,8 @@ shown = {str(tmp_path / "shown")!r}
 {SYSCTL if sysctl else ""}
 # BPF: io_uring_setup (425) returns an errno, as container runtimes do.
 program = b"".join(struct.pack("HBBI", *line) for line in (
-    (0x20, 0, 0, 0), (0x15, 0, 1, 425), (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000)))
+    (0x20, 0, 0, 0), (0x15, 0, 1, 425),
+    (0x06, 0, 0, 0x00050000 | {code}), (0x06, 0, 0, 0x7FFF0000)))
 buffer = ctypes.create_string_buffer(program)
 filter = struct.pack("HxxxxxxQ", 4, ctypes.addressof(buffer))
 libc = ctypes.CDLL(None, use_errno=True)
@@ -213,6 +214,29 @@ def test_where_memory_may_not_be_locked_the_slab_goes_unregistered_and_works(tmp
 
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
+def test_too_few_threads_are_an_error_that_leaves_none_behind(tmp_path):
+    done = run_python(
+        f"""
+        import os, resource
+        from infinity import aio
+        from infinity.aio._executor import Executor
+        file = aio.SwapFile.create({str(tmp_path)!r})
+        pools = dict(small=aio.PoolSpec(0, 0), large=aio.PoolSpec(4, 1 << 20))
+        threads = len(os.listdir("/proc/self/task"))
+        pages = int(open("/proc/self/statm").read().split()[0])
+        limit = pages * os.sysconf("SC_PAGE_SIZE") + (256 << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        try:
+            Executor([file], backend="threads", threads_per_drive=500, **pools)
+        except Exception as error:
+            print(repr(error))
+        print(len(os.listdir("/proc/self/task")) - threads)
+        """
+    )
+    assert "Resource temporarily unavailable" in done.stdout.splitlines()[0], done.stderr
+    assert done.stdout.splitlines()[1] == "0", done.stdout
+
+
 def test_a_library_without_the_symbols_is_an_error_that_names_one(monkeypatch, tmp_path):
     code = """
         import ctypes.util
@@ -259,6 +283,9 @@ def test_spans_have_one_layout_in_c_and_python():
 
 
 def test_aio_imports_without_torch():
-    code = "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert 'aio' not in sys.modules"
+    code = (
+        "import sys, infinity.aio, infinity.aio._probe; assert 'torch' not in sys.modules; assert "
+        "'aio' not in sys.modules"
+    )
     done = run_python(code)
     assert done.returncode == 0, done.stderr

@@ -75,7 +75,8 @@ def test_without_the_wheel_the_probe_and_the_executor_say_so(tmp_path):
         from infinity.aio import _probe as probe
         found = probe.probe_engine()
         print(found.io_uring, found.io_uring_reason)
-        opened = probe.probe_executor({str(tmp_path)!r}, small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
+        pools = dict(small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
+        opened = probe.probe_executor({str(tmp_path)!r}, **pools)
         print(opened.backend, opened.backend_reason)
     """)
     assert done.returncode == 0, done.stderr
@@ -96,7 +97,8 @@ def test_a_wheel_without_the_symbols_is_named(tmp_path):
         from infinity import aio
         from infinity.aio import _probe as probe
         print(probe.probe_engine().io_uring_reason)
-        print(probe.probe_executor({str(tmp_path)!r}, small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192)).backend)
+        pools = dict(small=aio.PoolSpec(1, 4096), large=aio.PoolSpec(1, 8192))
+        print(probe.probe_executor({str(tmp_path)!r}, **pools).backend)
     """)
     assert done.returncode == 0, done.stderr
     reason, backend = done.stdout.splitlines()

@@ -309,7 +309,8 @@ def test_a_job_killed_in_mid_write_leaves_nothing_and_its_neighbour_s_data_right
 @pytest.mark.parametrize("tmpfile", [True, False])
 def test_the_space_of_a_killed_job_is_free_at_once(tmp_path, tmpfile):
     code = ("" if tmpfile else WITHOUT_TMPFILE) + (
-        "import sys, time; from infinity.aio import SwapFile; file = SwapFile.create(sys.argv[1]); file.grow(16 << 20)\n"
+        "import sys, time; from infinity.aio import SwapFile; file = SwapFile.create(sys.argv[1]); "
+        "file.grow(16 << 20)\n"
         "print('grown', flush=True); time.sleep(600)"
     )
     with loop_ext4(tmp_path / "drive", 64 << 20) as place:

@@ -280,7 +280,10 @@ def test_fio_asked_for_and_missing_is_a_mistake(
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    code = "import sys; from infinity._src.bench.command import main; print('up', flush=True); sys.exit(main(sys.argv[1:]))"
+    code = (
+        "import sys; from infinity._src.bench.command import main; print('up', flush=True); "
+        "sys.exit(main(sys.argv[1:]))"
+    )
     arguments = [
         "swap",
         "--dir",

@@ -50,8 +50,8 @@ def test_doctor_warns_by_name_and_exits_with_success(tmp_path: Path) -> None:
 
 def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.modules['infinity._native'] = None; from infinity._src.cli.main import main; "
-        "sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
+        "import sys; sys.modules['infinity._native'] = None; from infinity._src.cli.main import "
+        "main; sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
     )
     environment = {"PATH": "", "COLUMNS": "200", "HOME": str(tmp_path)}
     command = [sys.executable, "-c", code, str(tmp_path)]

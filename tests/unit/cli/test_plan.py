@@ -186,8 +186,8 @@ def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
         in shown
     )
     assert (
-        "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not 16,384): 1.1 GiB"
-        in shown
+        "(inf.tile_loss(model, tiles=2)): 1.2 GiB, or 4 micro-batches (8,192 tokens in each, not "
+        "16,384): 1.1 GiB" in shown
     )
     assert "One change with which it fits" in shown
     assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
@@ -257,8 +257,8 @@ def test_what_does_not_fit_is_said_with_the_least_that_would(small: Path) -> Non
     assert "GPU memory:" in shown
     assert "RAM:" in shown
     assert (
-        "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update backward"
-        in shown
+        "is the least that works, 16 MiB is there; spilled gradients (--grads nvme) or update "
+        "backward" in shown
     )
     _, spilled = plan(small, *MACHINE, "--ram", "16MiB", "--grads", "nvme")
     assert "--grads nvme" not in spilled

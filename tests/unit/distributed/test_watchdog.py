@@ -115,8 +115,8 @@ def test_who_is_late_is_named() -> None:
     found = verdict({1: behind, 2: with_us, 3: behind})
     assert found.ranks == (1, 3)
     assert str(found) == (
-        "sum, collective 8 has not completed within 5 s: ranks 1, 3 did not come "
-        "(rank 1 last came to gather of a, collective 7; rank 3 last came to gather of a, collective 7)"
+        "sum, collective 8 has not completed within 5 s: ranks 1, 3 did not come (rank 1 last came "
+        "to gather of a, collective 7; rank 3 last came to gather of a, collective 7)"
     )
     assert verdict({1: with_us, 3: with_us}).ranks == (2,)
     assert verdict(dict.fromkeys((1, 2, 3), with_us)).rank is None

@@ -135,7 +135,8 @@ class Timed(Absent):
     def get_benchmarker(self):
         def benchmark(call, quantiles):
             call()
-            return [100.0 - len(launches)] * 3  # the later, the faster: the last configuration is chosen
+            # the later, the faster: the last configuration is chosen
+            return [100.0 - len(launches)] * 3
         return benchmark
 
 def launched(record):

@@ -54,7 +54,8 @@ def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_c
     use: str,
 ) -> None:
     done = run(
-        f"import sys; sys.modules['infinity._native'] = None; from infinity._src import native; {use}"
+        "import sys; sys.modules['infinity._native'] = None; from infinity._src import native; "
+        f"{use}"
     )
     last = done.stderr.splitlines()[-1]
     assert last.startswith("ImportError: infinity's C extension is missing"), done.stderr
@@ -62,7 +63,10 @@ def test_without_the_extension_its_first_use_is_an_import_error_that_names_the_c
 
 
 def test_the_command_and_aio_import_without_the_extension() -> None:
-    code = "import sys; sys.modules['infinity._native'] = None; import infinity, infinity.aio, infinity._src.cli.main"
+    code = (
+        "import sys; sys.modules['infinity._native'] = None; import infinity, infinity.aio, "
+        "infinity._src.cli.main"
+    )
     done = run(code)
     assert done.returncode == 0, done.stderr
 

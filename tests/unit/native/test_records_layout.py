@@ -1,4 +1,4 @@
-"""aio/records.py and native/infinity.h describe the same bytes."""
+"""aio/_records.py and native/infinity.h describe the same bytes."""
 
 from __future__ import annotations
 

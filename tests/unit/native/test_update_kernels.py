@@ -86,7 +86,8 @@ def assert_same_sections(state_format: Format, ours: list[Array], theirs: list[A
             differs &= ~(np.isnan(left) & np.isnan(right))
         index = np.flatnonzero(differs)
         assert index.size == 0, (
-            f"{kind.name}: {index.size} of {left.size}, at {index[0]}: {left[index[0]]} {right[index[0]]}"
+            f"{kind.name}: {index.size} of {left.size}, at {index[0]}: {left[index[0]]} "
+            f"{right[index[0]]}"
         )
 
 

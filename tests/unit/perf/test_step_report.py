@@ -62,13 +62,14 @@ def collected(
 def test_what_moved_is_told_by_kind_and_only_what_moved() -> None:
     told = str(collected(AtRest(MIB, 5 * MIB, MIB, 0), 2, BUSY, activations=3 * MIB))
     assert (
-        "(mean of 3, 2 micro-batches, update deferred); read 3 MiB of parameters, 6 MiB of states, 2 MiB of spilled gradients "
-        "and 6 MiB of activations; written 6 MiB of states, 2 MiB of spilled gradients and 6 MiB of activations"
+        "(mean of 3, 2 micro-batches, update deferred); read 3 MiB of parameters, 6 MiB of states, "
+        "2 MiB of spilled gradients and 6 MiB of activations; written 6 MiB of states, 2 MiB of "
+        "spilled gradients and 6 MiB of activations"
     ) in told
     told = str(collected(AtRest(MIB, 5 * MIB), 1, BUSY))
     assert (
-        "(mean of 3, 1 micro-batch, update deferred); read 1 MiB of parameters and 6 MiB of states; written 6 MiB of s"
-        in told
+        "(mean of 3, 1 micro-batch, update deferred); read 1 MiB of parameters and 6 MiB of "
+        "states; written 6 MiB of s" in told
     )
     told = str(collected(AtRest(), 1))
     assert "read nothing; written nothing" in told
@@ -167,8 +168,8 @@ def test_copies_to_a_gpu_are_a_term_of_the_limits(update: str, micro_batches: in
     assert found.limits.schedule_s == pytest.approx(windows_s, rel=1e-3)  # no compute to speak of
     told = str(found)
     assert (
-        f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, {format_size(planned.total.d2h)} back at 0.03"
-        in told
+        f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, "
+        f"{format_size(planned.total.d2h)} back at 0.03" in told
     )
     assert f"link {busy.total_s:.3f}), η" in told
 

@@ -159,8 +159,7 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
             what = "; ".join(others[:3]) if others else "the model has no such module"
             raise ValueError(
                 f"names={wanted!r}: {what}; give the names of torch.nn.Linear modules, or ends of "
-                "them, as "
-                "model.named_modules() lists them"
+                "them, as model.named_modules() lists them"
             )
         chosen.update(found)
     return chosen

@@ -208,8 +208,7 @@ class TiledLinear(TiledModule):
         """Sizes, for people."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={self.bias is not None}, "
-            f"tiles=({self.grid.rows}, {self.grid.columns})"
+            f"bias={self.bias is not None}, tiles=({self.grid.rows}, {self.grid.columns})"
         )
 
 

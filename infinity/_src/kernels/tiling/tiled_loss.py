@@ -82,8 +82,7 @@ def check_call(
     if hidden.dim() == 0 or hidden.shape[-1] != features or hidden.shape[:-1] != target.shape:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and target {tuple(target.shape)} do not fit a weight of "
-            f"{features} features: they are "
-            "[..., features] and [...]"
+            f"{features} features: they are [..., features] and [...]"
         )
     if target.is_floating_point() or target.dtype == torch.bool:
         raise ValueError(
@@ -151,8 +150,8 @@ def head_rows(head: nn.Module) -> int:
     if isinstance(head, TiledLinear) and head.grid.columns > 1:
         raise ValueError(
             f"this head has {head.grid.columns} tiles along its inputs, and a tile's logits need "
-            "all of them: use "
-            f"inf.tile_linears(model, tiles=({head.grid.rows}, 1), names=[its name])"
+            f"all of them: use inf.tile_linears(model, tiles=({head.grid.rows}, 1), names=[its "
+            "name])"
         )
     if not isinstance(head, (nn.Linear, TiledLinear)):
         raise ValueError(

@@ -239,10 +239,9 @@ def _refusal(func: Any) -> ParameterReleased:
     owner = getattr(func, "__self__", None)  # of a property's getter or setter
     return ParameterReleased(
         f"{getattr(owner if owner is not None else func, '__name__', func)} of the weight of a "
-        "tiled module, which exists as "
-        "tiles only: call the module instead, use `tile_parameters()` (`.grad` included), read "
-        "`state_dict()['weight']` for a "
-        "copy, or leave the layer out of inf.tile_linears(names=...)"
+        "tiled module, which exists as tiles only: call the module instead, use "
+        "`tile_parameters()` (`.grad` included), read `state_dict()['weight']` for a copy, or "
+        "leave the layer out of inf.tile_linears(names=...)"
     )
 
 
@@ -310,8 +309,7 @@ class TiledModule(nn.Module):
         if name == "weight":
             raise ValueError(
                 f"the weight of this {type(self).__name__} is tiled and cannot be set as a whole: "
-                "tie or replace weights before "
-                "inf.tile_linears; load_state_dict sets values"
+                "tie or replace weights before inf.tile_linears; load_state_dict sets values"
             )
         super().register_parameter(name, param)
 

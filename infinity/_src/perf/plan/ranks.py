@@ -48,7 +48,7 @@ from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place_states
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 
-# -- What a rank receives --------------------------------------------------------------------------
+# -- Traffic of a rank -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _ways(
     return (machine.ranks - 1) * machine.nodes * shards, (machine.nodes - 1) * shards
 
 
-# -- What a rank holds -----------------------------------------------------------------------------
+# -- Memory of a rank ------------------------------------------------------------------------------
 
 
 STAGES = (1, 2, 3)
