@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src.access import EngineAccess
+from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.checkpoint.save import Saver
@@ -444,7 +444,7 @@ def build_optimizer(
         mode=mode,
     )
     # Gathers ask for the faults of updates and saves, which are made of what gathers.
-    access.attach(pipeline, saving)
+    access.attach(Background(pipeline, saving))
     return OptimizerParts(pipeline, registry, states, saving)
 
 

@@ -30,7 +30,7 @@ from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import DeferredUpdate, ModeParts
+from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.prefetch_schedule import Phase
 from infinity._src.params.unit import Param, Unit
 from infinity.aio import Ticket
@@ -75,8 +75,6 @@ class History:
 class SpeculativeUpdate(DeferredUpdate):
     """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
 
-    _transaction: Transaction
-
     def __init__(self) -> None:
         super().__init__()
         self._ready: set[Unit] = set()  # units that got gradients in this backward
@@ -93,12 +91,11 @@ class SpeculativeUpdate(DeferredUpdate):
         self._accumulating = False  # inside no_sync
         self.history = History()
 
-    def attach(self, parts: ModeParts) -> None:
-        super().attach(parts)
-        assert parts.pipeline.transaction is not None, (
-            "Policy sees to it that there are two generations"
-        )
-        self._transaction = parts.pipeline.transaction
+    @property
+    def _transaction(self) -> Transaction:
+        transaction = self._pipeline.transaction
+        assert transaction is not None, "Policy sees to it that there are two generations"
+        return transaction
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
