@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,6 @@ from infinity._src.params.unit import Flat, Unit
 from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
 
 
 class Durable(Protocol):
@@ -137,7 +134,7 @@ class Transaction:
         if self._durable is not None:
             self._durable.count_step()
 
-    def remember(self, table: MutableMapping[Key, Value], before: Mapping[Key, Value]) -> None:
+    def remember(self, table: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
         """Remember entries of a table of counts as they are `before` a step. An undo of it puts
         them back.
         """
