@@ -1,8 +1,9 @@
-"""The names in docs/architecture.md are those of the code."""
+"""What docs/architecture.md draws and lists is what the code has."""
 
 from __future__ import annotations
 
 import ast
+import configparser
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -14,20 +15,21 @@ PAGE = ROOT / "docs" / "architecture.md"
 PATH = re.compile(r"`((?:[\w.]+/)*[\w]+\.(?:py|c|h))`")
 FOLDER = re.compile(r"`((?:[\w.]+/)+)`")
 NAME = re.compile(r"`([A-Z]\w+(?:\.\w+)?|[a-z_]\w+)`")
+METHOD = re.compile(r"`([A-Z]\w+)\.(\w+)`")
+ARROW = re.compile(r"\((\d+)\) (\S.*?) {2,}(\S+/\S+\.(?:py|c|h)) +(\w+(?:\.\w+)?)(?: *\|)?")
+ARROWS = 19
+TOPS = {"aio", "native", "tests", "docs", "infinity", "setup.cfg"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def resolve(path: str) -> Path:
-    """A path of the page: in infinity/_src, or from the top where it begins with aio, native or
-    tests."""
-    top = (
-        path.split("/")[0] in {"aio", "native", "tests", "docs", "infinity"} or path == "setup.cfg"
-    )
-    return ROOT / path if top else ROOT / "infinity" / "_src" / path
+    """A path of the page: in infinity/_src, or from the top where it begins with one of TOPS."""
+    return ROOT / path if path.split("/")[0] in TOPS else ROOT / "infinity" / "_src" / path
 
 
 @lru_cache
 def names_of(path: Path) -> frozenset[str]:
-    """Functions, classes and `Class.method`s that a file defines; attributes of self, too."""
+    """Functions, classes and `Class.method`s that a file defines."""
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         # A definition in C: the name, perhaps made for each instruction set, before its arguments.
@@ -35,68 +37,200 @@ def names_of(path: Path) -> frozenset[str]:
         return frozenset(made)
     found: set[str] = set()
     for node in ast.parse(text).body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (*FUNCTIONS, ast.ClassDef)):
             found.add(node.name)
         if isinstance(node, ast.ClassDef):
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef):
-                    found.add(f"{node.name}.{inner.name}")
+            found |= {
+                f"{node.name}.{each.name}" for each in node.body if isinstance(each, FUNCTIONS)
+            }
     return frozenset(found)
+
+
+@lru_cache
+def fields_of(path: Path) -> frozenset[str]:
+    """`Class.field` of the fields that the classes of a file declare in their bodies."""
+    return frozenset(
+        f"{node.name}.{each.target.id}"
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    )
+
+
+def python_files() -> list[Path]:
+    return [path for top in ("infinity/_src", "aio") for path in (ROOT / top).rglob("*.py")]
+
+
+def text_of_page() -> str:
+    return PAGE.read_text(encoding="utf-8")
+
+
+def table(first: str) -> list[list[str]]:
+    """The rows of the tables whose first heading is `first`, as cells without heading and rule."""
+    found: list[list[str]] = []
+    inside = False
+    for line in text_of_page().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[0] == first:
+            inside = True
+        elif inside and not line.startswith("|--"):
+            found.append(cells)
+    return found
+
+
+def arrows() -> dict[int, list[tuple[str, str]]]:
+    """(file, name) of each arrow's rows in the table. Rows without a number belong to the one
+    before."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    number = 0
+    for cells in table("arrow"):
+        number = int(cells[0] or number)
+        found.setdefault(number, []).append((cells[2].strip("`"), cells[3].strip("`")))
+    return found
+
+
+def drawn() -> list[tuple[int, str, str]]:
+    """(number, file, name) of each arrow of the picture."""
+    found = []
+    for line in text_of_page().split("```")[1].splitlines():
+        if "(" not in line:
+            continue
+        match = ARROW.fullmatch(line.lstrip(" |v"))
+        assert match, f"an arrow has its number, a file and a name: {line}"
+        found.append((int(match[1]), match[3], match[4]))
+    return found
 
 
 def rows() -> list[tuple[str, str]]:
     """(file, name) of every row of a table that has both."""
     found = []
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in text_of_page().splitlines():
         cells = [cell.strip() for cell in line.split("|")]
         files = [match.group(1) for cell in cells if (match := PATH.fullmatch(cell))]
         names = [match.group(1) for cell in cells if (match := NAME.fullmatch(cell))]
-        if line.startswith("|") and len(files) == 1 and len(names) == 1:
-            found.append((files[0], names[0]))
+        if line.startswith("|") and len(files) == 1 and names:
+            # The name that a file defines is the one beside it.
+            at = cells.index(f"`{files[0]}`")
+            near = [cells[at - 1], *cells[at + 1 : at + 2]]
+            name = next(match for cell in near if (match := NAME.fullmatch(cell)))
+            found.append((files[0], name.group(1)))
     return found
 
 
-@pytest.mark.parametrize(("file", "name"), rows(), ids=lambda text: str(text))
-def test_a_row_names_what_its_file_defines(file: str, name: str) -> None:
+def assert_defines(file: str, name: str) -> None:
     path = resolve(file)
     assert path.is_file(), f"{file} is not there"
     assert name in names_of(path), f"{file} does not define {name}"
 
 
+@pytest.mark.parametrize(("file", "name"), rows(), ids=lambda text: str(text))
+def test_a_row_names_what_its_file_defines(file: str, name: str) -> None:
+    assert_defines(file, name)
+
+
+@pytest.mark.parametrize(("number", "file", "name"), drawn(), ids=lambda text: str(text))
+def test_an_arrow_names_what_its_file_defines(number: int, file: str, name: str) -> None:
+    assert_defines(file, name)
+    assert (file, name) in arrows()[number], "the table of arrows has it, too"
+
+
 def test_the_picture_has_all_of_its_arrows() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    picture = text.split("```")[1]
-    drawn = {int(number) for number in re.findall(r"\((\d+)\)", picture)}
-    listed = {int(number) for number in re.findall(r"^\| (\d+) \|", text, flags=re.M)}
-    assert listed == set(range(1, max(listed) + 1))
-    assert drawn <= listed
+    assert [number for number, _, _ in drawn()] == list(range(1, ARROWS + 1))
+    assert list(arrows()) == list(range(1, ARROWS + 1))
     assert len(rows()) > 40, "the tables are read"
 
 
 def test_paths_and_names_in_the_text_exist() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = text_of_page()
     missing = [path for path in PATH.findall(text) if not resolve(path).is_file()]
     missing += [folder for folder in FOLDER.findall(text) if not resolve(folder).is_dir()]
     assert not missing
-    defined = {
-        name
-        for folder in ("infinity/_src", "aio")
-        for path in (ROOT / folder).rglob("*.py")
-        for name in names_of(path)
-    }
-    classes = {name for name in defined if "." not in name}
-    for name in re.findall(r"`([A-Z]\w+\.\w+)`", text):
-        owner, method = name.split(".")
-        assert owner in classes, name
-        assert any(other.endswith(f".{method}") for other in defined), name
+    members = {name for path in python_files() for name in names_of(path) | fields_of(path)}
+    for owner, member in METHOD.findall(text):
+        assert f"{owner}.{member}" in members, f"{owner} has no {member}"
 
 
-def test_a_word_has_one_meaning() -> None:
-    text = PAGE.read_text(encoding="utf-8").split("## Glossary")[1]
-    words = [
-        word.strip()
-        for row in re.findall(r"^\| ([^|]+) \|", text, flags=re.M)[2:]
-        for word in row.split(",")
-    ]
-    assert len(words) > 20
+def test_the_calls_of_a_mode_are_those_of_the_interface() -> None:
+    listed = [cells[0].strip("`") for cells in table("call") if "(" in cells[0]]
+    calls = {call.split("(")[0]: call for call in listed if "state_dict" not in call}
+    assert len(calls) == len([call for call in listed if "state_dict" not in call])
+    declared = {}
+    for file, owner in (
+        ("optim/update_mode.py", "UpdateMode"),
+        ("params/update_hooks.py", "UpdateHooks"),
+    ):
+        for node in ast.parse(resolve(file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name == owner:
+                declared |= {
+                    each.name: ", ".join(arg.arg for arg in each.args.args[1:])
+                    for each in node.body
+                    if isinstance(each, FUNCTIONS)
+                    and not any(ast.unparse(mark) == "property" for mark in each.decorator_list)
+                }
+    assert calls == {name: f"{name}({arguments})" for name, arguments in declared.items()}
+
+
+def layers_of_setup() -> list[list[str]]:
+    """Modules of each layer, top first."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["importlinter:contract:layers"]["layers"].split("\n")
+    return [re.split(r" *[|:] *", line.strip()) for line in lines if line.strip()]
+
+
+def test_the_layers_are_those_of_setup_cfg() -> None:
+    listed = {}
+    for at, cells in enumerate(table("layer")):
+        for entry in PATH.findall(cells[1]) + FOLDER.findall(cells[1]):
+            path = entry.rstrip("/").removesuffix(".py")
+            inside = path.split("/")[0] in {"infinity", "aio"}
+            path = {"aio": "infinity/aio"}.get(path, path if inside else f"infinity/_src/{path}")
+            assert path not in listed, f"{entry} is listed twice"
+            listed[path.replace("/", ".")] = at
+    used, order = set(), []
+    for layer in layers_of_setup():
+        for module in layer:
+            parts = module.split(".")
+            names = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+            name = next((name for name in names if name in listed), None)
+            assert name is not None, f"the table of layers lacks {module}"
+            used.add(name)
+            order.append(listed[name])
+    assert order == sorted(order), "the rows have the order of setup.cfg"
+    assert used == listed.keys(), f"setup.cfg lacks {listed.keys() - used}"
+
+
+def test_a_word_has_one_row_and_one_meaning() -> None:
+    glossary = table("word")
+    assert len(glossary) > 20
+    words = [cells[0] for cells in glossary]
     assert len(words) == len(set(words))
+    for word, meaning, _ in glossary:
+        assert not re.search("[,;/]| or | and ", word), f"{word}: one word a row"
+        assert not re.search(";| or ", meaning), f"{word}: one meaning a row"
+
+
+@pytest.mark.parametrize(("word", "where"), [(cells[0], cells[2]) for cells in table("word")])
+def test_a_word_is_in_the_code(word: str, where: str) -> None:
+    if match := PATH.fullmatch(where):
+        assert resolve(match[1]).is_file(), f"{word}: {where} is not there"
+        return
+    match = NAME.fullmatch(where)
+    assert match, f"{word}: name a file, a class, a method or a field"
+    defined = {name for path in python_files() for name in names_of(path) | fields_of(path)}
+    assert match[1] in defined, f"{word}: nothing defines {where}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "     |  (1) a module runs       hooks/forward.py",
+        "     |  (1) a module runs       Lifecycle._before_forward",
+        "     |  (1) a module runs",
+    ],
+)
+def test_an_arrow_without_file_and_name_is_seen(line: str) -> None:
+    assert not ARROW.fullmatch(line.lstrip(" |v"))

@@ -12,18 +12,18 @@ from tests import wiring
 
 ROOT = Path(__file__).resolve().parent.parent
 LATE_BOUND = {
-    "DeferredUpdate.attach": "the mode asks the step pipeline, and the pipeline, the unsharder and "
-    "the reducer ask the mode",
-    "EngineAccess.attach": "gathers ask for the faults of updates and saves, which are made of "
-    "what gathers",
-    "Transaction.attach": "commits go through the durable run, which reads the steps that the "
+    "DeferredUpdate._parts": "the mode asks the step pipeline, and the pipeline, the unsharder and "
+    "the reducer ask the mode; one record, by the one call of attach",
+    "EngineAccess._background": "gathers ask for the faults of updates and saves, which are made "
+    "of what gathers",
+    "Transaction._durable": "commits go through the durable run, which reads the steps that the "
     "pipeline counts",
-    "Device.attach": "the executor is opened with sizes that depend on the device, and the device "
-    "copies by the executor",
-    "driver": "the executor's core keeps the device's functions alive, which C calls, and calls "
-    "none of them itself",
+    "Device._executor": "the executor is opened with sizes that depend on the device, and the "
+    "device copies by the executor",
+    "on_failure": "the watchdog watches before a lane is made, since making one waits for all "
+    "ranks; each lane then asks to be broken off at the first failure",
 }
-"""What may be bound late, and why. At most 5."""
+"""Fields that may be bound late, and why. At most 5."""
 CIRCLES = {
     ("hooks.forward", "hooks.gather_window"): "one life cycle in two files",
     (
@@ -57,6 +57,7 @@ def test_imports_run_in_no_new_circles() -> None:
 LATE = """
     import functools
     from collections.abc import Callable
+    from typing import NamedTuple
 
     class Part:
         hook: Callable[[], None]
@@ -65,43 +66,113 @@ LATE = """
             self.told = lambda: None
             self.count = 0
             self.found: list[Part] = []
+            self.callbacks: list[Callable[[], None]] = []
+            self.table: dict[str, Callable[[], None]] = {}
         def work(self) -> None: ...
 
+    class Parts(NamedTuple):
+        part: Part
+        count: int
+
+    class Ticket: ...
+
     class User:
-        def __init__(self, part: Part, maker: Part) -> None:
-            part.{line}
+        def __init__(self, part: Part, maker: Part, callbacks: list[Callable[[], None]]) -> None:
+            LINE
         def run(self) -> None: ...
+
+    class Setter:
+        def __init__(self, given: Part) -> None:
+            self._build(given)
+        def _build(self, given: Part) -> None:
+            self.part = given
+        def take(self, part: Part, parts: Parts, call: Callable[[], None], ticket: Ticket,
+                 count: int) -> None:
+            SETTER
 """
+
+
+def count_in(tmp_path: Path, *, line: str = "pass", setter: str = "pass") -> int:
+    (tmp_path / "infinity").mkdir()
+    text = textwrap.dedent(LATE).replace("LINE", line).replace("SETTER", setter)
+    (tmp_path / "infinity" / "one.py").write_text(text)
+    return len(wiring.late_bound(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("line", "counted"),
     [
-        ("hook = maker.work", True),
-        ("hook = None", True),
-        ("told = print", True),
-        ("other = maker", True),
-        ("anything = lambda: None", True),
-        ("anything = self.run", True),
-        ("anything = self", True),
-        ("anything = functools.partial(print, 1)", True),
-        ("count = 3", False),
-        ("hook = PENDING", False),
-        ("count = maker.count", False),
-        ("found = [maker]", False),
+        ("part.hook = maker.work", True),
+        ("part.hook = None", True),
+        ("part.told = print", True),
+        ("part.other = maker", True),
+        ("part.anything = lambda: None", True),
+        ("part.anything = self.run", True),
+        ("part.anything = self", True),
+        ("part.anything = functools.partial(print, 1)", True),
+        ("part.anything = self.run or None", True),
+        ("part.anything = self.run if maker else None", True),
+        ("part.anything = (1, self.run)", True),
+        ("setattr(part, 'anything', self.run)", True),
+        ("object.__setattr__(part, 'anything', self.run)", True),
+        ("setattr(part, 'hook', maker)", True),
+        ("part.__dict__['anything'] = self.run", True),
+        ("vars(part)['anything'] = self.run", True),
+        ("part.__dict__.update(anything=self.run)", True),
+        ("part.callbacks.append(self.run)", True),
+        ("part.callbacks += [self.run]", True),
+        ("part.callbacks.extend([self.run])", True),
+        ("part.table['key'] = self.run", True),
+        ("part.table.update({'key': self.run})", True),
+        ("part.table.setdefault('key', self.run)", True),
+        ("part.other.callbacks.append(self.run)", True),
+        ("callbacks.append(self.run)", True),
+        ("part.count = 3", False),
+        ("part.count += 1", False),
+        ("part.hook = PENDING", False),
+        ("part.count = maker.count", False),
+        ("part.found = [maker.count]", False),
+        ("part.table['key'] = 3", False),
+        ("mine = []; mine.append(self.run)", False),
+        ("setattr(part, 'count', 3)", False),
     ],
 )
-def test_what_counts(line: str, counted: bool, tmp_path: Path) -> None:
-    (tmp_path / "infinity").mkdir()
-    (tmp_path / "infinity" / "one.py").write_text(textwrap.dedent(LATE).format(line=line))
-    assert len(wiring.late_bound(tmp_path)) == counted
+def test_what_counts_from_outside(line: str, counted: bool, tmp_path: Path) -> None:
+    assert count_in(tmp_path, line=line) == counted
+
+
+@pytest.mark.parametrize(
+    ("setter", "counted"),
+    [
+        ("self.mine = part", True),
+        ("self.mine = call", True),
+        ("self.mine = call or None", True),
+        ("self.mine = parts", True),
+        ("self.mine = parts.part", True),
+        ("self.mine = part.hook", True),
+        ("self.mine = lambda: None", True),
+        ("self.calls.append(call)", True),
+        ("self.calls['key'] = call", True),
+        ("self.calls += [call]", True),
+        ("self.mine, self.size = part, 1", True),
+        ("setattr(self, 'mine', part)", True),
+        ("self.__dict__['mine'] = part", True),
+        ("self.mine = ticket", False),
+        ("self.mine = count", False),
+        ("self.mine = parts.count", False),
+        ("self.sizes.append(count)", False),
+        ("self.part.work()", False),
+    ],
+)
+def test_what_counts_in_a_method_of_any_name(setter: str, counted: bool, tmp_path: Path) -> None:
+    assert count_in(tmp_path, setter=setter) == counted
 
 
 def test_an_object_that_was_just_made_may_be_completed(tmp_path: Path) -> None:
     (tmp_path / "infinity").mkdir()
     text = (
-        "class Part:\n    pass\n\n\n"
-        "def make():\n    part = Part()\n    part.told = lambda: None\n    return part\n"
+        "class Part:\n    pass\n\n\ndef make():\n"
+        "    part = Part()\n    part.told = lambda: None\n    return part\n"
     )
     (tmp_path / "infinity" / "one.py").write_text(text)
     assert wiring.late_bound(tmp_path) == []

@@ -4,20 +4,37 @@ that run in circles.
 `python tests/wiring.py [ROOT]` prints both for a source tree; tests/test_wiring.py holds them to
 lists with reasons.
 
-Late-bound is an assignment `other.attr = value`, `other` not being `self`, outside of what makes
-`other`, where
- - `value` is behaviour: a lambda, a partial, a function or a bound method; or the assigning object
- itself; or - `attr` is declared by some class as a Callable, as an object of a class of the
- project, or starts as a lambda.
-Data is left out: attributes declared with other types, containers of objects among them; fields of
-records (dataclasses, named tuples) unless they take a function or the assigning object; numbers,
-strings, flags and constants; tickets and checkpointed calls, which stand for work in flight; what
-autograd's `ctx` keeps. So are objects that the same function has just made, and `_torch_compat`,
-which patches torch. Declarations are found by the attribute's name, since nothing here infers
-types.
+Counted are fields (attributes of a class, and what containers in them hold) that are bound to
+behaviour after the object was made.
 
-A method called `attach`, by which an object takes collaborators after its construction, counts as
-one attribute; an override that calls its base's is the same one.
+Behaviour is a function, a lambda, a partial, a bound method, the binding object itself, or a
+service: an object of a class of the project that is none of those below.
+
+Bound is what any of these does: `x.field = value`, `+=`, `x.field[key] = value`, `setattr`,
+`x.__dict__[name]`, `vars(x)[name]`, a call that puts something into a container (`append`, `add`,
+`update`, ...), also inside of a tuple, a list, `a or b`, `a if c else b`.
+ - From outside, `other.field`: behaviour, or whatever is assigned to a field that some class
+ declares as behaviour.
+ - From inside, `self.field`, but in a constructor or a private method that only constructors call:
+ lambdas, functions and bound methods; and what comes by a parameter, or by a field of one, that is
+ declared as a Callable or a service. So a setter, `attach` or `on_event` counts, by any name.
+
+Not counted:
+ - data: tensors, numbers, flags, constants, containers of data; records (dataclasses, named tuples,
+ enums) by themselves, though a record that has services in its fields counts as a service;
+ - state, by the names in STATE: work in flight (tickets, calls, reads of a save or an update that
+ others wait for), where values rest now, the nouns of the model;
+ - resources, by the names in RESOURCES: opened files and devices that an object keeps open and
+ whose methods it does not call;
+ - what an object makes by itself later, even of parameters: `GradBuffers.spilled`, the store of
+ activations in `Storage.open_activations`; its class is named where it is made;
+ - calls of methods of services, since what these store is counted where they store it; registries
+ of the standard library (ExitStack, atexit) and of torch (hooks);
+ - containers of a module (in capitals), by which exit and fork find what is open;
+ - what autograd's `ctx` keeps, objects that the same function has just made, and `_torch_compat`,
+ which patches torch.
+Types are those of annotations. Fields of unknown objects are found by name, since nothing here
+infers types.
 
 A circle of imports counts those under TYPE_CHECKING and inside of functions, too, but not what
 `infinity/__init__.py` names for its lazy exports.
@@ -31,9 +48,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+COMPOSED = (
+    *(ast.IfExp, ast.BoolOp, ast.BinOp, ast.NamedExpr, ast.Starred),
+    *(ast.Tuple, ast.List, ast.Set, ast.Dict),
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 RECORDS = {"NamedTuple", "Enum", "IntEnum", "TypedDict", "Structure"}
-IN_FLIGHT = {"Ticket", "Call", "CheckpointCall"}
+STATE = {
+    "Ticket",  # work in flight, as those up to BackwardUse
+    "Call",
+    "CheckpointCall",
+    "Boundary",
+    "PendingUnshard",
+    "BackwardUse",
+    "StateReader",  # a save that still reads
+    "SlotReader",  # an update that still reads
+    "Unit",  # nouns of the model, which point to each other, as the next two
+    "Flat",
+    "Param",
+    "StoredInHostMemory",  # bytes at rest, as the next
+    "ShardRecords",
+    "GradBacking",  # where a slot's values rest now, as its tensor is
+}
+RESOURCES = {"SwapFile", "DeviceDriver"}
 
 
 class Site(NamedTuple):
@@ -106,7 +143,8 @@ class Project:
             for node in classes
             if node.name.endswith("Error") or any(_called(b).endswith("Error") for b in node.bases)
         }
-        self._services = {node.name for node in classes} - records - errors - IN_FLIGHT
+        named = {node.name for node in classes}
+        self._services = named - records - errors - STATE - RESOURCES
         # `Read = Callable[...]` at the top of a module.
         self._functions = {"Callable"} | {
             target.id
@@ -118,12 +156,46 @@ class Project:
             for target in node.targets
             if isinstance(target, ast.Name)
         }
+        self._fields: dict[str, dict[str, ast.expr]] = {}
+        for node in classes:
+            for each in node.body:
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    self._fields.setdefault(node.name, {})[each.target.id] = each.annotation
+        # In layers: a record of such records is one, too.
+        self._wired: set[str] = set()
+        while True:
+            more = {
+                name
+                for name in (records & self._fields.keys()) - STATE
+                if any(
+                    _types(field) & (self._functions | self._services | self._wired)
+                    for field in self._fields[name].values()
+                )
+            }
+            if more <= self._wired:
+                break
+            self._wired |= more
         self.methods: set[str] = set()
         self._data: set[str] = set()  # attributes, by name: properties and what is declared
         self.behaviour: set[str] = set()  # of these, collaborators and callbacks
         for node in classes:
             self._declared(node)
         self.methods -= self._data
+
+    def is_behaviour_type(self, annotation: ast.expr | None) -> bool:
+        """Whether an annotation names a Callable, or an object of the project that does
+        something."""
+        names = _types(annotation)
+        return bool(names & (self._functions | self._services | self._wired))
+
+    def field_is_behaviour(self, annotation: ast.expr | None, attr: str) -> bool:
+        """Whether a field is behaviour: by its class where the annotation names one, else by
+        name."""
+        known = [self._fields[name] for name in _types(annotation) if name in self._fields]
+        found = [fields[attr] for fields in known if attr in fields]
+        if found:
+            return any(self.is_behaviour_type(each) for each in found)
+        return attr in self.behaviour
 
     def _declared(self, node: ast.ClassDef) -> None:
         record = _is_record(node)
@@ -198,18 +270,183 @@ def _made_here(function: ast.AST) -> set[str]:
     return found
 
 
-def _is_behaviour(value: ast.expr | None, project: Project, nested: set[str]) -> bool:
-    if isinstance(value, ast.IfExp):
-        return _is_behaviour(value.body, project, nested) or _is_behaviour(
-            value.orelse, project, nested
+ADDING = {"append", "appendleft", "add", "insert", "extend", "setdefault", "update", "push"}
+"""Methods of containers that put something in."""
+MAKING = {"__init__", "__post_init__", "__new__", "__init_subclass__"}
+
+
+def _local_containers(function: ast.AST) -> set[str]:
+    """Locals that begin as an empty container, or as a display of one."""
+    displays = (ast.Dict, ast.List, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    found = set()
+    for node in ast.walk(function):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            made = isinstance(node.value, displays) or (
+                isinstance(node.value, ast.Call)
+                and _called(node.value.func) in {"dict", "list", "set", "deque", "defaultdict"}
+            )
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {each.id for each in targets if made and isinstance(each, ast.Name)}
+    return found
+
+
+class Scope:
+    """One function: the parameters that bring behaviour, and the names of nested functions."""
+
+    def __init__(
+        self, project: Project, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: str
+    ) -> None:
+        self.function = function
+        self.owner = owner
+        self.nested = {
+            each.name
+            for each in ast.walk(function)
+            if isinstance(each, FUNCTIONS) and each is not function
+        }
+        # A container that is a local dies with the function.
+        self.made = _made_here(function) | _local_containers(function)
+        self._project = project
+        arguments = function.args
+        self.annotations = {
+            arg.arg: arg.annotation
+            for arg in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+            if arg.arg not in {"self", "cls"}
+        }
+        self.given = {
+            name
+            for name, annotation in self.annotations.items()
+            if project.is_behaviour_type(annotation)
+        }
+
+    def brings_behaviour(self, value: ast.expr | None) -> bool:
+        """Whether a value is, or has inside, what somebody else will call: a lambda, a function, a
+        bound method, a partial, the object itself."""
+        if isinstance(value, ast.IfExp):
+            return self.brings_behaviour(value.body) or self.brings_behaviour(value.orelse)
+        if isinstance(value, ast.BoolOp):
+            return any(self.brings_behaviour(each) for each in value.values)
+        if isinstance(value, ast.BinOp):
+            return self.brings_behaviour(value.left) or self.brings_behaviour(value.right)
+        if isinstance(value, (ast.NamedExpr, ast.Starred)):
+            return self.brings_behaviour(value.value)
+        if isinstance(value, (ast.Tuple, ast.List, ast.Set)):
+            return any(self.brings_behaviour(each) for each in value.elts)
+        if isinstance(value, ast.Dict):
+            return any(self.brings_behaviour(each) for each in value.values)
+        if isinstance(value, ast.Call):
+            return _called(value.func) == "partial"
+        if isinstance(value, ast.Attribute):
+            return value.attr in self._project.methods
+        if isinstance(value, ast.Name):
+            return value.id in self.nested or value.id == "self"
+        return isinstance(value, ast.Lambda)
+
+    def takes_behaviour(self, value: ast.expr | None) -> bool:
+        """Whether a value comes from outside by a parameter that is a function or a service, or is
+        a field of a parameter that is."""
+        if isinstance(value, ast.Name):
+            return value.id in self.given
+        if isinstance(value, ast.Attribute):
+            root: ast.expr = value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if not isinstance(root, ast.Name) or root.id not in self.annotations:
+                return False
+            direct = value.value is root
+            known = self.annotations[root.id] if direct else None
+            return self._project.field_is_behaviour(known, value.attr)
+        if isinstance(value, COMPOSED):
+            parts = (each for each in ast.iter_child_nodes(value) if isinstance(each, ast.expr))
+            return any(self.takes_behaviour(each) for each in parts)
+        return False
+
+    def is_own(self, target: ast.expr) -> bool:
+        """Whether a target belongs to what this function makes, or is a local of it."""
+        while isinstance(target, (ast.Subscript, ast.Attribute)):
+            target = target.value
+        # In capitals: the weak sets of a module, by which exit and fork find what is open.
+        return isinstance(target, ast.Name) and (
+            target.id in {"cls", "ctx", *self.made} or target.id.isupper()
         )
-    if isinstance(value, ast.Call):
-        return _called(value.func) == "partial"
-    if isinstance(value, ast.Attribute):
-        return value.attr in project.methods
-    if isinstance(value, ast.Name):
-        return value.id in nested or value.id == "self"
-    return isinstance(value, ast.Lambda)
+
+
+def _field(target: ast.expr, owner: str) -> str:
+    """The name of the field that a target is in: `Class.field` for a field of self."""
+    while isinstance(target, ast.Subscript) or (
+        isinstance(target, ast.Attribute) and target.attr == "__dict__"
+    ):
+        target = target.value
+    if isinstance(target, ast.Call) and target.args:  # vars(other)
+        return _field(target.args[0], owner)
+    if isinstance(target, ast.Attribute):
+        root = target.value
+        mine = isinstance(root, ast.Name) and root.id == "self"
+        return f"{owner}.{target.attr}" if mine else target.attr
+    return ast.unparse(target)
+
+
+def _bindings(function: ast.AST) -> Iterator[tuple[ast.expr, ast.expr | None, ast.AST]]:
+    """(target, value, statement) of all that may bind a field: assignments to attributes and items,
+    `+=`, `setattr`, and calls that put something into a container."""
+    for target, value, _ in _assigned(function):
+        yield target, value, target
+    for node in ast.walk(function):
+        if isinstance(node, ast.AugAssign) and not isinstance(node.target, ast.Name):
+            yield node.target, node.value, node
+        elif isinstance(node, ast.Assign):
+            for target in node.targets:
+                if isinstance(target, ast.Subscript):
+                    yield target, node.value, node
+        elif isinstance(node, ast.Call) and _called(node.func) in {"setattr", "__setattr__"}:
+            if len(node.args) >= 3:
+                base, name, value = node.args[-3:]
+                attr = name.value if isinstance(name, ast.Constant) else "?"
+                yield ast.Attribute(base, str(attr), ast.Store()), value, node
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in ADDING
+        ):
+            for value in [*node.args, *(keyword.value for keyword in node.keywords)]:
+                yield node.func.value, value, node
+
+
+def _making(node: ast.ClassDef) -> set[str]:
+    """The methods that make an object: constructors, and private methods that only they call."""
+    found = set(MAKING)
+    callers: dict[str, set[str]] = {}
+    for method in (each for each in node.body if isinstance(each, FUNCTIONS)):
+        for each in ast.walk(method):
+            if isinstance(each, ast.Attribute) and ast.unparse(each.value) == "self":
+                callers.setdefault(each.attr, set()).add(method.name)
+    while True:
+        more = {
+            name for name, by in callers.items() if name.startswith("_") and by <= found
+        } - found
+        if not more:
+            return found
+        found |= more
+
+
+def _functions(
+    tree: ast.Module,
+) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str, bool]]:
+    """(function, its class, whether it makes objects of it) of a module; nested functions belong to
+    the one around them."""
+
+    def visit(
+        node: ast.AST, owner: ast.ClassDef | None
+    ) -> Iterator[tuple[ast.FunctionDef | ast.AsyncFunctionDef, str, bool]]:
+        making = _making(owner) if owner is not None and node is owner else set()
+        for each in ast.iter_child_nodes(node):
+            if isinstance(each, FUNCTIONS):
+                makes = each.name in making
+                static = any(_called(mark) == "classmethod" for mark in each.decorator_list)
+                yield each, owner.name if owner else "", makes or static
+            else:
+                yield from visit(each, each if isinstance(each, ast.ClassDef) else owner)
+
+    yield from visit(tree, None)
 
 
 def late_bound(root: Path) -> list[Site]:
@@ -220,37 +457,46 @@ def late_bound(root: Path) -> list[Site]:
     project = Project(modules)
     found = []
     for path, tree in modules.items():
-        outer = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-        inside = {
-            id(each)
-            for node in outer
-            for each in ast.walk(node)
-            if each is not node and isinstance(each, FUNCTIONS)
-        }
-        for function in (node for node in outer if id(node) not in inside):
-            made = _made_here(function)
-            nested = {
-                each.name
-                for each in ast.walk(function)
-                if isinstance(each, FUNCTIONS) and each is not function
-            }
-            for target, value, _ in _assigned(function):
-                base = target.value
-                if isinstance(base, ast.Name) and base.id in {"self", "cls", "ctx", *made}:
+        for function, owner, makes in _functions(tree):
+            scope = Scope(project, function, owner)
+            for target, value, node in _bindings(function):
+                if scope.is_own(target):
                     continue
-                plain = isinstance(value, ast.Constant) and value.value is not None
-                plain = plain or (isinstance(value, ast.Name) and value.id.isupper())
-                if _is_behaviour(value, project, nested) or (
-                    target.attr in project.behaviour and not plain
+                # A method of a service: what it stores is counted there.
+                if isinstance(node, ast.Call) and (
+                    isinstance(target, ast.Attribute)
+                    and _called(node.func) in ADDING
+                    and target.attr in project.behaviour
                 ):
-                    found.append(Site(target.attr, path, target.lineno, ast.unparse(target)))
-        for node in (each for each in ast.walk(tree) if isinstance(each, ast.ClassDef)):
-            for method in (each for each in node.body if isinstance(each, FUNCTIONS)):
-                over = "super().attach(" in ast.unparse(method)
-                if method.name == "attach" and not over and any(True for _ in _assigned(method)):
-                    found.append(
-                        Site(f"{node.name}.attach", path, method.lineno, f"{node.name}.attach(...)")
+                    continue
+                direct = isinstance(target, ast.Attribute)
+                base = target
+                while isinstance(base, (ast.Attribute, ast.Subscript)):
+                    base = base.value
+                mine = isinstance(base, ast.Name) and base.id == "self"
+                # A field of self, or of something that self has: `self.part.hook = ...`.
+                deep = direct and not (isinstance(target.value, ast.Name) and mine)
+                if mine and isinstance(node, ast.Call):
+                    deep = "." in ast.unparse(target).removeprefix("self.")
+                if mine and not deep:
+                    bound = not makes and (
+                        scope.takes_behaviour(value)
+                        or (not isinstance(value, ast.Attribute) and scope.brings_behaviour(value))
                     )
+                else:
+                    plain = isinstance(value, ast.Constant) and value.value is not None
+                    plain = plain or (isinstance(value, ast.Name) and value.id.isupper())
+                    bound = scope.brings_behaviour(value) or (
+                        direct
+                        and not isinstance(node, ast.Call)
+                        and target.attr in project.behaviour
+                        and not plain
+                    )
+                    inside = not direct or isinstance(node, ast.Call)
+                    bound = bound or (inside and scope.takes_behaviour(value))
+                if bound:
+                    attr = _field(target, owner)
+                    found.append(Site(attr, path, node.lineno, ast.unparse(node)))
     return found
 
 

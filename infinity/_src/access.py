@@ -4,6 +4,8 @@ background.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.collectives import Comm
 from infinity._src.optim.step import StepPipeline
@@ -13,12 +15,18 @@ from infinity._src.storage import Storage
 from infinity.errors import EngineClosed
 
 
+class Background(NamedTuple):
+    """The parts that work in the background, whose faults are sticky."""
+
+    pipeline: StepPipeline
+    saving: Saver
+
+
 class EngineAccess:
     """The checks of one engine (`infinity._src.params.update_hooks.Access`). One thread uses it at
     a time."""
 
-    _pipeline: StepPipeline
-    _saving: Saver
+    _background: Background
 
     def __init__(self, comm: Comm, storage: Storage, mode: UpdateMode) -> None:
         self.closed = False
@@ -26,12 +34,11 @@ class EngineAccess:
         self._storage = storage
         self._mode = mode
 
-    def attach(self, pipeline: StepPipeline, saving: Saver) -> None:
+    def attach(self, background: Background) -> None:
         """Take the parts whose faults are sticky. They are made after this object, which they need.
         Called once, before anything else.
         """
-        self._pipeline = pipeline
-        self._saving = saving
+        self._background = background
 
     def check_open(self) -> None:
         """Raise after close, and the sticky fault of a background update."""
@@ -40,8 +47,8 @@ class EngineAccess:
                 "the engine of this model was closed; build the model anew and offload that"
             )
         # A fault of the background is raised by whatever comes next: no caller waited for it.
-        self._pipeline.raise_fault()
-        self._saving.raise_fault()
+        self._background.pipeline.raise_fault()
+        self._background.saving.raise_fault()
         # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
 
@@ -58,4 +65,4 @@ class EngineAccess:
     def before_write(self) -> None:
         """Check the engine before values are written. Blocks until no update is pending."""
         self.check_open()
-        self._pipeline.wait()
+        self._background.pipeline.wait()

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch
 
-from infinity._src.access import EngineAccess
+from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.checkpoint.save import Saver
@@ -490,7 +490,7 @@ def build_optimizer(
         mode=mode,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
-    access.attach(pipeline, saving)
+    access.attach(Background(pipeline, saving))
     return OptimizerParts(pipeline, registry, states, saving)
 
 

@@ -198,7 +198,6 @@ class ReshardJob:
             raise ValueError(f"{world} ranks: a checkpoint is of at least 1")
         self._checkpoint = checkpoint
         self._world = world
-        self._progress: Callable[[int], object] = lambda _size: None
         self._backend = backend
         # Before any layout: a state that the engine refuses would be found only when it is
         # restored.
@@ -236,7 +235,6 @@ class ReshardJob:
         Raises: ValueError for a directory that has a checkpoint or a durable run, SwapFullError,
         AioError (EWOULDBLOCK while another is written there); then nothing of it stays.
         """
-        self._progress = progress
         # inf.restore would take the run there for the checkpoint.
         check_no_run(target)
         _check_empty(target)
@@ -247,11 +245,11 @@ class ReshardJob:
         try:
             # Again: another save may have ended before the lock was taken.
             _check_empty(target)
-            return self._write(target)
+            return self._write(target, progress)
         finally:
             lock.release()
 
-    def _write(self, target: Path) -> Resharded:
+    def _write(self, target: Path, progress: Callable[[int], object]) -> Resharded:
         checkpoint = self._checkpoint
         # For all ranks at once: each data file is preallocated only when its turn comes.
         free = shutil.disk_usage(target).free
@@ -279,9 +277,8 @@ class ReshardJob:
                     buffers=checkpoint.attachment("buffers", rank),
                     extra=checkpoint.attachment("extra", rank),
                 )
-                write_part(
-                    target, part, _RankShards(self, rank, rows).store_all, backend=self._backend
-                )
+                shards = _RankShards(self, rank, rows, progress)
+                write_part(target, part, shards.store_all, backend=self._backend)
             # Only now: a manifest of one rank would be a begun commit.
             for rank in range(self._world):
                 commit_part(target, generation, rank)
@@ -329,10 +326,6 @@ class ReshardJob:
         """The checkpoint that is read."""
         return self._checkpoint
 
-    def advance(self, size_bytes: int) -> None:
-        """Pass the bytes of states that were written to the progress callback."""
-        self._progress(size_bytes)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Turn:
@@ -351,8 +344,15 @@ class _Turn:
 class _RankShards:
     """Stores all rows of one rank."""
 
-    def __init__(self, of: ReshardJob, rank: int, rows: npt.NDArray[np.void]) -> None:
+    def __init__(
+        self,
+        of: ReshardJob,
+        rank: int,
+        rows: npt.NDArray[np.void],
+        progress: Callable[[int], object],
+    ) -> None:
         self._of = of
+        self._progress = progress
         self._rank = rank
         self._rows = rows
         self._sizes = section_bytes(rows, of.flats)
@@ -365,7 +365,7 @@ class _RankShards:
         def finish(turn: _Turn, _buffer: Bytes) -> None:
             # A failed write ends it now, not after the last chunk.
             writer.check()
-            self._of.advance(int(self._sizes[turn.row].sum()))
+            self._progress(int(self._sizes[turn.row].sum()))
 
         try:
             with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:

@@ -580,7 +580,6 @@ class ExportJob:
         self._checkpoint = checkpoint
         self._masters = masters
         self._dtype = dtype
-        self._progress: Callable[[int], object] = lambda _size: None
         data = checkpoint.attachment("buffers", 0)
         # Rank 0's buffers, as an export from a model writes them.
         buffers = read_buffers(data) if data is not None else {}
@@ -613,7 +612,6 @@ class ExportJob:
         export is removed then. Raises: OSError naming the path; ChecksumError naming what is
         damaged.
         """
-        self._progress = progress
         # Before anything is written: a missing file is found at once.
         self._checkpoint.check_files()
         sizes = [sum(tensor.size_bytes for tensor in unit) for unit in self._units]
@@ -630,7 +628,9 @@ class ExportJob:
                 count += len(tensors)
                 if tensors:
                     size_bytes = sum(tensor.size_bytes for tensor in tensors)
-                    write = functools.partial(self._write, sorted(tensors, key=file_order))
+                    write = functools.partial(
+                        self._write, sorted(tensors, key=file_order), progress
+                    )
                     names = [tensor.name for tensor in tensors]
                     files.put(shard_name(index, len(groups)), names, size_bytes, write)
             files.finish()
@@ -664,16 +664,21 @@ class ExportJob:
     def _has_master(self, saved: SavedParam) -> bool:
         return self._masters and saved.flat.state_format.master is not Master.RAW
 
-    def _write(self, tensors: Sequence[_SavedTensor], path: Path) -> None:
+    def _write(
+        self, tensors: Sequence[_SavedTensor], progress: Callable[[int], object], path: Path
+    ) -> None:
         # Without masters section 0 alone is read: 2 of 12 bytes.
         reader = ChunkReader(self._checkpoint, CHUNKS_KEPT, self._sections())
         try:
-            write_file(path, tensors, self._values_of(tensors, reader))
+            write_file(path, tensors, self._values_of(tensors, reader, progress))
         finally:
             reader.close()
 
     def _values_of(
-        self, tensors: Sequence[_SavedTensor], reader: ChunkReader
+        self,
+        tensors: Sequence[_SavedTensor],
+        reader: ChunkReader,
+        progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
         """Yield the elements of all tensors, in the order of the file; chunks are read ahead."""
         # The same order as below, LOOK_AHEAD chunks earlier.
@@ -682,12 +687,14 @@ class ExportJob:
         for tensor in tensors:
             if tensor.value is not None:
                 yield tensor.value
-                self._progress(tensor.size_bytes)
+                progress(tensor.size_bytes)
                 continue
             for row in tensor.saved:
                 tiles = []
                 for saved in row:
-                    values = self._values(saved, tensor.dtype, reader, upcoming, ahead)
+                    values = self._values(
+                        saved, tensor.dtype, reader, upcoming, ahead, progress
+                    )
                     if len(row) == 1:
                         yield from values
                     else:
@@ -703,6 +710,7 @@ class ExportJob:
         reader: ChunkReader,
         upcoming: list[ChunkRef],
         ahead: Iterator[ChunkRef],
+        progress: Callable[[int], object],
     ) -> Iterator[torch.Tensor]:
         """Yield the elements of a parameter as they are written, a chunk's at a time."""
         for piece in self._checkpoint.pieces(saved, 0, saved.entry.numel):
@@ -711,7 +719,7 @@ class ExportJob:
             upcoming += itertools.islice(ahead, 1)
             value = self._value(saved, dtype, arrays, piece.start, piece.numel)
             yield value
-            self._progress(value.nbytes)
+            progress(value.nbytes)
 
     def _ahead(self, tensors: Sequence[_SavedTensor]) -> Iterator[ChunkRef]:
         for saved in itertools.chain.from_iterable(tensor.parts for tensor in tensors):

@@ -9,7 +9,6 @@ replaces the last two by a class of torch.
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -285,17 +284,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         for engine, params in live.items():
             held = set(params)
             if engine.pipeline.transaction is not None:
-                engine.pipeline.transaction.on_undo(
-                    functools.partial(
-                        self._restore_counts, {param: before[param] for param in params}
-                    )
+                engine.pipeline.transaction.remember(
+                    self.state, {param.at_rest: before[param] for param in params}
                 )
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
-
-    def _restore_counts(self, before: Mapping[Param, dict[str, Any]]) -> None:
-        """Set the step counts back, after the step was undone."""
-        for param, state in before.items():
-            self.state[param.at_rest] = state
 
     def refresh_groups(self) -> None:
         """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""

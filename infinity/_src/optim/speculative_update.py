@@ -31,7 +31,7 @@ from infinity._src.memory.device import Device
 from infinity._src.optim.step import guard, slot_gradients
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import DeferredUpdate, ModeParts
+from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Param, Unit
 from infinity.aio import Ticket
@@ -76,8 +76,6 @@ class History:
 class SpeculativeUpdate(DeferredUpdate):
     """Updates that run ahead of their step. Gradients wait, as with update="deferred"."""
 
-    _transaction: Transaction
-
     def __init__(self, *, device: Device, passes: PassTracker) -> None:
         super().__init__()
         # Behind a device that copies, gradients come some units later.
@@ -98,12 +96,11 @@ class SpeculativeUpdate(DeferredUpdate):
         self._accumulating = False  # inside no_sync
         self.history = History()
 
-    def attach(self, parts: ModeParts) -> None:
-        super().attach(parts)
-        assert parts.pipeline.transaction is not None, (
-            "Policy sees to it that there are two generations"
-        )
-        self._transaction = parts.pipeline.transaction
+    @property
+    def _transaction(self) -> Transaction:
+        transaction = self._pipeline.transaction
+        assert transaction is not None, "Policy sees to it that there are two generations"
+        return transaction
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

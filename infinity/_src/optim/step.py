@@ -115,7 +115,7 @@ class StepPipeline:
         self._fault: Exception | None = None
         # True: the fault stays, since no rollback mends it.
         self._final = False
-        self.steps = 0
+        self._counts = {"steps": 0}
         self.stepping: Any = None  # the optimizer whose step is being submitted
         self.transaction = transaction
         # Units that were updated ahead of their step: those whose update the step kept, and those
@@ -325,9 +325,9 @@ class StepPipeline:
         self.begun = False
         self._passes.step_taken()
         if self.transaction is not None:
-            # Registered before the count changes, so that an interrupt between the two is undone
+            # Remembered before the count changes, so that an interrupt between the two is undone
             # right.
-            self.transaction.on_undo(self._uncount_step)
+            self.transaction.remember(self._counts, dict(self._counts))
         self.steps += 1
         if self.transaction is not None:
             self.transaction.count_step()
@@ -337,9 +337,14 @@ class StepPipeline:
         """Steps that a fault undid."""
         return self.transaction.undone_steps if self.transaction is not None else 0
 
-    def _uncount_step(self) -> None:
-        """Take back the last count, after the step was undone."""
-        self.steps -= 1
+    @property
+    def steps(self) -> int:
+        """Steps that were taken, less those that a fault undid."""
+        return self._counts["steps"]
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._counts["steps"] = steps
 
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order of the next training forward, then those that it does not use.

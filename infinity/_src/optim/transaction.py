@@ -10,8 +10,8 @@ A commit moves nothing: it says which of a chunk's two places is written next.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,8 +69,9 @@ class Transaction:
         self._executor = executor
         self._unsharder = unsharder
         self._durable: Durable | None = None
-        # In the order of the counts; an undo runs them backwards.
-        self._undo_callbacks: list[Callable[[], None]] = []
+        # Tables of counts, and entries of them as they were, in the order of the counts; an undo
+        # puts them back from the last to the first.
+        self._counts_before: list[tuple[MutableMapping[Any, Any], Mapping[Any, Any]]] = []
         # True while a commit has begun and not ended, also after it broke off.
         self._committing = False
         self.undone_steps = 0
@@ -112,7 +113,7 @@ class Transaction:
         # The manifest names the new places by now, so the executor may write to the old ones.
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
         # Committed counts are never taken back.
-        self._undo_callbacks.clear()
+        self._counts_before.clear()
         if self._durable is not None:
             self._durable.prepare_next()
         self._committing = False
@@ -134,9 +135,12 @@ class Transaction:
         if self._durable is not None:
             self._durable.count_step()
 
-    def on_undo(self, callback: Callable[[], None]) -> None:
-        """Register a callback that takes back a count, for when the step is undone."""
-        self._undo_callbacks.append(callback)
+    def remember(self, table: MutableMapping[Any, Any], before: Mapping[Any, Any]) -> None:
+        """Remember entries of a table of counts as they are `before` a step. An undo of it puts
+        them back.
+        """
+        # One entry of the list, so that an interrupt leaves all of them or none.
+        self._counts_before.append((table, before))
 
     def undo(self, cause: BaseException) -> StepUndone:
         """Go back to the last commit after an update has failed. Returns the error to raise. Blocks
@@ -153,9 +157,9 @@ class Transaction:
         # Started before the counts go back, waited for after: both must happen, whatever the drives
         # say.
         recovery = self._executor.recover()
-        for callback in reversed(self._undo_callbacks):
-            callback()
-        self._undo_callbacks.clear()
+        for table, before in reversed(self._counts_before):
+            table.update(before)
+        self._counts_before.clear()
         self.undone_steps += 1
         if self._durable is not None:
             self._durable.undone()

@@ -173,21 +173,31 @@ class DeferredUpdate(UpdateMode):
     Base of the other modes, which override the calls in which they differ.
     """
 
-    _pipeline: StepPipeline
-    _unsharder: Unsharder
-    _grads: GradReducer
-    _optimizer_of: Callable[[Param], Holder | None]
-    _make_gradients: Callable[[], None]
+    _parts: ModeParts
 
     def __init__(self) -> None:
         self.delayed_params = None
 
     def attach(self, parts: ModeParts) -> None:
-        self._pipeline = parts.pipeline
-        self._unsharder = parts.unsharder
-        self._grads = parts.grads
-        self._optimizer_of = parts.optimizer_of
-        self._make_gradients = parts.make_gradients
+        self._parts = parts
+
+    @property
+    def _pipeline(self) -> StepPipeline:
+        return self._parts.pipeline
+
+    @property
+    def _unsharder(self) -> Unsharder:
+        return self._parts.unsharder
+
+    @property
+    def _grads(self) -> GradReducer:
+        return self._parts.grads
+
+    def _optimizer_of(self, param: Param) -> Holder | None:
+        return self._parts.optimizer_of(param)
+
+    def _make_gradients(self) -> None:
+        self._parts.make_gradients()
 
     # -- backward ---------------------------------------------------------------------------------
 
