@@ -111,7 +111,7 @@ EVENTS = [
         "read_ahead",
         StepPipeline,
         "prefetch_states",
-        lambda _self, phase, given: f"{phase.name} given={given}",
+        lambda _self, phase, in_memory: f"{phase.name} in_memory={in_memory}",
     ),
     Event("hand_over", Unsharder, "hand_over", _name),
     Event("updated", Unsharder, "updated", _name),

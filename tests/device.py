@@ -2,8 +2,8 @@
 takes it for a GPU's.
 
 What computes is announced to the simulation as kernels: the reads of a gathered unit when it is
-demanded and when its use ends, a fresh gradient when it is drained, and memory that the allocator
-gets back when something writes there again.
+demanded and when its use ends, a fresh gradient when it is accumulated, and memory that the
+allocator gets back when something writes there again.
 """
 
 from __future__ import annotations

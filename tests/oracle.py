@@ -374,7 +374,7 @@ class Hyper:
     """Scalars that one AdamW update depends on besides the states, in Python doubles.
 
     `step` counts from 1 (the update about to happen). `log` holds the operations done to the
-    gradient since it was drained, oldest first, as ("mul" | "div" or a LogKind, factor); they are
+    gradient since it came, oldest first, as ("mul" | "div" or a LogKind, factor); they are
     replayed in fp32 before the update.
     """
 

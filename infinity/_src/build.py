@@ -363,7 +363,7 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
         comm=comm,
         mode=mode,
         reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
-        unreduced=ranks.local_sums(learning, tiers.buffers, undo),
+        unreduced=ranks.unreduced_grads(learning, tiers.buffers, undo),
         # The parts of several ranks come back when they are added to.
         grad_offload=None if ranks.several else tiers.offload,
     )
@@ -395,7 +395,7 @@ def build_unsharder(
         never_evict=split.ranks.whole_params,
         timeline=timeline,
         qwz=split.policy.qwz,
-        secondary=split.ranks.kept(split.units, split.device),
+        secondary=split.ranks.secondary_shards(split.units, split.device),
     )
 
 
@@ -454,7 +454,7 @@ def build_optimizer(
         store=store,
         executor=executor,
         gradients=tiers.buffers,
-        book=grads.registry,
+        grad_registry=grads.registry,
         reducer=grads.reducer,
         pipeline=pipeline,
         mode=mode,

@@ -133,10 +133,13 @@ _OF_EXECUTOR = (
 """Executor counters that `Stats` shows as they are."""
 
 _OF_PLACEMENT = (
-    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "shadow_bytes", "resident_bytes",
-    "sums_bytes", "scratch_bytes", "nvme_bytes",
+    "pool_bytes", "grad_bytes", "spilled_bytes", "staging_bytes", "resident_bytes", "sums_bytes",
+    "scratch_bytes", "nvme_bytes",
 )  # fmt: skip
-"""Figures of the placement."""
+"""Figures of the placement that `Stats` shows under the same names."""
+
+_PUBLIC_NAMES = {"delayed_params_bytes": "shadow_bytes"}
+"""Figures of the placement that `Stats` shows under other names."""
 
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
@@ -255,7 +258,7 @@ class Stats:
     @property
     def ram_parts(self) -> dict[str, int]:
         """The parts of `ram_bytes` that are not zero, by name."""
-        return name_parts(self)
+        return name_parts(self, _PUBLIC_NAMES)
 
     def as_dict(self) -> dict[str, Any]:
         """As a plain dictionary, for logs and JSON."""
@@ -299,12 +302,12 @@ class Stats:
             )
         if self.h2d_bytes or self.d2h_bytes:
             ways = [("to", self.h2d_bytes, self.h2d_s), ("from", self.d2h_bytes, self.d2h_s)]
-            told = [
+            copies = [
                 f"{format_size(size)} {way} the GPU"
                 + (f" at {size / seconds / 1e9:.1f} GB/s" if seconds > 0 else "")
                 for way, size, seconds in ways
             ]
-            lines.append(f"copied {' and '.join(told)}")
+            lines.append(f"copied {' and '.join(copies)}")
         return "\n".join([*lines, *map(str, self.drives)])
 
     @classmethod
@@ -356,6 +359,7 @@ class Stats:
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
             **{name: getattr(placement, name) for name in _OF_PLACEMENT},
+            **{public: getattr(placement, name) for name, public in _PUBLIC_NAMES.items()},
             frozen_bytes=frozen_bytes,
             gathered_bytes_peak=unsharder.gathered_bytes_peak,
             fresh_grad_bytes_peak=fresh_grad_bytes_peak,

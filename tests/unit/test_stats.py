@@ -109,8 +109,8 @@ def test_a_line_says_what_is_wrong_and_nothing_else() -> None:
         retries=3,
         slow="writes have dropped",
     )
-    told = str(wrong).splitlines()[1:]
-    assert [line.strip().split(":")[0] for line in told] == [
+    text = str(wrong).splitlines()[1:]
+    assert [line.strip().split(":")[0] for line in text] == [
         "FAILED",
         "through the page cache",
         "3 retries, 0 short transfers, 0 errors",
@@ -215,9 +215,9 @@ def test_a_step_is_told_phase_by_phase_and_against_its_limits(
     assert terms.eta_schedule is not None
     assert 0 < terms.eta_floor <= terms.eta_schedule
     json.dumps(stats.as_dict())
-    told = str(stats)
+    text = str(stats)
     for wanted in ("backward", "η", "limits: any schedule", "compute with the first forward"):
-        assert wanted in told
+        assert wanted in text
     names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "phases"}
     assert {"first forward", "backward", "step"} <= names
     assert ("forward" in names) == (micro_batches > 1)
@@ -239,8 +239,8 @@ def test_the_parts_of_ram_are_all_told_and_add_up(tmp_path: Path, update: str) -
         else stats.shadow_bytes == 0
     )
     line = next(line for line in str(stats).splitlines() if line.startswith("RAM "))
-    told = ", ".join(f"{name} {format_size(size)}" for name, size in stats.ram_parts.items())
-    assert line.startswith(f"RAM {format_size(stats.ram_bytes)} ({told}); NVMe ")
+    text = ", ".join(f"{name} {format_size(size)}" for name, size in stats.ram_parts.items())
+    assert line.startswith(f"RAM {format_size(stats.ram_bytes)} ({text}); NVMe ")
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -319,9 +319,9 @@ def test_spilled_gradients_and_activations_are_no_states(
     assert 1 <= (read - read_before) / (2 * fed * stats.params) < 1.1
     assert 1 <= (written - written_before) / (2 * 12 * stats.params) < 1.1
     assert stats.grads_read_bytes == stats.grads_written_bytes
-    told = str(stats)
-    assert ("of spilled gradients" in told) == bool(spilled)
-    assert "of activations" in told
+    text = str(stats)
+    assert ("of spilled gradients" in text) == bool(spilled)
+    assert "of activations" in text
 
 
 def test_copies_to_a_gpu_are_shown_where_there_were_any(tmp_path: Path) -> None:

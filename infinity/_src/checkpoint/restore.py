@@ -457,11 +457,11 @@ class RestoreJob:
 
     def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
-        shadow, flat = self._saver.mode.delayed_params, turn.records.flat
-        if shadow is not None:
+        delayed_params, flat = self._saver.mode.delayed_params, turn.records.flat
+        if delayed_params is not None:
             chunk = flat.layout.chunks[turn.chunk]
             values = torch.from_numpy(buffer.section(0, 0, chunk.numel)).view(flat.dtype)
-            shadow.write(flat, chunk.start, values)
+            delayed_params.write(flat, chunk.start, values)
 
 
 def _elsewhere(directory: Path | None) -> AioError:

@@ -370,10 +370,10 @@ def _head(shape: ModelShape, found: Prediction) -> str:
 def _who(machine: Machine) -> str:
     """Format the devices that compute: "8 GPUs of each of 2 nodes"."""
     if machine.gpus:
-        told = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
+        text = f"{machine.gpus} GPU{'s' if machine.ranks > 1 else ''}"
     else:
-        told = f"{machine.ranks} ranks on CPUs" if machine.ranks > 1 else "1 CPU"
-    return told + (f" of each of {machine.nodes} nodes" if machine.nodes > 1 else "")
+        text = f"{machine.ranks} ranks on CPUs" if machine.ranks > 1 else "1 CPU"
+    return text + (f" of each of {machine.nodes} nodes" if machine.nodes > 1 else "")
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -535,12 +535,12 @@ def _show_changes(console: Console, found: Prediction, changes: Sequence[Change]
             rows.append(change)
     if rows:
         console.print(_changes(found, rows))
-    for names, told in (
+    for names, text in (
         (same, "No faster and no slower"),
         (never, "Would not fit" if found.fits else "Would not fit either"),
     ):
         if names:
-            console.print(f"{told}: {'; '.join(names)}", highlight=False, markup=False)
+            console.print(f"{text}: {'; '.join(names)}", highlight=False, markup=False)
 
 
 def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
@@ -684,8 +684,8 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
 
 def describe_tiers(size: Tiers) -> str:
     """Format the bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
-    told = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
-    return " + ".join(told) or "-"
+    text = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
+    return " + ".join(text) or "-"
 
 
 def exchange_table(found: Prediction) -> Table:

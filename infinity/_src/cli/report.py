@@ -281,18 +281,18 @@ def limit_rows(summary: Summary) -> list[tuple[str, str]]:
         ),
     ]
     if mean.alone_s is None or summary.limits_loop is None:
-        told = (
+        text = (
             "as in the loop, less waits: what updates beside it cost counts as compute, "
             "which flatters η"
         )
-        return [*rows, ("compute in the limits", told)]
+        return [*rows, ("compute in the limits", text)]
     loop = summary.limits_loop.eta(mean.step_s)
-    told = (
+    text = (
         f"first forward {mean.alone_s:.2f} s, of a step that began with no update pending; beside "
         f"updates it took {mean.first_forward_s:.2f} s. Counted as compute, that gives η = "
         f"{loop[0]:.2f} and {loop[1]:.2f}"
     )
-    return [*rows, ("compute in the limits", told)]
+    return [*rows, ("compute in the limits", text)]
 
 
 def drive_rows(mean: Steady, engine: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -83,7 +83,7 @@ def run_train(options: argparse.Namespace, console: Console | None = None) -> in
 
 def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     # True once this rank has asked whether it prints the error: it must not print it twice.
-    told = False
+    reported = False
     # torch.distributed raises it where another rank has gone.
     lost = (RuntimeError,) if ranks.world > 1 else ()
     try:
@@ -95,14 +95,14 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
             except (KeyboardInterrupt, Exception) as error:
                 # Before anything is closed, so that those who lose this rank by that know whose
                 # error it is.
-                told, tells = True, ranks.tells(error)
+                reported, tells = True, ranks.tells(error)
                 if tells:
                     _say_error(console, error, options, ranks)
                 raise
     except KeyboardInterrupt:
         return 130
     except (ValueError, InfinityError, OSError, *lost) as error:
-        if not told and ranks.tells(error):
+        if not reported and ranks.tells(error):
             _say_error(console, error, options, ranks)
         return 2 if isinstance(error, ValueError) else 1
 

@@ -138,7 +138,7 @@ class Comm:
             )
             # Destroyed by the communicator that owns the watchdog.
             other._groups = self._groups
-            other._control = other._open_lane("aside", "gloo", torch.device("cpu"))
+            other._control = other._open_lane("fork", "gloo", torch.device("cpu"))
             self._forks.append(other._control)
         return other
 
@@ -184,7 +184,7 @@ class Comm:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
             )
-        exchange = self._exchanges["control" if self._owns_watchdog else "aside"]
+        exchange = self._exchanges["control" if self._owns_watchdog else "fork"]
 
         def checked(group: Any) -> None:
             exchange.check_same_collective(what)

@@ -23,7 +23,7 @@ from infinity.errors import PeerFailed
 
 log = logging.getLogger("infinity")
 
-_TOLD_CHARACTERS_MAX = 2000
+_ERROR_CHARACTERS_MAX = 2000
 
 
 @final
@@ -59,7 +59,7 @@ class Rendezvous:
             # The others are in their next round, or come to it: this is this rank's part of it.
             self._over = True
             try:
-                self._gather({"failed": f"{type(error).__name__}: {error}"[:_TOLD_CHARACTERS_MAX]})
+                self._gather({"failed": f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS_MAX]})
             except Exception:
                 log.exception(
                     "rank %d failed at %s, and could not tell the others",
@@ -67,7 +67,7 @@ class Rendezvous:
                     self._what,
                 )
 
-    def all_gather_object(self, told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def all_gather_object(self, value: Mapping[str, Any]) -> list[dict[str, Any]]:
         """All-gather one object (JSON) from each rank in a round. Collective; blocks. Returns them
         by rank.
 
@@ -75,18 +75,18 @@ class Rendezvous:
         rendezvous is over then.
         """
         if self._comm.world == 1:
-            return [dict(told)]
+            return [dict(value)]
         assert not self._over, "a rendezvous that is over has no rounds"
         # Also if the round itself raises: then no rank is left to send a failure to.
         self._over = True
-        everyone = self._gather({"told": told})
+        everyone = self._gather({"value": value})
         failed = {rank: row["failed"] for rank, row in enumerate(everyone) if "failed" in row}
         if failed:
             said = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
             ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
             raise PeerFailed(f"{ranks} failed at {self._what}, and so all ranks do. {said}")
         self._over = False
-        return [row["told"] for row in everyone]
+        return [row["value"] for row in everyone]
 
     def end(self) -> None:
         """Hold the last round before the context ends. Raises as `all_gather_object`."""
@@ -94,4 +94,4 @@ class Rendezvous:
         self._over = True
 
     def _gather(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
-        return [json.loads(told) for told in self._comm.all_gather_bytes(json.dumps(row).encode())]
+        return [json.loads(text) for text in self._comm.all_gather_bytes(json.dumps(row).encode())]

@@ -53,7 +53,7 @@ class RankSetup:
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
         self._secondary_bytes = 0
-        self._local: UnreducedGrads | None = None
+        self._unreduced: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
         # Registered before anything else is made: later parts are closed before the lanes.
         undo.callback(self.comm.close)
@@ -103,7 +103,7 @@ class RankSetup:
             size_bytes += ReduceScatter.error_bytes(learning, topology.nodes, topology.local_world)
         return size_bytes
 
-    def local_sums(
+    def unreduced_grads(
         self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
     ) -> UnreducedGrads | None:
         """Make the buffers in which micro-batches add up inside `no_sync`; None where shards do.
@@ -113,11 +113,11 @@ class RankSetup:
         # Without accumulation in whole gradients the shards add up, as on one rank.
         if not (self.several and self._policy.accumulates_locally):
             return None
-        local = UnreducedGrads(gradients.dtype)
-        undo.callback(local.close)
-        local.allocate(flats)
-        self._local = local
-        return local
+        unreduced = UnreducedGrads(gradients.dtype)
+        undo.callback(unreduced.close)
+        unreduced.allocate(flats)
+        self._unreduced = unreduced
+        return unreduced
 
     def reduce_scatter(
         self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
@@ -138,7 +138,7 @@ class RankSetup:
         self._reduces = reducer
         return reducer
 
-    def kept(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
+    def secondary_shards(self, units: Sequence[Unit], device: Device) -> SecondaryShards | None:
         """Make the secondary shards, which gathers read until weights change; None without them.
 
         The caller closes them.
@@ -146,15 +146,17 @@ class RankSetup:
         # Below stage 3 parameters stay whole on the device: no gather would read these shards.
         if not self.several or self._policy.zero < 3:
             return None
-        kept = None
+        found = None
         if self._policy.hpz is not None:
             # Counterparts' shards: with them a gather stays inside the node.
-            kept = SecondaryShards(units, self.comm.topology.counterparts, self._policy.hpz, device)
+            found = SecondaryShards(
+                units, self.comm.topology.counterparts, self._policy.hpz, device
+            )
         elif self._policy.params == "device":
             # With params="device" the shard that a gather reads is this rank's own.
-            kept = SecondaryShards(units, (self.comm.rank,), "device", device)
-        self._secondary_bytes = kept.size_bytes if kept is not None else 0
-        return kept
+            found = SecondaryShards(units, (self.comm.rank,), "device", device)
+        self._secondary_bytes = found.size_bytes if found is not None else 0
+        return found
 
     def figures(self) -> dict[str, int]:
         """Return the fields of `infinity._src.stats.Stats` that only several ranks fill."""
@@ -164,7 +166,7 @@ class RankSetup:
             "comm_gather_across_bytes": gather.across,
             "comm_reduce_inside_bytes": reduce.inside,
             "comm_reduce_across_bytes": reduce.across,
-            "whole_grad_bytes": self._local.size_bytes if self._local is not None else 0,
+            "whole_grad_bytes": self._unreduced.size_bytes if self._unreduced is not None else 0,
             "secondary_bytes": self._secondary_bytes,
             "feedback_bytes": self._reduces.feedback_bytes if self._reduces is not None else 0,
         }

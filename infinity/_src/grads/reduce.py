@@ -331,7 +331,7 @@ class GradReducer:
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
         reduced."""
-        with profiled(f"infinity: drain {param.name}"):
+        with profiled(f"infinity: accumulate {param.name}"):
             if self._comm.world == 1:
                 size_bytes = grad.numel() * grad.element_size()
                 self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)

@@ -138,13 +138,13 @@ def describe_others(ram: int | str | None, owner: int) -> str:
     held, spare = LEDGER.others_bytes(owner), LEDGER.others_spare_bytes(owner)
     if not isinstance(ram, int) or not held:
         return ""
-    told = f", and other models of this process hold {format_size(held)} of it"
+    text = f", and other models of this process hold {format_size(held)} of it"
     if spare:
-        told += (
+        text += (
             f", {format_size(spare)} of that to spare their drives "
             "(a smaller ram or resident= of theirs gives that back)"
         )
-    return f"{told}; close those that are done with (inf.handle(model).close())"
+    return f"{text}; close those that are done with (inf.handle(model).close())"
 
 
 __all__ = [

@@ -74,15 +74,15 @@ class NodeResources:
             {"machine": machine(), "memory": seen, "rules": policy.rules}
         )
         # First: ranks with other rules would plan other things, and then hold other rounds.
-        _check_rules([told["rules"] for told in everyone])
+        _check_rules([row["rules"] for row in everyone])
         # By the kernel's boot id, not by the mesh: "nodes" on one machine have one memory and its
         # drives.
         self._neighbours = [
-            rank for rank, told in enumerate(everyone) if told["machine"] == machine()
+            rank for rank, row in enumerate(everyone) if row["machine"] == machine()
         ]
         self.number, self.ranks = self._neighbours.index(comm.rank), len(self._neighbours)
         self.default_bytes = int(
-            RAM_SHARE * fair_share(seen, [told["memory"] for told in everyone])
+            RAM_SHARE * fair_share(seen, [row["memory"] for row in everyone])
         )
         # A pattern stands for one directory of each rank; from here on the policy has this rank's
         # own.
@@ -127,8 +127,8 @@ class NodeResources:
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object({"size": size_bytes, "memory": memory_seen()})
         # By limit: each cgroup's, and the machine's, bounds the ranks that see it.
-        for limit in {limit: None for told in everyone for limit in told["memory"]}:
-            ranks = [rank for rank, told in enumerate(everyone) if limit in told["memory"]]
+        for limit in {limit: None for row in everyone for limit in row["memory"]}:
+            ranks = [rank for rank, row in enumerate(everyone) if limit in row["memory"]]
             wanted = sum(everyone[rank]["size"] for rank in ranks)
             # Several ranks may have read a limit: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
@@ -160,12 +160,12 @@ class NodeResources:
             {"machine": machine(), "wants": wants, "free": free}
         )
         # A device number means a file system within its machine only.
-        systems = {(told["machine"], system): None for told in everyone for system in told["wants"]}
+        systems = {(row["machine"], system): None for row in everyone for system in row["wants"]}
         for where, system in systems:
             ranks = [
                 rank
-                for rank, told in enumerate(everyone)
-                if told["machine"] == where and system in told["wants"]
+                for rank, row in enumerate(everyone)
+                if row["machine"] == where and system in row["wants"]
             ]
             wanted = sum(everyone[rank]["wants"][system] for rank in ranks)
             # The file systems are the same: the least free room that any rank saw is safe.
@@ -205,7 +205,7 @@ class NodeResources:
             try:
                 _check_alike(
                     what,
-                    [told["alike"] for told in rendezvous.all_gather_object({"alike": [*alike]})],
+                    [row["alike"] for row in rendezvous.all_gather_object({"alike": [*alike]})],
                 )
                 yield self.end_rendezvous
             finally:

@@ -53,7 +53,7 @@ class FlatNeed:
 
     grad_bytes: RAM of this rank's gradients of the flat (both sets under update="delayed"); 0 when
         no optimizer holds it, and while update="backward" keeps none.
-    shadow_bytes: RAM of a second `hi` (update="delayed").
+    delayed_params_bytes: RAM of a second `hi` (update="delayed").
     spill_format: the format with a `grad` section, for gradients that may spill; None: they may
         not. Such gradients take `window_bytes` of RAM in a staging window while backward fills
         them.
@@ -65,7 +65,7 @@ class FlatNeed:
     params_tier: str
     optim_tier: str
     grad_bytes: int = 0
-    shadow_bytes: int = 0
+    delayed_params_bytes: int = 0
     spill_format: Format | None = None
     window_bytes: int = 0
     versions: int = 1
@@ -220,13 +220,13 @@ def choose_spill(
 LARGE_COUNT = 8
 SMALL_COUNT = 16
 
-# Parts of the RAM under a plan: fields of `PlacementPlan` (and of Stats) that add up to
-# `ram_bytes`, and their names in messages.
+# Parts of the RAM under a plan: fields of `PlacementPlan` that add up to `ram_bytes`, and their
+# names in messages. Stats has the same fields, but for those that `name_parts` is passed.
 RAM_PARTS = {
     "pool_bytes": "pools",
     "grad_bytes": "gradients",
     "staging_bytes": "windows of spilled gradients",
-    "shadow_bytes": "parameters of the step before",
+    "delayed_params_bytes": "parameters of the step before",
     "resident_bytes": "resident states",
     "sums_bytes": "checksums",
     "scratch_bytes": "scratch",
@@ -255,7 +255,7 @@ class PlacementPlan:
     spilled_bytes: int
     window_count: int
     window_bytes: int
-    shadow_bytes: int
+    delayed_params_bytes: int
     resident_bytes: int
     nvme_bytes: int
     scratch_bytes: int
@@ -287,10 +287,13 @@ class PlacementPlan:
         return tuple(bool(each.grad) for each in self.formats)
 
 
-def name_parts(holder: object) -> dict[str, int]:
+def name_parts(holder: object, public_names: Mapping[str, str] | None = None) -> dict[str, int]:
     """Read the fields of `RAM_PARTS` of `holder` (a PlacementPlan, or Stats) that are not zero, by
-    name."""
-    return {name: size for field, name in RAM_PARTS.items() if (size := getattr(holder, field))}
+    name. public_names: fields that `holder` has under another name.
+    """
+    names = public_names or {}
+    sizes = {name: getattr(holder, names.get(field, field)) for field, name in RAM_PARTS.items()}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def step_bytes(
@@ -524,7 +527,7 @@ class _SpillChoice:
             ),
             "grad_bytes": sum(need.grad_bytes for need in self._needs),
             "staging_bytes": self.staging_bytes,
-            "shadow_bytes": sum(need.shadow_bytes for need in self._needs),
+            "delayed_params_bytes": sum(need.delayed_params_bytes for need in self._needs),
             "resident_bytes": self._resident_bytes(self._masks),
             "sums_bytes": sum(_sums_bytes(need) for need in self._needs),
             "scratch_bytes": self._given.scratch_bytes,
@@ -671,7 +674,7 @@ class _SpillChoice:
             spilled_bytes=self._spilled_bytes,
             window_count=self._windows[0],
             window_bytes=self._windows[1],
-            shadow_bytes=self._fixed["shadow_bytes"],
+            delayed_params_bytes=self._fixed["delayed_params_bytes"],
             resident_bytes=self._resident_bytes(masks),
             nvme_bytes=nvme,
             scratch_bytes=self._given.scratch_bytes,

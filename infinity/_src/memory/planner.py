@@ -207,7 +207,7 @@ class PlacementPlanner:
         plan, self._spilled, self.scratch_bytes, self._staged = saved
         # Reserved beyond the plan: bytes that exist now are not given to other models.
         more = max(resident_bytes - plan.resident_bytes, 0)
-        more += max(gradient_bytes - plan.grad_bytes - plan.shadow_bytes, 0)
+        more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
         # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
         more += max(self._staging_bytes() - self._staged, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
@@ -269,13 +269,13 @@ class PlacementPlanner:
         delayed = self._policy.update == "delayed"
         # This rank's shard: gradients wait for the step after they were reduced.
         grads = self._gradients.shard_bytes(flat)
-        shadow = DelayedParams.shard_bytes(flat) if delayed else 0
+        delayed_bytes = DelayedParams.shard_bytes(flat) if delayed else 0
         if not stores_gradients:
             return FlatNeed(
                 flat.layout,
                 held_format,
                 *tiers,
-                shadow_bytes=shadow,
+                delayed_params_bytes=delayed_bytes,
                 versions=self._policy.generations,
             )
         # Without an explicit size the budget is a share of what happens to be free, and nothing
@@ -287,7 +287,7 @@ class PlacementPlanner:
             *tiers,
             # Delayed updates read one set of gradients while backward fills another.
             grad_bytes=2 * grads if delayed else grads,
-            shadow_bytes=shadow,
+            delayed_params_bytes=delayed_bytes,
             spill_format=held_format.with_grad(_GRADS[self._gradients.dtype(flat)])
             if spills
             else None,

@@ -198,7 +198,7 @@ class BackwardUpdate(DeferredUpdate):
 
     def backward_begin(self) -> None:
         if not self._accumulating:
-            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
+            self._pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
 
     def backward_end(self) -> None:
         for unit in list(self._ready):

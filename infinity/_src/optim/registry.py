@@ -46,7 +46,7 @@ class OptimizerRegistry:
         store: StateStore,
         executor: Executor,
         gradients: GradBuffers,
-        book: GradRegistry,
+        grad_registry: GradRegistry,
         reducer: GradReducer,
         pipeline: StepPipeline,
         mode: UpdateMode,
@@ -60,7 +60,7 @@ class OptimizerRegistry:
         self._store = store
         self._executor = executor
         self._gradients = gradients
-        self._book = book
+        self._grad_registry = grad_registry
         self._reducer = reducer
         self._pipeline = pipeline
         self._mode = mode
@@ -264,4 +264,4 @@ class OptimizerRegistry:
                 elif param in self._optimizers:
                     self._reducer.slot(param)
         # The scratch of norms is made here, so that no step allocates it.
-        self._book.reserve()
+        self._grad_registry.reserve()

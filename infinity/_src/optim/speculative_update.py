@@ -143,11 +143,11 @@ class SpeculativeUpdate(DeferredUpdate):
         later = self._accumulating or self._backwards < self._expected
         if goes:
             # The first updates come in this backward.
-            self._pipeline.prefetch_states(Phase.BACKWARD, given=True)
+            self._pipeline.prefetch_states(Phase.BACKWARD, in_memory=True)
         elif not (later and self.history.speculates):
             # The updates that the next forward wants first. With another backward to come and
             # speculation on, that backward's updates are the first to read.
-            self._pipeline.prefetch_states(Phase.TRAIN, given=False)
+            self._pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
 
     def backward_end(self) -> None:
         while self._due:

@@ -238,8 +238,8 @@ class StepPipeline:
         """
         # One rank has nobody to agree with, and describing a step costs a pass over the groups.
         if self._comm.world > 1:
-            told = describe_step(optimizer, params)
-            self._comm.check_same_numbers(told.what, told.numbers, told.names)
+            description = describe_step(optimizer, params)
+            self._comm.check_same_numbers(description.what, description.numbers, description.names)
 
     def check_finite(self, params: Sequence[Param]) -> list[Param]:
         """Return the parameters whose gradient is not finite on some rank. Collective: all ranks
@@ -364,12 +364,12 @@ class StepPipeline:
         """Return a gate for `start`. It is closed until the unit is gathered."""
         return self._executor.gate()
 
-    def prefetch_states(self, phase: Phase, *, given: bool) -> None:
+    def prefetch_states(self, phase: Phase, *, in_memory: bool) -> None:
         """Let idle slots of the executor read the states of the first units of `phase`. Never
         blocks.
 
-        given: the updates will have the parameters in memory. The executor gives the slots up when
-        anybody else wants them.
+        in_memory: the updates will have the parameters in memory. The executor gives the slots up
+        when anybody else wants them.
         """
         # Only the executor's idle slots read ahead. A byte of budget that keeps a section resident
         # saves its read and its write in every step; a byte of read-ahead only hides a read.
@@ -382,7 +382,7 @@ class StepPipeline:
                 break
         if ids:
             self._executor.prefetch(
-                np.array(ids[:PREFETCH_CHUNKS_MAX], dtype=np.int32), param_in_memory=given
+                np.array(ids[:PREFETCH_CHUNKS_MAX], dtype=np.int32), param_in_memory=in_memory
             )
 
     def jobs_of(self, unit: Unit, work: Mapping[Param, Work], gradients: Gradients) -> Submission:

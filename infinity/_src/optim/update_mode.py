@@ -207,7 +207,7 @@ class DeferredUpdate(UpdateMode):
 
     def backward_begin(self) -> None:
         # The first updates after a backward are those that the next forward wants first.
-        self._pipeline.prefetch_states(Phase.TRAIN, given=False)
+        self._pipeline.prefetch_states(Phase.TRAIN, in_memory=False)
 
     def grad_ready(self, param: Param, grad: torch.Tensor) -> None:
         self._grads.accumulate(param, grad)

@@ -157,7 +157,7 @@ class Schedule:
         self._record = None
         self._go_to(0)
 
-    def demand(self, unit: int) -> bool:
+    def record_unshard(self, unit: int) -> bool:
         """Note that a unit is wanted now. Returns whether the schedule expected it next."""
         foreseen = self._record is not None and self._follow(unit, self._record)
         self._foreseen += foreseen

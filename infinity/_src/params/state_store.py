@@ -330,10 +330,10 @@ class StateStore:
             self._unpinned.pop()
 
     def fetch(
-        self, flat: Flat, section: int, address: int, *, priority: Priority, there: bool = False
+        self, flat: Flat, section: int, address: int, *, priority: Priority, on_device: bool = False
     ) -> Ticket:
         """Start copying one section of the shard to `address`, which holds shard_numel elements;
-        there: on the device. Does not block.
+        on_device: the address is there. Does not block.
         """
         shard = self._flats[flat]
         if section == 0:
@@ -342,10 +342,10 @@ class StateStore:
                 int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
             )
         # Kernels that still read the target come first.
-        if there:
+        if on_device:
             self._device.behind()
         return self._move(
-            shard, JobKind.FETCH, section, address, priority, self._device.mask if there else 0
+            shard, JobKind.FETCH, section, address, priority, self._device.mask if on_device else 0
         )
 
     def store(self, flat: Flat, section: int, address: int) -> Ticket:

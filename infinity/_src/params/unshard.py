@@ -154,7 +154,7 @@ class Unsharder:
 
     def _unshard(self, unit: Unit) -> None:
         # First: evictions and prefetches below measure distances from this demand on.
-        self._schedule.demand(unit.index)
+        self._schedule.record_unshard(unit.index)
         version = self._wanted(unit)
         self._match_version(unit, version)
         if unit.state is SHARDED:
@@ -241,7 +241,7 @@ class Unsharder:
             self._pending.begin_from_secondary(unit)
             return
         tickets = [
-            self._store.fetch(flat, 0, self._target(flat), priority=priority, there=True)
+            self._store.fetch(flat, 0, self._target(flat), priority=priority, on_device=True)
             for flat in unit.flats
             # Flats with delayed parameters are copied from these by the thread that waits.
             if delayed_params is None or flat not in delayed_params

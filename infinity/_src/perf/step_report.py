@@ -249,8 +249,8 @@ class StepTerms:
 
 def _sizes(kinds: Mapping[str, float]) -> str:
     """Format bytes by kind: "1 MiB of parameters and 5 MiB of states"."""
-    told = [f"{format_size(size)} of {kind}" for kind, size in kinds.items() if round(size)]
-    *most, last = told or ["nothing"]
+    parts = [f"{format_size(size)} of {kind}" for kind, size in kinds.items() if round(size)]
+    *most, last = parts or ["nothing"]
     return f"{', '.join(most)} and {last}" if most else last
 
 

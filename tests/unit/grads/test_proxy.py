@@ -37,7 +37,7 @@ def make_params(
     return params, slots
 
 
-def drain(
+def accumulate(
     params: list[torch.nn.Parameter], slots: list[GradSlot], scale: float = 1.0
 ) -> list[torch.Tensor]:
     """Put fresh random gradients into the slots, as the end of a backward does; returns them."""
@@ -71,7 +71,7 @@ def test_clip_grad_norm_equals_clipping_of_fp32_gradients(
 ) -> None:
     torch.manual_seed(0)
     params, slots = make_params(dtype)
-    reference = plain(drain(params, slots))
+    reference = plain(accumulate(params, slots))
     for max_norm in (0.5, 100.0, 0.1):  # the second one clips nothing
         ours = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, foreach=foreach)
         theirs = torch.nn.utils.clip_grad_norm_(reference, max_norm, norm_type, foreach=foreach)
@@ -82,7 +82,7 @@ def test_clip_grad_norm_equals_clipping_of_fp32_gradients(
 
 def test_clips_with_a_norm_computed_apart() -> None:
     params, slots = make_params()
-    reference = plain(drain(params, slots))
+    reference = plain(accumulate(params, slots))
     for each in (params, reference):
         total = torch.nn.utils.get_total_norm([param.grad for param in each])
         torch.nn.utils.clip_grads_with_norm_(each, 0.25, total)
@@ -91,7 +91,7 @@ def test_clips_with_a_norm_computed_apart() -> None:
 
 def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
     params, slots = make_params()
-    reference = plain(drain(params, slots))
+    reference = plain(accumulate(params, slots))
     for param in (*params, *reference):
         assert param.grad is not None
         param.grad *= 1.7
@@ -114,9 +114,9 @@ def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
 def test_accumulates_in_the_dtype_of_the_slot() -> None:
     for grad_dtype in (torch.bfloat16, torch.float32):
         params, slots = make_params(torch.bfloat16, grad_dtype)
-        expected = [grad.to(grad_dtype) for grad in drain(params, slots)]
+        expected = [grad.to(grad_dtype) for grad in accumulate(params, slots)]
         for _ in range(3):
-            for total, grad in zip(expected, drain(params, slots), strict=True):
+            for total, grad in zip(expected, accumulate(params, slots), strict=True):
                 total.add_(grad)
         assert all(
             torch.equal(slot.tensor.view(slot.shape), total)
@@ -127,10 +127,10 @@ def test_accumulates_in_the_dtype_of_the_slot() -> None:
 
 def test_a_drain_after_scaling_scales_only_what_was_there() -> None:
     params, slots = make_params()
-    first = drain(params, slots)
+    first = accumulate(params, slots)
     torch.nn.utils.clip_grad_norm_(params, 0.5)
     coefficient = slots[0].log[0][1]
-    second = drain(params, slots)
+    second = accumulate(params, slots)
     for slot, one, two in zip(slots, first, second, strict=True):
         expected = (one.float() * coefficient).bfloat16() + two
         assert slot.log == []
@@ -141,7 +141,7 @@ def test_a_drain_after_scaling_scales_only_what_was_there() -> None:
 def test_grad_scaler_unscales_and_reports_what_is_not_finite() -> None:
     for poison in (None, float("inf"), float("nan")):
         params, slots = make_params()
-        grads = drain(params, slots, scale=1000.0)
+        grads = accumulate(params, slots, scale=1000.0)
         if poison is not None:
             grads[2][3, 4] = poison
             slots[2].empty()
@@ -168,7 +168,7 @@ def test_grad_scaler_unscales_and_reports_what_is_not_finite() -> None:
 
 def test_finite_is_exact_where_the_norm_overflows() -> None:
     params, slots = make_params(torch.bfloat16)
-    drain(params, slots, scale=1e30)
+    accumulate(params, slots, scale=1e30)
     assert math.isinf(slots[2].norm())
     assert slots[2].finite()
     slots[2].scale("mul", 1e10)
@@ -181,14 +181,14 @@ def test_finite_is_exact_where_the_norm_overflows() -> None:
 def test_zero_grad_zeros_or_empties(foreach: bool) -> None:
     params, slots = make_params()
     optimizer = torch.optim.SGD(params, lr=0.1, foreach=foreach)
-    drain(params, slots)
+    accumulate(params, slots)
     slots[0].scale("mul", 0.5)
     optimizer.zero_grad(set_to_none=False)
     assert all(
         slot.state is SlotState.HELD and not slot.tensor.any() and slot.norm() == 0.0
         for slot in slots
     )
-    grads = drain(params, slots)
+    grads = accumulate(params, slots)
     assert_same(slots, plain(grads))
     optimizer.zero_grad()
     assert all(
@@ -196,7 +196,7 @@ def test_zero_grad_zeros_or_empties(foreach: bool) -> None:
         for slot, param in zip(slots, params, strict=True)
     )
     module = torch.nn.ParameterList(params)
-    grads = drain(params, slots)
+    grads = accumulate(params, slots)
     assert_same(slots, plain(grads))
     module.zero_grad()
     assert all(param.grad is None for param in params)
@@ -204,17 +204,17 @@ def test_zero_grad_zeros_or_empties(foreach: bool) -> None:
 
 def test_the_same_stand_in_serves_every_step() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     before = [id(param.grad) for param in params]
     for param in params:
         param.grad = None
-    drain(params, slots)
+    accumulate(params, slots)
     assert before == [id(param.grad) for param in params]
 
 
 def test_an_ordinary_tensor_in_grad_replaces_the_gradient() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     mine = torch.randn(SHAPES[2]).bfloat16()
     params[2].grad = mine
     assert slots[2].reconcile(params[2].grad) is SlotState.HELD
@@ -232,14 +232,14 @@ def test_an_ordinary_tensor_in_grad_replaces_the_gradient() -> None:
 def test_a_write_waits_for_the_update_that_reads() -> None:
     params, slots = make_params()
     waited: list[str] = []
-    drain(params, slots)
+    accumulate(params, slots)
     for slot in slots:
         slot.guard(SimpleNamespace(before_write=lambda slot: waited.append(slot.name)))
     torch.nn.utils.clip_grad_norm_(params, 0.1)
     slots[0].norm()
     slots[0].empty()
     assert waited == []
-    drain(params, slots)
+    accumulate(params, slots)
     assert waited == [slot.name for slot in slots]
     slots[1].zero()
     assert waited[-1] == slots[1].name
@@ -283,7 +283,7 @@ def test_a_write_waits_for_the_update_that_reads() -> None:
 )
 def test_what_a_stand_in_cannot_do_raises_and_names_the_parameter(operation) -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     before = slots[2].materialize()
     with pytest.raises(RuntimeError, match=r"layer\.2\.weight\.grad"):
         operation(params[2].grad)
@@ -294,7 +294,7 @@ def test_what_a_stand_in_cannot_do_raises_and_names_the_parameter(operation) -> 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_torch_optimizer_raises_and_changes_nothing(name: str, foreach: bool) -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     optimizer = getattr(torch.optim, name)(params, lr=0.1, foreach=foreach)
     with pytest.raises(RuntimeError, match=r"layer\.0\.weight\.grad"):
         optimizer.step()
@@ -302,7 +302,7 @@ def test_a_torch_optimizer_raises_and_changes_nothing(name: str, foreach: bool) 
 
 def test_clip_grad_value_raises_and_says_what_works() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     for foreach in (True, False):
         with pytest.raises(RuntimeError, match="clip_grad_norm_"):
             torch.nn.utils.clip_grad_value_(params, 0.1, foreach=foreach)
@@ -313,7 +313,7 @@ def test_clip_grad_value_raises_and_says_what_works() -> None:
 
 def test_a_stand_in_kept_past_its_gradient_raises() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     stale = params[0].grad
     params[0].grad = None
     slots[0].reconcile(None)
@@ -329,7 +329,7 @@ def test_a_stand_in_kept_past_its_gradient_raises() -> None:
 
 def test_more_scalings_than_the_kernels_replay_raise() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     for _ in range(grad_slot.LOG_MAX):
         params[0].grad *= 0.5
     with pytest.raises(RuntimeError, match="multiply the factors first"):
@@ -338,7 +338,7 @@ def test_more_scalings_than_the_kernels_replay_raise() -> None:
 
 def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
     params, slots = make_params(torch.float32)
-    grads = drain(params, slots)
+    grads = accumulate(params, slots)
     adapter = torch.nn.Parameter(torch.zeros(4, 4))
     adapter.grad = torch.randn(4, 4)
     reference = plain([grad.clone() for grad in (*grads, adapter.grad)])
@@ -405,7 +405,7 @@ def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.Monk
 
 def test_repr_and_metadata_need_no_values() -> None:
     params, slots = make_params()
-    drain(params, slots)
+    accumulate(params, slots)
     grad = params[2].grad
     assert isinstance(grad, GradProxy)
     assert "layer.2.weight" in repr(grad)
@@ -419,7 +419,7 @@ def test_repr_and_metadata_need_no_values() -> None:
 
 OPERATIONS = st.lists(
     st.one_of(
-        st.just(("drain", 0.0)),
+        st.just(("accumulate", 0.0)),
         st.just(("none", 0.0)),
         st.just(("zero", 0.0)),
         st.just(("norm", 0.0)),
@@ -435,7 +435,7 @@ OPERATIONS = st.lists(
 def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     operations: list[tuple[str, float]], seed: int
 ) -> None:
-    """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a drain
+    """The model: an fp32 tensor that every operation changes, rounded to bf16 only where a gradient
     follows a scaling."""
     torch.manual_seed(seed)
     book = GradRegistry(GradProxy.of)
@@ -443,7 +443,7 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     param = torch.nn.Parameter(torch.zeros(6, 7).bfloat16())
     truth: torch.Tensor | None = None
     for kind, value in operations:
-        if kind == "drain":
+        if kind == "accumulate":
             grad = torch.randn(6, 7).bfloat16()
             truth = grad.float() if truth is None else (truth.bfloat16() + grad).float()
             slot.reconcile(param.grad)

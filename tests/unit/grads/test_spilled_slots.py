@@ -160,7 +160,7 @@ class Model:
         assert found is not None
         return found
 
-    def drain(self, index: int, seed: int) -> None:
+    def accumulate(self, index: int, seed: int) -> None:
         param, slot = self.params[index % len(self.params)], self.slot(index)
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
         slot.reconcile(param.at_rest.grad)
@@ -180,14 +180,14 @@ class Model:
         }
         if what in told:
             told[what]()
-        elif what == "drain":
-            self.drain(index, seed)
+        elif what == "accumulate":
+            self.accumulate(index, seed)
         elif what == "backward":
             for each in reversed(self.units):
                 self.grads.prefetch([each])
                 for at in range(len(each.flats[0].params)):
                     if (seed >> at) % 4:
-                        self.drain(each.index * len(SHAPES) + at, seed + at)
+                        self.accumulate(each.index * len(SHAPES) + at, seed + at)
                 self.grads.unit_done(each)
             self.grads.backward_end()
         elif what == "clear":
@@ -231,8 +231,8 @@ class Model:
 
 TOLD = ("prefetch", "done", "end", "flush", "reset")
 DONE = (
-    "drain",
-    "drain",
+    "accumulate",
+    "accumulate",
     "backward",
     "clear",
     "clear one",
@@ -343,8 +343,8 @@ def test_a_write_that_fails_is_raised_and_its_window_keeps_the_values() -> None:
         each.do("backward", 0, 7)
     model.grads.flush_spilled()
     for each in (plain, model):
-        each.drain(14, 77)
-        each.drain(13, 78)
+        each.accumulate(14, 77)
+        each.accumulate(13, 78)
     drive.broken = True
     model.grads.unit_done(model.units[4])
     with pytest.raises(AioError, match=r"spilled gradients of unit\.4 cannot be written"):

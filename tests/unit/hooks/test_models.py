@@ -30,7 +30,7 @@ def test_the_peak_is_the_units_in_use_and_no_more(case: str, units: int) -> None
     assert rig.unsharder.peak_numel <= sum(sizes[:units])
 
 
-def test_gradients_are_drained_unit_by_unit_in_backward() -> None:
+def test_gradients_are_accumulated_unit_by_unit_in_backward() -> None:
     rig = Rig(models.llama(), models.llama_groups)
     models.lm_loss(rig.model, 0).backward()
     assert rig.unsharder.done == ["head", "head", "layer3", "layer2", "layer1", "layer0", "embed"]

@@ -50,7 +50,7 @@ def need(
     state_format: Format = Format.SPLIT,
     *,
     spills: bool = False,
-    shadow: bool = False,
+    delayed: bool = False,
 ) -> FlatNeed:
     layout = plan_flat((numel,), 4 if state_format is Format.FP32 else 2)
     held = state_format is not Format.RAW
@@ -61,7 +61,7 @@ def need(
         params,
         optim,
         grad_bytes=grads,
-        shadow_bytes=grads if shadow else 0,
+        delayed_params_bytes=grads if delayed else 0,
         spill_format=state_format.with_grad(GradSection.BF16) if spills and held else None,
         window_bytes=grads if spills else 0,
     )
@@ -70,8 +70,8 @@ def need(
 def needs_of(spills: bool | None = None) -> st.SearchStrategy[list[FlatNeed]]:
     """Models of up to six flats; whether gradients may spill is drawn where `spills` is None."""
     return st.builds(
-        lambda numels, params, optim, formats, shadow, able: [
-            need(n, params, optim, f, spills=able if spills is None else spills, shadow=shadow)
+        lambda numels, params, optim, formats, delayed, able: [
+            need(n, params, optim, f, spills=able if spills is None else spills, delayed=delayed)
             for n, f in zip(numels, formats, strict=False)
         ],
         st.lists(st.integers(1, 5_000_000), min_size=1, max_size=6),

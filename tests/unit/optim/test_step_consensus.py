@@ -31,7 +31,7 @@ def built(
     ]
 
 
-def told(*groups: tuple[Sequence[int], dict[str, Any]]) -> tuple[StepDescription, list[str]]:
+def said(*groups: tuple[Sequence[int], dict[str, Any]]) -> tuple[StepDescription, list[str]]:
     optimizer, params = built(groups) if groups else built()
     return describe_step(optimizer, params), describe_registration(optimizer, params)
 
@@ -44,18 +44,18 @@ def test_what_updates_do_not_take_is_not_told() -> None:
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     optimizer.param_groups[0]["name"] = "of one rank"
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1, dtype=torch.float64)
-    assert (describe_step(optimizer, params), describe_registration(optimizer, params)) == told()
+    assert (describe_step(optimizer, params), describe_registration(optimizer, params)) == said()
 
 
 def test_neither_is_the_order_of_parameters_or_of_groups() -> None:
-    assert told(((3, 0, 2, 1), {})) == told()
+    assert said(((3, 0, 2, 1), {})) == said()
     apart = ((0, 2), {"weight_decay": 0.5}), ((1, 3), {"weight_decay": 0.0})
-    assert told(*apart) == told(*reversed(apart))
+    assert said(*apart) == said(*reversed(apart))
 
 
 def test_where_a_group_ends_is_told() -> None:
-    one = told(((0, 1), {"weight_decay": 0.5}), ((2, 3), {"weight_decay": 0.0}))
-    other = told(((0, 1, 2), {"weight_decay": 0.5}), ((3,), {"weight_decay": 0.0}))
+    one = said(((0, 1), {"weight_decay": 0.5}), ((2, 3), {"weight_decay": 0.0}))
+    other = said(((0, 1, 2), {"weight_decay": 0.5}), ((3,), {"weight_decay": 0.0}))
     assert one[0].what != other[0].what
     assert one[0].numbers == other[0].numbers
     assert one[1] != other[1]
@@ -70,7 +70,7 @@ def test_where_a_group_ends_is_told() -> None:
     ],
 )
 def test_numbers_are_told_with_their_names(values: dict[str, Any], name: str) -> None:
-    (plain, held), (other, held_other) = told(), told((ALL, values))
+    (plain, held), (other, held_other) = said(), said((ALL, values))
     assert plain.what == other.what
     apart = [
         which

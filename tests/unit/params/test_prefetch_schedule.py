@@ -19,7 +19,7 @@ STEPS = st.tuples(ORDERS, ORDERS)
 def run(schedule: Schedule, phase: Phase, order: list[int]) -> None:
     schedule.start(phase)
     for unit in order:
-        schedule.demand(unit)
+        schedule.record_unshard(unit)
     schedule.end()
 
 
@@ -45,7 +45,7 @@ def test_the_second_step_is_foreseen_demand_by_demand(
         for unit in order:
             assert schedule.distance(unit) == 0
             assert list(itertools.islice(schedule.upcoming(), 1)) == [unit]
-            assert schedule.demand(unit)
+            assert schedule.record_unshard(unit)
         schedule.end()
     assert schedule.deviations == 0
 
@@ -58,7 +58,7 @@ def test_the_distance_is_that_to_the_next_use(
     seen = data.draw(st.integers(0, len(forward)))
     schedule.start(Phase.TRAIN)
     for used in forward[:seen]:
-        schedule.demand(used)
+        schedule.record_unshard(used)
     future = forward[seen:] + backward
     assert schedule.distance(unit) == (future.index(unit) if unit in future else NEVER)
 
@@ -76,12 +76,12 @@ def test_upcoming_units_are_distinct_and_in_order_of_use(
 def test_a_unit_out_of_order_does_not_lose_the_rest_of_the_schedule() -> None:
     schedule = trained([0, 1, 2, 3, 4], [4, 3, 2, 1, 0])
     schedule.start(Phase.TRAIN)
-    schedule.demand(0)
-    assert not schedule.demand(7)
+    schedule.record_unshard(0)
+    assert not schedule.record_unshard(7)
     assert ahead(schedule) == [1, 2]
-    assert not schedule.demand(3)
+    assert not schedule.record_unshard(3)
     assert ahead(schedule) == [4, 1]  # 1 and 2 were left out, or 3 came early
-    assert schedule.demand(4)
+    assert schedule.record_unshard(4)
     assert ahead(schedule) == [4, 3]
     assert schedule.deviations == 2
 
@@ -90,10 +90,10 @@ def test_an_early_unit_alone_deviates() -> None:
     forward = list(range(9))
     schedule = trained(forward, forward[::-1], forward, forward[::-1])
     schedule.start(Phase.TRAIN)
-    assert not schedule.demand(8)
+    assert not schedule.record_unshard(8)
     assert schedule.distance(0) == 0
     for unit in forward[:8]:
-        assert schedule.demand(unit)
+        assert schedule.record_unshard(unit)
         assert 8 not in ahead(schedule, 8 - unit - 1)
     assert ahead(schedule) == [8, 7]  # of backward
 
@@ -101,7 +101,7 @@ def test_an_early_unit_alone_deviates() -> None:
 def test_two_early_units_that_follow_each_other_cost_one_deviation_more() -> None:
     schedule = trained(list(range(9)))
     schedule.start(Phase.TRAIN)
-    assert [schedule.demand(unit) for unit in (5, 6, 0, 1, 2, 3, 4, 7, 8)] == [
+    assert [schedule.record_unshard(unit) for unit in (5, 6, 0, 1, 2, 3, 4, 7, 8)] == [
         False,
         True,
         False,
@@ -112,7 +112,8 @@ def test_two_early_units_that_follow_each_other_cost_one_deviation_more() -> Non
 def test_a_layer_left_out_and_an_early_exit_deviate_once() -> None:
     schedule = trained(list(range(9)))
     schedule.start(Phase.TRAIN)
-    assert [schedule.demand(unit) for unit in (0, 1, 3, 4, 8)] == [True, True, False, True, False]
+    found = [schedule.record_unshard(unit) for unit in (0, 1, 3, 4, 8)]
+    assert found == [True, True, False, True, False]
     schedule.end()
     assert schedule.deviations == 2
 
@@ -175,7 +176,7 @@ def test_foreseen_is_what_upcoming_names_first(trace: list[int], order: list[int
             (schedule.distance(each) is NEVER) == (each not in upcoming) for each in range(8)
         )
         named = unit in upcoming[:2] and schedule.distance(unit) == 0
-        assert schedule.demand(unit) == named
+        assert schedule.record_unshard(unit) == named
     schedule.end()
 
 
@@ -185,7 +186,7 @@ def test_a_use_that_has_come_is_not_announced_again(trace: list[int], data: st.D
     schedule = trained(trace)
     schedule.start(Phase.TRAIN)
     for count, unit in enumerate(order, 1):
-        schedule.demand(unit)
+        schedule.record_unshard(unit)
         assert not set(schedule.upcoming()) & set(order[:count])
 
 
@@ -273,9 +274,9 @@ def test_another_order_is_followed_from_its_first_unit() -> None:
     schedule = trained(*[first, first[::-1]] * 3, second, second[::-1], first, first[::-1])
     schedule.start(Phase.TRAIN)
     assert ahead(schedule) == [0, 1]
-    assert not schedule.demand(4)
+    assert not schedule.record_unshard(4)
     assert ahead(schedule, 4) == [5, 6, 3, 4]  # and its own backward
-    assert all(schedule.demand(unit) for unit in (5, 6, 3))
+    assert all(schedule.record_unshard(unit) for unit in (5, 6, 3))
 
 
 def test_traces_that_never_come_again_are_forgotten() -> None:
@@ -299,7 +300,7 @@ def test_a_demand_between_phases_leaves_the_schedule_as_it_is(phase: Phase) -> N
     run(schedule, Phase.EVAL, [0, 1, 2])
     run(schedule, phase, schedule.order(phase))
     before = list(schedule.upcoming())
-    assert not schedule.demand(1)
+    assert not schedule.record_unshard(1)
     assert list(schedule.upcoming()) == before
 
 
@@ -313,7 +314,7 @@ def test_an_evaluation_in_between_does_not_disturb_the_training_order() -> None:
 def test_an_interrupted_phase_is_no_order_to_follow() -> None:
     schedule = trained([0, 1, 2], [2, 1, 0])
     schedule.start(Phase.TRAIN)
-    schedule.demand(2)
+    schedule.record_unshard(2)
     schedule.abandon()
     schedule.start(Phase.TRAIN)
     assert list(itertools.islice(schedule.upcoming(), 3)) == [0, 1, 2]

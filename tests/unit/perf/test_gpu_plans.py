@@ -114,8 +114,8 @@ NOTHING = {"params": 0.0, "optim": 0.0}
 @pytest.mark.parametrize("name", ["1b", "7b", "70b", "405b"])
 def test_the_shape_is_the_configuration_s(name: str) -> None:
     assert llama(name).params == params_of(name)
-    told = {"1b": 1.24e9, "7b": 6.74e9, "70b": 70.55e9, "405b": 405.85e9}[name]
-    assert llama(name).params == pytest.approx(told, rel=0.005)
+    stated = {"1b": 1.24e9, "7b": 6.74e9, "70b": 70.55e9, "405b": 405.85e9}[name]
+    assert llama(name).params == pytest.approx(stated, rel=0.005)
 
 
 def test_7b_in_the_memory_of_a_machine_with_one_gpu_of_80_gb() -> None:
@@ -278,9 +278,9 @@ def test_links_to_the_cpu_are_as_many_as_assumed_or_as_told() -> None:
         50e9,
         100e9,
     ]
-    told = describe_machine(gpus=8, gpu="rtx4090", pcie_host=60e9)
-    assert told.pcie_bytes_per_s == 60e9
-    assert told.sources["pcie_host"] == "given"
+    stated = describe_machine(gpus=8, gpu="rtx4090", pcie_host=60e9)
+    assert stated.pcie_bytes_per_s == 60e9
+    assert stated.sources["pcie_host"] == "given"
     assert "two GPUs share a link" in machine("rtx4090", gpus=8).sources["pcie_host"]
 
 

@@ -146,18 +146,18 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
 # -- what they have from each other ----------------------------------------------------------------
 
 
-def told(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
+def planned(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
     return exchanges(shape, where, JOB.replace(**job))
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    assert told(machine(1)) == Exchanges((), P, 1, 1)
-    assert told(machine(1)).volume == 0
+    assert planned(machine(1)) == Exchanges((), P, 1, 1)
+    assert planned(machine(1)).volume == 0
 
 
 def test_plain_stage_3_moves_three_times_the_parameters_and_zeropp_a_quarter_of_it() -> None:
     where, flags = machine(ranks=4, nodes=2), 8
-    plain = told(where)
+    plain = planned(where)
     # Of eight ranks: three others of the node with two shards each, and one counterpart.
     assert plain.inside == 3 * (6 / 8 * P) + 3 * flags
     assert plain.across == 3 * (1 / 8 * P) + flags
@@ -169,8 +169,8 @@ def test_plain_stage_3_moves_three_times_the_parameters_and_zeropp_a_quarter_of_
         ({"qgz": True}, 2 + half_code / 2),
         ({"qwz": True, "hpz": "cpu", "qgz": True}, code / 2 + half_code / 2),
     ):
-        assert told(where, **switches).volume == pytest.approx(volume, rel=1e-6), switches
-    assert told(where, qwz=True, hpz="cpu", qgz=True).volume < 0.79
+        assert planned(where, **switches).volume == pytest.approx(volume, rel=1e-6), switches
+    assert planned(where, qwz=True, hpz="cpu", qgz=True).volume < 0.79
 
 
 def test_stages_1_and_2_gather_once_and_stage_1_reduces_once() -> None:
@@ -181,15 +181,15 @@ def test_stages_1_and_2_gather_once_and_stage_1_reduces_once() -> None:
         (2, "local"): {"gather of what was updated": 1, "reduction of gradients": 1},
     }
     for (zero, accumulate), expected in counts.items():
-        found = told(where, zero=zero, params="device", micro_batches=3, accumulate=accumulate)
+        found = planned(where, zero=zero, params="device", micro_batches=3, accumulate=accumulate)
         assert {each.name: each.count for each in found.each} == expected
         assert found.volume == pytest.approx(sum(expected.values()), rel=1e-6)
-    three = told(where, params="device", micro_batches=3)
+    three = planned(where, params="device", micro_batches=3)
     assert [each.count for each in three.each] == [3, 3, 3]
 
 
 def test_a_node_s_copy_is_asked_until_the_update() -> None:
-    found = told(machine(ranks=4, nodes=2), hpz="cpu", micro_batches=3)
+    found = planned(machine(ranks=4, nodes=2), hpz="cpu", micro_batches=3)
     assert {each.name: (each.count, each.across > 0) for each in found.each} == {
         "gather in forward": (1, True),
         "gather from the node's copy": (5, False),
@@ -201,7 +201,7 @@ def test_a_node_s_copy_is_asked_until_the_update() -> None:
     ("update", "beside"), [("deferred", [1, 0, 0]), ("backward", [1, 1, 1]), ("delayed", [3, 3, 3])]
 )
 def test_what_goes_beside_updates_depends_on_when_they_run(update: str, beside: list[int]) -> None:
-    found = told(machine(), update=update, micro_batches=3)
+    found = planned(machine(), update=update, micro_batches=3)
     assert [each.beside_updates for each in found.each] == beside
     whole = found.copies()
     assert whole.total.h2d == whole.total.d2h == found.inside
@@ -224,7 +224,7 @@ def test_what_all_ranks_receive_of_a_gather_completes_each_of_them(
     travels."""
     where, shape = machine(ranks, nodes), model_of(*units)
     shards = [plan_flat(flat.numels, 2, where.world).shard_numel for flat in shape.flats]
-    found = told(where, shape, qwz=qwz)
+    found = planned(where, shape, qwz=qwz)
     size = sum(wire_bytes(numel, 8, 64) if qwz else 2 * numel for numel in shards)
     for each in found.each[:2]:
         assert each.inside + each.across == (where.world - 1) * size

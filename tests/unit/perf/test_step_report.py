@@ -60,19 +60,19 @@ def collected(
 
 
 def test_what_moved_is_told_by_kind_and_only_what_moved() -> None:
-    told = str(collected(AtRest(MIB, 5 * MIB, MIB, 0), 2, BUSY, activations=3 * MIB))
+    text = str(collected(AtRest(MIB, 5 * MIB, MIB, 0), 2, BUSY, activations=3 * MIB))
     assert (
         "(mean of 3, 2 micro-batches, update deferred); read 3 MiB of parameters, 6 MiB of states, "
         "2 MiB of spilled gradients and 6 MiB of activations; written 6 MiB of states, 2 MiB of "
         "spilled gradients and 6 MiB of activations"
-    ) in told
-    told = str(collected(AtRest(MIB, 5 * MIB), 1, BUSY))
+    ) in text
+    text = str(collected(AtRest(MIB, 5 * MIB), 1, BUSY))
     assert (
         "(mean of 3, 1 micro-batch, update deferred); read 1 MiB of parameters and 6 MiB of "
-        "states; written 6 MiB of s" in told
+        "states; written 6 MiB of s" in text
     )
-    told = str(collected(AtRest(), 1))
-    assert "read nothing; written nothing" in told
+    text = str(collected(AtRest(), 1))
+    assert "read nothing; written nothing" in text
 
 
 def test_where_the_drives_are_not_known_the_limit_is_of_compute_alone_and_there_is_no_eta() -> None:
@@ -80,12 +80,12 @@ def test_where_the_drives_are_not_known_the_limit_is_of_compute_alone_and_there_
     assert unknown.bandwidths is None
     assert not unknown.drives_known
     assert (unknown.eta_floor, unknown.eta_schedule) == (None, None)
-    told = str(unknown)
-    assert "drives not known: no second at least half busy" in told
-    assert "limit of compute alone" in told
-    assert "drives 0.000" not in told
-    assert "η 0" not in told
-    assert "η 1" not in told
+    text = str(unknown)
+    assert "drives not known: no second at least half busy" in text
+    assert "limit of compute alone" in text
+    assert "drives 0.000" not in text
+    assert "η 0" not in text
+    assert "η 1" not in text
     record = json.loads(json.dumps(unknown.as_dict()))
     assert not record["drives_known"]
     assert {
@@ -100,9 +100,9 @@ def test_where_nothing_moves_no_drive_needs_to_be_known() -> None:
     assert resident.drives_known
     assert resident.eta_floor is not None
     assert resident.eta_schedule is not None
-    told = str(resident)
-    assert "drives 0.000" in told
-    assert "not known" not in told
+    text = str(resident)
+    assert "drives 0.000" in text
+    assert "not known" not in text
     known = collected(AtRest(MIB, 5 * MIB), 1, BUSY)
     assert known.drives_known
     assert known.eta_schedule is not None
@@ -166,12 +166,12 @@ def test_copies_to_a_gpu_are_a_term_of_the_limits(update: str, micro_batches: in
     assert found.limits.other_s == found.limits.floor_s == pytest.approx(busy.total_s)
     windows_s = busy.total_s if update == "delayed" else busy.beside_states_s + busy.rest_s
     assert found.limits.schedule_s == pytest.approx(windows_s, rel=1e-3)  # no compute to speak of
-    told = str(found)
+    text = str(found)
     assert (
         f"link to the GPU: {format_size(planned.total.h2d)} there at 0.05, "
-        f"{format_size(planned.total.d2h)} back at 0.03" in told
+        f"{format_size(planned.total.d2h)} back at 0.03" in text
     )
-    assert f"link {busy.total_s:.3f}), η" in told
+    assert f"link {busy.total_s:.3f}), η" in text
 
 
 def test_activations_that_wait_elsewhere_are_no_gradients() -> None:

@@ -25,7 +25,7 @@ class GpuKind:
     """
 
     name: str
-    told: str
+    title: str
     mem_bytes: float
     flops_peak: float
     flops: float
@@ -252,7 +252,7 @@ def describe_machine(
         )
     kind = KINDS[gpu] if gpu is not None else guess_kind(gpu_mem_bytes)
     figures = _of_gpus(
-        gpus, kind, sources, told=gpu is not None,
+        gpus, kind, sources, known=gpu is not None,
         mem=gpu_mem_bytes, flops=flops_per_gpu, peak=flops_peak_per_gpu,
         pcie=pcie_per_gpu, host=pcie_host, peers=peers_per_gpu,
     )  # fmt: skip
@@ -311,7 +311,7 @@ def _of_gpus(
     kind: GpuKind,
     sources: dict[str, str],
     *,
-    told: bool,
+    known: bool,
     mem: float | None,
     flops: float | None,
     peak: float | None,
@@ -322,7 +322,7 @@ def _of_gpus(
     """Return the figures of the GPUs as fields of a `Machine`, and note the source of each in
     `sources`.
     """
-    whence = f"of {kind.name} ({kind.told})" if told else f"assumed: {kind.told}"
+    whence = f"of {kind.name} ({kind.title})" if known else f"assumed: {kind.title}"
 
     def figure(name: str, given: float | None, default: float, text: str) -> float:
         sources[name] = "given" if given is not None else f"{text}, {whence}"
@@ -394,11 +394,11 @@ def _drives(
     source of each figure in `sources`.
     """
     measured = list(bench.bandwidths.values()) if bench is not None else []
-    told = bench_name or "bench"
+    label = bench_name or "bench"
     # Assumed bandwidths in place of the record's would be a silent fall-back.
     if bench is not None and not measured:
         raise ValueError(
-            f"{told} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
+            f"{label} has no bandwidths; write it with: python -m infinity.bench swap --json FILE"
         )
     # A record has a pair of bandwidths for each drive. Without one there is one drive.
     count = drives if drives is not None else max(len(measured), 1)
@@ -424,7 +424,7 @@ def _drives(
             )
             # A drive more or less counts as the mean of those that were measured.
             value = sum(pair[index] for pair in measured) * count / len(measured)
-            source = f"measured ({told}{scaled})"
+            source = f"measured ({label}{scaled})"
         elif value is None:
             value, what = ASSUMED[name]
             value *= count

@@ -267,7 +267,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
         job.policy.params,
         job.policy.optim,
         grad_bytes=grads,
-        shadow_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
+        delayed_params_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
         spill_format=held.with_grad(section) if spills else None,
         window_bytes=size if spills else 0,
         versions=job.policy.generations,
@@ -356,11 +356,11 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     # Gradients of all units take no more than their parameters: the bound of small models.
     whole = float(shape.gathered_bytes(machine.world))
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
-    early = job.policy.update == "backward" and not job.policy.speculates
+    in_backward = job.policy.update == "backward" and not job.policy.speculates
     if machine.gpus:
-        waiting = 1 + (WINDOW_UNITS if early else OFFLOAD_UNITS)
+        waiting = 1 + (WINDOW_UNITS if in_backward else OFFLOAD_UNITS)
     else:
-        waiting = UNITS_AHEAD if early else 1
+        waiting = UNITS_AHEAD if in_backward else 1
     parts = {
         "gathered units": gathered_bytes(shape, machine, job),
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
@@ -519,7 +519,7 @@ def _fewer_tokens(machine: Machine, job: Job) -> list[_Option]:
         tokens = job.replace(micro_batches=count).micro_batch_tokens(machine.world)
         if tokens < job.sequence:
             break
-        told = f"{tokens:,} tokens in each, not {now:,}"
-        found.append(_Option(f"{count} micro-batches", told, {"micro_batches": count}))
+        how = f"{tokens:,} tokens in each, not {now:,}"
+        found.append(_Option(f"{count} micro-batches", how, {"micro_batches": count}))
         count *= 2
     return found

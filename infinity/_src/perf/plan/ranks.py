@@ -128,7 +128,7 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     inside, across = _ways(machine, trained, grads)
     # Flags go level by level, a byte for each parameter: a rank must know which have a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
-    count, early = job.micro_batches, job.policy.update == "backward"
+    count, in_backward = job.micro_batches, job.policy.update == "backward"
     # A delayed update has the whole next step, so every exchange runs beside it.
     late = job.policy.update == "delayed"
     found = []
@@ -147,11 +147,11 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
         found.append(Exchange("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
         # The gather of the last backward, and below its reduction, run beside updates in backward.
-        found.append(Exchange(name, again, again if late else int(early), *copy))
+        found.append(Exchange(name, again, again if late else int(in_backward), *copy))
     if trained:
         times = job.reductions
         found.append(
-            Exchange("reduction of gradients", times, times if late else int(early), *reduced)
+            Exchange("reduction of gradients", times, times if late else int(in_backward), *reduced)
         )
     return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
 
@@ -279,9 +279,12 @@ def _states(
         ),
         "gradients": Tiers(cpu=float(plan.grad_bytes), nvme=nvme["grads"]),
         "optimizer states": Tiers(cpu=cpu["optim"], nvme=nvme["optim"]),
-        "parameters of the step before": Tiers(cpu=float(plan.shadow_bytes)),
+        "parameters of the step before": Tiers(cpu=float(plan.delayed_params_bytes)),
         "buffers and checksums": Tiers(
-            cpu=float(plan.ram_bytes - plan.grad_bytes - plan.shadow_bytes - plan.resident_bytes)
+            cpu=float(
+                plan.ram_bytes - plan.grad_bytes
+                - plan.delayed_params_bytes - plan.resident_bytes
+            )
         ),
     }
     return {name: size for name, size in found.items() if size}

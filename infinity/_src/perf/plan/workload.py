@@ -324,8 +324,8 @@ class Job:
     def stores_gradients(self) -> bool:
         """True if gradients wait for the step."""
         # With update="backward" the only micro-batch's gradient is used up where it is made.
-        early = self.policy.update == "backward" and not self.policy.speculates
-        return not early or self.micro_batches > 1
+        in_backward = self.policy.update == "backward" and not self.policy.speculates
+        return not in_backward or self.micro_batches > 1
 
     @property
     def reductions(self) -> int:
