@@ -44,8 +44,8 @@ BUSY_SHARE_MIN = 0.5
 #: Fewer bytes are no sample: a busy second with less is counted together with the next.
 SAMPLE_BYTES_MIN = 4 << 20
 WINDOW_S = 1.0
-#: Counters of a second settle once the requests that were in flight at its end have their results.
-SETTLE_S = 1.0
+#: Counters of a second are final once the requests that were in flight at its end have results.
+RESULTS_LAG_S = 1.0
 #: Edges of the classes by share of reads: narrow where a little of the slower direction makes much
 #: of the time, so that within a class no drive whose directions differ by up to ten times changes
 #: its bandwidth by more than a quarter.
@@ -248,10 +248,10 @@ class _Drive:
         return Forecast(written, per_step, (written - from_bytes) / (now_s - from_s) * _DAY_S)
 
     def watch(self, drive: DriveStats, now_s: float) -> Iterator[Notice]:
-        """Judge the seconds that have settled since the last call."""
+        """Judge the seconds that became final since the last call."""
         for window in drive.windows:
             # Not judged twice, and not before requests in flight at its end have their results.
-            if window.start_s <= self.seen_s or window.start_s + WINDOW_S + SETTLE_S > now_s:
+            if window.start_s <= self.seen_s or window.start_s + WINDOW_S + RESULTS_LAG_S > now_s:
                 continue
             self.seen_s = window.start_s
             sample = self._sample(window)

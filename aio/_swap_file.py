@@ -166,7 +166,7 @@ class SwapFile:
                     "chmod 700 it"
                 )
             file = cls(
-                _open_named(Path(path) / name, create=create), path, direct_reason="", name=name
+                _open_file(Path(path) / name, create=create), path, direct_reason="", name=name
             )
             try:
                 # The lock comes first: a file of another process is not to be touched.
@@ -580,7 +580,7 @@ def _open_nameless(path: str, flags: int) -> tuple[int, PrivateDirectory | None]
     return fd, None if private.remove() else private
 
 
-def _open_named(path: Path, *, create: bool) -> int:
+def _open_file(path: Path, *, create: bool) -> int:
     # O_NOFOLLOW: a link placed there by somebody else must not choose the file that is overwritten.
     return os.open(path, _OPEN | os.O_NOFOLLOW | (os.O_CREAT if create else 0), 0o600)
 

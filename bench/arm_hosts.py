@@ -32,7 +32,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "all": {"qwz": True, "hpz": "cpu", "qgz": True},
 }
 # Signs of life and barriers stay below this in the time; a gather does not.
-SMALL_BYTES, SETTLE_S = 16384, 0.3
+SMALL_BYTES, PAUSE_S = 16384, 0.3
 
 
 def link_bytes(link: str) -> int:
@@ -77,7 +77,7 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         before = -SMALL_BYTES
         while link_bytes(link) - before >= SMALL_BYTES:
             before = link_bytes(link)
-            time.sleep(SETTLE_S)
+            time.sleep(PAUSE_S)
         dist.barrier()
         found = (link_bytes(link), engine_counts(handle))
         dist.barrier()

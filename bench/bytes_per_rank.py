@@ -38,7 +38,7 @@ import torch.multiprocessing as mp
 import infinity as inf
 from infinity._src.memory.layout import aligned_section_bytes
 from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.memory import Tiers
+from infinity._src.perf.plan.memory import TierBytes
 from infinity._src.perf.plan.ranks import bytes_of_rank, exchanges
 from infinity._src.perf.plan.workload import Job, shape_of
 from infinity._src.sizes import GIB, format_size
@@ -89,7 +89,7 @@ def policy_of(case: str) -> dict[str, Any]:
     return {**values, "resident": resident or None, "ram": RAM_BYTES}
 
 
-Said = tuple[dict[str, Tiers], tuple[int, int]]
+Said = tuple[dict[str, TierBytes], tuple[int, int]]
 """Bytes by state and tier; gradients sent in a step, inside the node and across."""
 
 
@@ -125,10 +125,10 @@ def model_of(workload: r1.Workload) -> torch.nn.Module:
     return r1.LlamaForCausalLM(workload.config()).to(torch.bfloat16)
 
 
-def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
+def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, TierBytes]:
     """What this rank's engine has allocated, by the planner's names."""
     handle: Any = inf.handle(model)
-    found: dict[str, Tiers] = defaultdict(Tiers)
+    found: dict[str, TierBytes] = defaultdict(TierBytes)
     sections, extents = 0, 0
     for flat in handle.parts.split.flats:
         shard = handle.parts.tiers.store[flat]
@@ -143,10 +143,12 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
                 )
                 size = section.size_bytes(int(record["numel"]))
                 if record["section_at"][index] >= 0:
-                    found[name] += Tiers(nvme=aligned_section_bytes(section, int(record["numel"])))
+                    found[name] += TierBytes(
+                        nvme=aligned_section_bytes(section, int(record["numel"]))
+                    )
                 else:
                     assert record["section_ptr"][index], (flat, name)
-                    found[name] += Tiers(cpu=size)
+                    found[name] += TierBytes(cpu=size)
                     sections += -(-size // 64) * 64
         extents += sum(place.size_bytes for place in shard.places)
     # What the records say is what slabs and swap files have been asked for.
@@ -165,26 +167,26 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, Tiers]:
     )
     assert sum(os.fstat(file.fd).st_blocks * 512 for file in files) >= extents
     assert sum(size.nvme for size in found.values()) == extents
-    found["gradients"] += Tiers(cpu=handle.parts.tiers.buffers.size_bytes)
+    found["gradients"] += TierBytes(cpu=handle.parts.tiers.buffers.size_bytes)
     live = sum(flat.tensor.untyped_storage().nbytes() for flat in handle.parts.split.flats)
     if policy.zero < 3:
-        found["parameters on the device"] = Tiers(device=live)
+        found["parameters on the device"] = TierBytes(device=live)
     else:
-        found["parameters gathered, at most"] = Tiers(device=handle.stats().gathered_bytes_peak)
+        found["parameters gathered, at most"] = TierBytes(device=handle.stats().gathered_bytes_peak)
     reducer, kept = handle.parts.grads.reducer, handle.unsharder._pending.secondary
     if reducer._unreduced is not None:
-        found["whole sums of gradients"] = Tiers(cpu=reducer._unreduced.size_bytes)
+        found["whole sums of gradients"] = TierBytes(cpu=reducer._unreduced.size_bytes)
     if kept is not None:
         size = sum(part.nbytes for part in kept._parts.values())
         if policy.hpz is None:
-            found["shards kept on the device"] = Tiers(device=size)
+            found["shards kept on the device"] = TierBytes(device=size)
         else:
             found["the node's copy (hpZ)"] = (
-                Tiers(device=size) if policy.hpz == "device" else Tiers(cpu=size)
+                TierBytes(device=size) if policy.hpz == "device" else TierBytes(cpu=size)
             )
     errors = [error for parts in reducer._reduce_scatter._errors.values() for error in parts]
     if errors:
-        found["errors fed back (qgZ)"] = Tiers(cpu=sum(error.nbytes for error in errors))
+        found["errors fed back (qgZ)"] = TierBytes(cpu=sum(error.nbytes for error in errors))
     return {name: size for name, size in found.items() if size}
 
 
@@ -244,8 +246,8 @@ def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
         (said, sent), counts = predicted(case, task), [found[case][0] for found in ranks]
         for name in dict.fromkeys([*said, *(name for count in counts for name in count)]):
             for tier in ("device", "cpu", "nvme"):
-                values = [int(getattr(count.get(name, Tiers()), tier)) for count in counts]
-                planned = int(getattr(said.get(name, Tiers()), tier))
+                values = [int(getattr(count.get(name, TierBytes()), tier)) for count in counts]
+                planned = int(getattr(said.get(name, TierBytes()), tier))
                 if planned or any(values):
                     rows.append(
                         {

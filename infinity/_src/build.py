@@ -63,7 +63,7 @@ from infinity._src.telemetry import LoopWaits, Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Seam
 
 
-class Owner(Protocol):
+class EngineHandle(Protocol):
     """The engine's handle. Units know it; the parts below read its user's settings and report to
     it.
     """
@@ -164,7 +164,7 @@ def build_engine(
     *,
     load: Source | None,
     seam: Seam | None,
-    owner: Owner,
+    owner: EngineHandle,
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> EngineParts:
@@ -200,7 +200,7 @@ def take_apart(
     model: torch.nn.Module,
     policy: Policy,
     device: torch.device,
-    owner: Owner,
+    owner: EngineHandle,
     undo: contextlib.ExitStack,
 ) -> Split:
     """Meet the other ranks, find the model's units, open the device. Raises: ValueError for models
@@ -229,7 +229,9 @@ def take_apart(
     return Split(policy, ranks, resources, there, units)
 
 
-def open_tiers(split: Split, seam: Seam | None, owner: Owner, undo: contextlib.ExitStack) -> Tiers:
+def open_tiers(
+    split: Split, seam: Seam | None, owner: EngineHandle, undo: contextlib.ExitStack
+) -> Tiers:
     """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
     SwapFullError, OSError.
     """
@@ -498,7 +500,7 @@ def open_durable_run(
     tiers: Tiers,
     optimizer: OptimizerParts,
     model: torch.nn.Module,
-    owner: Owner,
+    owner: EngineHandle,
     undo: contextlib.ExitStack,
 ) -> DurableRun | None:
     """Open the durable run to which the swap files belong; None if the policy is not durable."""
@@ -521,7 +523,7 @@ def build_hooks(
     grads: Grads,
     unsharder: Unsharder,
     model: torch.nn.Module,
-    owner: Owner,
+    owner: EngineHandle,
     timeline: Timeline,
     undo: contextlib.ExitStack,
 ) -> Lifecycle:

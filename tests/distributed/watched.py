@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from infinity._src.distributed.lanes import Lane, Op
+from infinity._src.distributed.lanes import Lane, PendingCollective
 from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
@@ -55,7 +55,7 @@ class Ranks:
     lane: Lane
     group: Any
 
-    def sum(self) -> Op:
+    def sum(self) -> PendingCollective:
         """An all-reduce of ones in the lane."""
 
         def work(group: Any) -> None:

@@ -334,7 +334,7 @@ class DurableRun:
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
         # Named by a manifest: the next step writes beside these places, not into them.
-        self._store.named()
+        self._store.commit_named_places()
         # Only after every rank has its manifest: until here the older generation is the whole one.
         self._remove_older(manifest)
 

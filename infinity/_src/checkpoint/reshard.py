@@ -57,7 +57,7 @@ from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Sec
 from infinity.errors import SwapFullError
 
 # Neighbours share saved chunks, since boundaries of old and new chunks differ.
-CHUNKS_KEPT = 8
+CHUNKS_CACHED = 8
 """Saved chunks in memory: chunks read ahead, and chunks that the next one wants as well.
 """
 LOOK_AHEAD = 4
@@ -328,7 +328,7 @@ class ReshardJob:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turn:
+class _NewRow:
     """One row that is written, and the parts of parameters that it is made of."""
 
     row: int
@@ -360,9 +360,9 @@ class _RankShards:
 
     def store_all(self, writer: DataWriter) -> None:
         """Compose and write. Blocks. Raises what a read or a write met."""
-        reader = ChunkReader(self._of.checkpoint, CHUNKS_KEPT)
+        reader = ChunkReader(self._of.checkpoint, CHUNKS_CACHED)
 
-        def finish(turn: _Turn, _buffer: Bytes) -> None:
+        def finish(turn: _NewRow, _buffer: Bytes) -> None:
             # A failed write ends it now, not after the last chunk.
             writer.check()
             self._progress(int(self._sizes[turn.row].sum()))
@@ -391,17 +391,17 @@ class _RankShards:
         count = len(self._of.flats[self._rows[row]["flat"]].sections)
         return {s: buffer.ctypes.data + int(self._at[row, s]) for s in range(count)}
 
-    def _turns(self) -> Iterator[_Turn]:
+    def _turns(self) -> Iterator[_NewRow]:
         """Yield every row, in order, and what it is made of."""
         row = 0
         for flat in range(len(self._of.flats)):
             by_chunk = self._of.parts(flat, self._rank)
             for chunk in range(int((self._rows["flat"] == flat).sum())):
                 # A chunk of padding alone has no parts, and is written all the same.
-                yield _Turn(row, by_chunk.get(chunk, []))
+                yield _NewRow(row, by_chunk.get(chunk, []))
                 row += 1
 
-    def _compose(self, reader: ChunkReader, buffer: Bytes, turn: _Turn) -> None:
+    def _compose(self, reader: ChunkReader, buffer: Bytes, turn: _NewRow) -> None:
         row = turn.row
         flat = self._of.flats[self._rows[row]["flat"]]
         # Padding between parameters, and of sections up to 4096: checksums cover it, so it is zero.

@@ -22,7 +22,7 @@ from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
 from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
-from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, Part, compose, rounding
+from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
@@ -202,7 +202,7 @@ class Restored:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Turn:
+class _Chunk:
     """One chunk of this rank's shards."""
 
     records: ShardRecords
@@ -391,12 +391,12 @@ class RestoreJob:
             shown=self._comm.rank == 0,
         )
         # Without an optimizer only section 0, the parameter, is read.
-        reader = ChunkReader(checkpoint, CHUNKS_KEPT, None if optimizers else (0,))
+        reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if optimizers else (0,))
 
-        def store(turn: _Turn, buffer: ChunkBuffer) -> Ticket:
+        def store(turn: _Chunk, buffer: ChunkBuffer) -> Ticket:
             return buffer.store(turn.sections(held))
 
-        def finish(turn: _Turn, buffer: ChunkBuffer) -> None:
+        def finish(turn: _Chunk, buffer: ChunkBuffer) -> None:
             self._show(turn, buffer)
             line.advance(turn.size_bytes)
 
@@ -423,7 +423,7 @@ class RestoreJob:
         self._gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
 
-    def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Turn]:
+    def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Chunk]:
         for flat in self._saver.flats:
             by_chunk: dict[int, list[Part]] = {}
             for param in flat.params:
@@ -435,10 +435,10 @@ class RestoreJob:
                         Part(span.start, found[param], pieces)
                     )
             for chunk, parts in sorted(by_chunk.items()):
-                yield _Turn(self._states.store[flat], chunk, tuple(parts))
+                yield _Chunk(self._states.store[flat], chunk, tuple(parts))
 
     def _compose(
-        self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Turn, held: Container[Param]
+        self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
     ) -> None:
         """Put a chunk together in a buffer."""
         target, flat = turn.records.format, turn.records.flat
@@ -455,7 +455,7 @@ class RestoreJob:
                 self._rounded[text] = None
             compose(reader, part, target, flat.dtype, sections, buffer.section, states=with_states)
 
-    def _show(self, turn: _Turn, buffer: ChunkBuffer) -> None:
+    def _show(self, turn: _Chunk, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
         delayed_params, flat = self._saver.mode.delayed_params, turn.records.flat
         if delayed_params is not None:

@@ -32,7 +32,7 @@ from infinity._src.checkpoint.load import has_master
 from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
-from infinity._src.checkpoint.reshard import CHUNKS_KEPT, LOOK_AHEAD, slice_of
+from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.state_codec import decode_sections
@@ -668,7 +668,7 @@ class ExportJob:
         self, tensors: Sequence[_SavedTensor], progress: Callable[[int], object], path: Path
     ) -> None:
         # Without masters section 0 alone is read: 2 of 12 bytes.
-        reader = ChunkReader(self._checkpoint, CHUNKS_KEPT, self._sections())
+        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
         try:
             write_file(path, tensors, self._values_of(tensors, reader, progress))
         finally:

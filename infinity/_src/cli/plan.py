@@ -33,7 +33,7 @@ from infinity._src.perf.plan.changes import (
     where_updates_run,
 )
 from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.memory import Need, Tiers
+from infinity._src.perf.plan.memory import Need, TierBytes
 from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
 from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
@@ -677,12 +677,12 @@ def rank_table(ranks: Sequence[RankBytes], *, chosen: int) -> Table:
         )
     # Stages have different states; each has a row, in the order of the first that has it.
     for name in dict.fromkeys(name for each in ranks for name in each.states):
-        table.add_row(name, *(describe_tiers(each.states.get(name, Tiers())) for each in ranks))
+        table.add_row(name, *(describe_tiers(each.states.get(name, TierBytes())) for each in ranks))
     table.add_row("together", *(describe_tiers(each.total) for each in ranks), style="bold")
     return table
 
 
-def describe_tiers(size: Tiers) -> str:
+def describe_tiers(size: TierBytes) -> str:
     """Format the bytes on each tier that has any: "1.5 GiB cpu + 8 GiB nvme"."""
     text = [f"{format_size(getattr(size, tier))} {tier}" for tier in TIERS if getattr(size, tier)]
     return " + ".join(text) or "-"

@@ -20,7 +20,7 @@ from torch import Tensor, uint8
 
 from infinity._src._torch_compat import all_gather_single
 from infinity._src.distributed.exchange import Exchange, Volume
-from infinity._src.distributed.lanes import Lane, Op
+from infinity._src.distributed.lanes import Lane, PendingCollective
 from infinity._src.distributed.process_groups import make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
@@ -144,12 +144,14 @@ class Comm:
 
     # -- weights and gradients ---------------------------------------------------------------------
 
-    def submit_all_gather(self, what: str, work: Callable[[Exchange], None]) -> Op:
+    def submit_all_gather(self, what: str, work: Callable[[Exchange], None]) -> PendingCollective:
         """Submit `work` to the gather lane. Never blocks. what: its name, the same on all ranks."""
         assert self._gather is not None
         return self._gather.submit(what, self._checked("gather", what, work))
 
-    def submit_reduce_scatter(self, what: str, work: Callable[[Exchange], None]) -> Op:
+    def submit_reduce_scatter(
+        self, what: str, work: Callable[[Exchange], None]
+    ) -> PendingCollective:
         """Submit `work` to the reduce lane. Never blocks. what: its name, the same on all ranks."""
         assert self._reduce is not None
         return self._reduce.submit(what, self._checked("reduce", what, work))

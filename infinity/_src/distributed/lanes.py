@@ -1,6 +1,6 @@
 """Lanes: collectives that run beside the main thread, in the order of their submission.
 
-    submit ──► queue ──► the lane's thread: work(group), one after the other ──► Op
+    submit ──► queue ──► the lane's thread: work(group), one by one ──► PendingCollective
 
 Each lane has a thread and a process group of its own, so that one lane that waits holds no other
 up. Every rank must submit the same to the same lane in the same order. After a failure nothing more
@@ -34,7 +34,7 @@ GIVE_UP_S = 5.0
 _GIVEN_UP: list[object] = []
 
 
-class Op:
+class PendingCollective:
     """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed."""
 
     def __init__(
@@ -105,7 +105,7 @@ class Op:
 
     def _end(self, error: BaseException | None = None) -> None:
         self._error = error
-        # Dropped here, so that an Op that is kept holds no tensors.
+        # Dropped here, so that a PendingCollective that is kept holds no tensors.
         self._work = None
         self._done.set()
 
@@ -134,10 +134,10 @@ class Lane:
         self._watchdog = watchdog
         self._device = device
         # First in, first out: the order of the program, which is the same on every rank.
-        self._queue: queue.SimpleQueue[Op | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
         # First in, first out: when the last one has ended, all have.
-        self._last: Op | None = None
+        self._last: PendingCollective | None = None
         # A forked child inherits the object and the exit callback, but not the thread.
         self._pid = os.getpid()
         # The failure must reach a lane that is stuck in its backend, and cannot look at it itself.
@@ -147,7 +147,7 @@ class Lane:
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
         self._thread.start()
 
-    def submit(self, what: str, work: Work, *, numbered: bool = True) -> Op:
+    def submit(self, what: str, work: Work, *, numbered: bool = True) -> PendingCollective:
         """Run `work(group)` after everything submitted before. Does not block.
 
         numbered: count it among the main thread's collectives, by which the watchdog knows which
@@ -166,7 +166,7 @@ class Lane:
             if self._device.type == "cuda"
             else None
         )
-        op = self._last = Op(what, number, work, self._watchdog, ready)
+        op = self._last = PendingCollective(what, number, work, self._watchdog, ready)
         self._queue.put(op)
         return op
 
@@ -222,7 +222,7 @@ class Lane:
                 self._run_one(op, group, stream)
                 del op  # its tensors would be kept until the next one comes
 
-    def _run_one(self, op: Op, group: dist.ProcessGroup | None, stream: Any) -> None:
+    def _run_one(self, op: PendingCollective, group: dist.ProcessGroup | None, stream: Any) -> None:
         work = op._work
         assert work is not None
         op._begun = True
@@ -239,7 +239,7 @@ class Lane:
             if stream is not None:
                 # Behind the collective's kernels: `Op.wait` puts the compute stream behind it.
                 op._event = stream.record_event()
-        except BaseException as error:  # noqa: BLE001 - raised by Op.wait
+        except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
             # The traceback holds this frame, and `work` holds tensors.
             del work
             # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank

@@ -31,7 +31,7 @@ import xxhash
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.collectives import Comm
 from infinity._src.distributed.exchange import Exchange, Parts
-from infinity._src.distributed.lanes import Op
+from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
 from infinity._src.grads.slot import GradRegistry, GradSlot
 from infinity._src.memory.device import GradOffload
@@ -49,7 +49,7 @@ class PendingReduce:
     """One unit's gradients under way. Its results are valid once `op` is done."""
 
     unit: Unit
-    op: Op
+    op: PendingCollective
     flats: list[Flat]
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds

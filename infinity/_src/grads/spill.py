@@ -32,7 +32,7 @@ from infinity.errors import AioError
 
 
 @dataclasses.dataclass(eq=False)
-class _Window:
+class _StagingWindow:
     """Staging buffer, and the flat whose gradients it holds. dirty: they are newer than on NVMe."""
 
     memory: torch.Tensor  # uint8
@@ -71,7 +71,7 @@ class SpilledGradients:
         self._params: dict[GradSlot, Param] = {}
         self._slab, self._windows = _make_windows(count, size_bytes)
         device.pin(self._slab)
-        self._windows_of: dict[Flat, _Window] = {}
+        self._windows_of: dict[Flat, _StagingWindow] = {}
         self._turn = 0
         # Flats whose unit was done before all of their gradients came: written at the next call.
         self._due: list[Flat] = []
@@ -209,7 +209,7 @@ class SpilledGradients:
 
     # -- windows -----------------------------------------------------------------------------------
 
-    def _window_of(self, flat: Flat, slot: GradSlot) -> _Window:
+    def _window_of(self, flat: Flat, slot: GradSlot) -> _StagingWindow:
         """Return the window of a flat, filled with the values of `slot` if it has any. Blocks."""
         window = self._windows_of.get(flat)
         if window is None:
@@ -227,7 +227,9 @@ class SpilledGradients:
         window.turn = self._turn
         return window
 
-    def _assign(self, window: _Window, flat: Flat, *, read: bool, priority: Priority) -> None:
+    def _assign(
+        self, window: _StagingWindow, flat: Flat, *, read: bool, priority: Priority
+    ) -> None:
         """Give a free window to a flat, and start reading its gradients into it."""
         window.flat = flat
         self._windows_of[flat] = window
@@ -242,7 +244,7 @@ class SpilledGradients:
             if param.grad is not None and param.grad.state is SlotState.HELD:
                 param.grad.mark_overwritten()
 
-    def _free_window(self) -> _Window | None:
+    def _free_window(self) -> _StagingWindow | None:
         """Return a window that can be had without waiting, or None."""
         # A failed write keeps its window: its values are nowhere else, and `_end_write` raises.
         for window in self._windows:
@@ -259,7 +261,7 @@ class SpilledGradients:
             self._free(found)
         return found
 
-    def _claim_window(self) -> _Window:
+    def _claim_window(self) -> _StagingWindow:
         """Return a window, and wait for it if need be: for a write, or by writing gradients that
         another flat still accumulates."""
         free = self._free_window()
@@ -289,7 +291,7 @@ class SpilledGradients:
         self._free(window)
         return window
 
-    def _free(self, window: _Window) -> None:
+    def _free(self, window: _StagingWindow) -> None:
         if window.flat is not None:
             del self._windows_of[window.flat]
         window.flat = window.reading = None
@@ -313,7 +315,7 @@ class SpilledGradients:
             self._store.grads_written_bytes += self._moved_bytes(flat)
             self._fresh.add(flat)
 
-    def _end_write(self, window: _Window) -> None:
+    def _end_write(self, window: _StagingWindow) -> None:
         """Wait for a window's write. Raises: AioError; the window then keeps what could not be
         written."""
         if window.writing is None:
@@ -373,8 +375,10 @@ class SpilledGradients:
         return self._is_wanted(flat) or (slot is not None and slot.state is SlotState.HELD)
 
 
-def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_Window]]:
+def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_StagingWindow]]:
     slab = Slab(count * size_bytes)
     # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
     memory = torch.from_numpy(slab.array(np.uint8))
-    return slab, [_Window(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)]
+    return slab, [
+        _StagingWindow(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)
+    ]

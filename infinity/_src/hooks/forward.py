@@ -40,8 +40,8 @@ from infinity._src.hooks.backward import Backward, BackwardUse
 from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
-from infinity._src.hooks.unit_refs import UnitRefs, Window
-from infinity._src.kernels.tiling.tiled_module import keep_uncompiled
+from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
+from infinity._src.kernels.tiling.tiled_module import exclude_from_compile
 from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
@@ -128,7 +128,7 @@ class Lifecycle:
         self._gradients = gradients
         self._passes = passes
         self.closed = False
-        self.windows: dict[Param, Window] = {}
+        self.windows: dict[Param, WeightWindow] = {}
         self._activations = activations
         self._where = where
         self._device = next(
@@ -161,7 +161,7 @@ class Lifecycle:
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
         self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
-        keep_uncompiled(model)
+        exclude_from_compile(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
         self._handles += hook_state_dict(
             model,
@@ -217,7 +217,7 @@ class Lifecycle:
         """References to `unit`."""
         return self._refs[unit]
 
-    def hook_window(self, window: Window) -> None:
+    def hook_window(self, window: WeightWindow) -> None:
         """Accumulate gradients that reach an open window; refuse them where training computes with
         other values than the window shows."""
         refs = self._refs[window.param.unit]
@@ -231,7 +231,7 @@ class Lifecycle:
         window.tensor.register_hook(check)
         window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
 
-    # -- Owner of the at-rest parameters -----------------------------------------------------------
+    # -- Host of the at-rest parameters ------------------------------------------------------------
 
     def readable(self, param: Param) -> torch.Tensor | None:
         """Return the gathered parameter inside forward, its window inside `gather()`, None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from infinity._src._torch_compat import bump_version
-from infinity._src.hooks.unit_refs import Window
+from infinity._src.hooks.unit_refs import WeightWindow
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
 from infinity.errors import RankFailed, StepUndone
@@ -57,7 +57,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))
     units = list({param.unit: None for param in params})
     held = []
-    opened: list[Window] = []
+    opened: list[WeightWindow] = []
     well = False
     try:
         for unit in units:
@@ -67,7 +67,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
             held.append(refs)
             refs.check_version(window=True)
         for param in params:
-            window = Window(param)
+            window = WeightWindow(param)
             if window.tensor.requires_grad:
                 lifecycle.hook_window(window)
             lifecycle.windows[param] = window
@@ -85,7 +85,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
                 refs.drop_ref()
 
 
-def _close(lifecycle: Lifecycle, opened: list[Window], *, together: bool) -> None:
+def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) -> None:
     """Close windows and store the writes made through them. All are closed even if a write fails;
     the first failure is raised. After StepUndone or RankFailed nothing more is stored.
 

@@ -18,7 +18,7 @@ import torch
 
 from infinity._src._torch_compat import DisableTorchFunctionSubclass, dynamo_disable
 from infinity._src.params import unsharded_param as gathered
-from infinity._src.params.sharded_param import Owner, ShardedParameter
+from infinity._src.params.sharded_param import ParamHost, ShardedParameter
 from infinity._src.params.unit import Param, Unit
 from infinity.errors import ReplacedOutsideEngine
 
@@ -163,7 +163,7 @@ class Installed:
 
 
 def install(
-    model: torch.nn.Module, units: list[Unit], *, owner: Owner, on_demand: OnDemand, read: Read
+    model: torch.nn.Module, units: list[Unit], *, owner: ParamHost, on_demand: OnDemand, read: Read
 ) -> Installed:
     """Make sharded and gathered parameters for all of `units`, and put the sharded ones into their
     modules. on_demand, read: see `ModuleParameters`."""
@@ -196,7 +196,7 @@ def install(
 
 def _install_unit(
     unit: Unit,
-    owner: Owner,
+    owner: ParamHost,
     installed: Installed,
     replaced: dict[int, ShardedParameter],
     originals: list[torch.Tensor],

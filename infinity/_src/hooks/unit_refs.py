@@ -22,7 +22,7 @@ from infinity._src.params.unit import UNSHARDED, Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
-class Window:
+class WeightWindow:
     """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
     own.
 
@@ -59,7 +59,7 @@ class UnitRefs:
         modules: list[tuple[torch.nn.Module, ModuleParameters]],
     ) -> None:
         self.unit = unit
-        self.windows: list[Window] = []
+        self.windows: list[WeightWindow] = []
         self._unsharder = unsharder
         self._acquired = 0  # frames and uses among the references
         self._versions: list[int] = []

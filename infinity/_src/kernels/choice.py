@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("torch", "triton")
 
 
 @dataclasses.dataclass(frozen=True)
-class Op:
+class KernelOp:
     """Operation with two implementations.
 
     about: its purpose, in half a line; bitwise: the two give the same bits.
@@ -37,25 +37,25 @@ class Op:
     bitwise: bool
 
 
-OPS: Mapping[str, Op] = {
+OPS: Mapping[str, KernelOp] = {
     op.name: op
     for op in (
-        Op("group_quantize", "values to int8 or int4 in groups with scales", bitwise=True),
-        Op("group_dequantize", "and back", bitwise=True),
-        Op(
+        KernelOp("group_quantize", "values to int8 or int4 in groups with scales", bitwise=True),
+        KernelOp("group_dequantize", "and back", bitwise=True),
+        KernelOp(
             "wire_encode",
             "values to the bytes that collectives carry, with error feedback",
             bitwise=True,
         ),
-        Op("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
-        Op("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
-        Op("update", "the optimizer's pass over a chunk of states", bitwise=True),
-        Op(
+        KernelOp("wire_decode", "and the sum of such bytes in the order of ranks", bitwise=True),
+        KernelOp("ordered_sum", "the sum of plain pieces in the order of ranks", bitwise=True),
+        KernelOp("update", "the optimizer's pass over a chunk of states", bitwise=True),
+        KernelOp(
             "tile_matmul",
             "matmul that adds to what other tiles summed, with the bias",
             bitwise=False,
         ),
-        Op("linear_cross_entropy", "LM head and its loss, without the logits", bitwise=False),
+        KernelOp("linear_cross_entropy", "LM head and its loss, without the logits", bitwise=False),
     )
 }
 """The operations, by name."""

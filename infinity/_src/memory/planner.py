@@ -133,7 +133,7 @@ class PlacementPlanner:
         # Gradients that wait for the step are in RAM, or spill; they are part of what training
         # needs.
         try:
-            plan = self._settle_first(formats)
+            plan = self._plan_first(formats)
         # Inference needs the parameters alone, so a budget too small for training is no error yet.
         except BudgetError as error:
             try:
@@ -146,7 +146,7 @@ class PlacementPlanner:
         self._pools = (plan.small_bytes, plan.large_bytes)
         return self._enforce(plan)
 
-    def _settle_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
+    def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
         # Speculation stores gradients under update="backward", too: it may have to redo a step.
         if self._policy.update != "backward" or self._policy.speculates:

@@ -32,7 +32,7 @@ from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import values_of
 from infinity._src.optim.update_jobs import Work
-from infinity._src.optim.update_mode import DeferredUpdate, Holder
+from infinity._src.optim.update_mode import DeferredUpdate, UpdatingOptimizer
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Ticket
@@ -75,7 +75,7 @@ class BackwardUpdate(DeferredUpdate):
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
         self._updated: set[Param] = set()  # updated since the last step
-        self._captured: weakref.WeakKeyDictionary[Holder, list[dict[str, Any]]] = (
+        self._captured: weakref.WeakKeyDictionary[UpdatingOptimizer, list[dict[str, Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._windows = GradWindows(units, device, dtype_of) if device.copies else None
@@ -278,7 +278,7 @@ class BackwardUpdate(DeferredUpdate):
 
     def _work(self, params: list[Param]) -> list[Work]:
         """Return the work of these parameters, each from its own optimizer."""
-        by_holder: dict[Holder, list[Param]] = {}
+        by_holder: dict[UpdatingOptimizer, list[Param]] = {}
         for param in params:
             holder = self._optimizer_of(param)
             assert holder is not None

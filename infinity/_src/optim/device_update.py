@@ -47,7 +47,7 @@ class _Chunk(NamedTuple):
     reads: int  # mask of sections
 
 
-class _Window:
+class _DeviceBuffer:
     """Device memory for one chunk. stored: the write that still reads it."""
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -105,7 +105,7 @@ class DeviceUpdate(DeferredUpdate):
         self._store = store
         self._executor = executor
         self._device = device
-        self._windows: deque[_Window] = deque()
+        self._windows: deque[_DeviceBuffer] = deque()
 
     def backward_begin(self) -> None:
         """Prefetch nothing: windows would read again any states that executor slots read ahead."""
@@ -158,7 +158,7 @@ class DeviceUpdate(DeferredUpdate):
 
     def _update(self, chunks: Iterator[_Chunk], *, in_place: bool) -> Iterator[Ticket]:
         """Stream chunks through the windows. Yields the tickets of the write-backs."""
-        fetching: deque[tuple[_Chunk, _Window, Ticket]] = deque()
+        fetching: deque[tuple[_Chunk, _DeviceBuffer, Ticket]] = deque()
         for chunk in chunks:
             window = self._windows.popleft()
             # Windows go round: the one taken is the one whose write-back is oldest.
@@ -174,7 +174,7 @@ class DeviceUpdate(DeferredUpdate):
             yield self._update_chunk(*fetching.popleft(), in_place=in_place)
 
     def _update_chunk(
-        self, chunk: _Chunk, window: _Window, fetched: Ticket, *, in_place: bool
+        self, chunk: _Chunk, window: _DeviceBuffer, fetched: Ticket, *, in_place: bool
     ) -> Ticket:
         """Update a chunk that is fetched, or being fetched, and start its write-back. Blocks until
         the fetch is done.
@@ -205,7 +205,7 @@ class DeviceUpdate(DeferredUpdate):
             at += round_up(size_bytes, _ALIGNMENT_BYTES)
         return found
 
-    def _submit(self, kind: JobKind, chunk: _Chunk, window: _Window, mask: int) -> Ticket:
+    def _submit(self, kind: JobKind, chunk: _Chunk, window: _DeviceBuffer, mask: int) -> Ticket:
         """Start a copy between a window and the chunk's tier, of the sections in `mask`."""
         job: Any = np.zeros(1, dtype=JOB)
         job["chunk"], job["kind"], job["base"], job["mask"] = chunk.id, kind, -1, mask | MASK_DEVICE
@@ -226,7 +226,9 @@ class DeviceUpdate(DeferredUpdate):
         for window in self._windows:
             window.wait()
         self._windows = deque(
-            _Window(torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device))
+            _DeviceBuffer(
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+            )
             for _ in range(2 * AHEAD_CHUNKS)
         )
 

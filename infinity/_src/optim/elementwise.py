@@ -29,7 +29,7 @@ from infinity._src.params.chunk_pipeline import (
     READ_AHEAD,
     ChunkBuffer,
     ChunkPipeline,
-    Span,
+    ParamSpan,
     spans_of,
 )
 from infinity._src.params.state_store import ShardRecords
@@ -41,12 +41,12 @@ PROGRESS_S = 1.0
 
 
 @dataclass
-class _Turn:
+class _ChunkUpdate:
     """One chunk of a step, and the parts of parameters in it."""
 
     records: ShardRecords
     chunk: int
-    spans: list[Span]
+    spans: list[ParamSpan]
 
     @property
     def sections(self) -> range:
@@ -240,13 +240,15 @@ class Elementwise(Optimizer):
         engine.pipeline.count_step()
         engine.unsharder.prefetch_ahead()
 
-    def _run(self, engine: StepEngine, turns: list[_Turn], numbers: dict[Param, _Numbers]) -> None:
+    def _run(
+        self, engine: StepEngine, turns: list[_ChunkUpdate], numbers: dict[Param, _Numbers]
+    ) -> None:
         """Update all chunks, with reads ahead and writes behind."""
         if not turns:
             return
         progress = _Progress(self.title, len(turns))
 
-        def update(turn: _Turn, buffer: ChunkBuffer) -> None:
+        def update(turn: _ChunkUpdate, buffer: ChunkBuffer) -> None:
             for span in turn.spans:
                 self._update_span(engine, buffer, span, numbers[span.param])
 
@@ -264,7 +266,7 @@ class Elementwise(Optimizer):
             progress.end()
 
     def _update_span(
-        self, engine: StepEngine, buffer: ChunkBuffer, span: Span, number: _Numbers
+        self, engine: StepEngine, buffer: ChunkBuffer, span: ParamSpan, number: _Numbers
     ) -> None:
         param, form = span.param, buffer.records.format
         sections = span_sections(buffer, span)
@@ -307,15 +309,15 @@ class Elementwise(Optimizer):
             number.after = {name: state.get(name) for name in self._traits[param].scalars}
 
 
-def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_Turn]:
+def _turns(engine: StepEngine, params: Sequence[Param]) -> Iterator[_ChunkUpdate]:
     """Yield the chunks that hold parts of these parameters, flat by flat."""
-    by_chunk: dict[tuple[Flat, int], list[Span]] = {}
+    by_chunk: dict[tuple[Flat, int], list[ParamSpan]] = {}
     for param in sorted(params, key=lambda param: param.index):
         # Chunks in the order of parameters, so that a chunk is read once for all that it holds.
         for span in spans_of(param, engine.states.rank):
             by_chunk.setdefault((param.flat, span.chunk), []).append(span)
     for (flat, chunk), spans in by_chunk.items():
-        yield _Turn(engine.states.store[flat], chunk, spans)
+        yield _ChunkUpdate(engine.states.store[flat], chunk, spans)
 
 
 def _copy(value: Any) -> Any:

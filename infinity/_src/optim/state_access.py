@@ -20,7 +20,7 @@ from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
-from infinity._src.params.chunk_pipeline import ChunkBuffer, Span, spans_of
+from infinity._src.params.chunk_pipeline import ChunkBuffer, ParamSpan, spans_of
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Param
@@ -31,7 +31,7 @@ from infinity.aio._records import GradSection, Moments
 Bytes = npt.NDArray[np.uint8]
 
 
-class Holder(Protocol):
+class StatefulOptimizer(Protocol):
     """The optimizer of a parameter, as access to states sees it."""
 
     def moments_of(self, param: Param) -> tuple[str, ...]:
@@ -212,7 +212,7 @@ class OptimizerState(MutableMapping[str, Any]):
     values.
     """
 
-    def __init__(self, param: Param, holder: Holder, states: States) -> None:
+    def __init__(self, param: Param, holder: StatefulOptimizer, states: States) -> None:
         self._param = param
         self._holder = holder
         self._states = states
@@ -286,7 +286,7 @@ def sections_with(form: Format, value: int) -> list[int]:
     return [form.master_count + value - 1, *scales]
 
 
-def span_sections(buffer: ChunkBuffer, span: Span) -> list[Bytes]:
+def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
     """Return the span's part of every section of the buffer's chunk, but `grad`, as writable bytes.
     """
     return [

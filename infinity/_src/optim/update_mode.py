@@ -45,7 +45,7 @@ from infinity._src.params.unshard import Unsharder
 from infinity._src.params.update_hooks import UpdateHooks
 
 
-class Holder(Grouped, Protocol):
+class UpdatingOptimizer(Grouped, Protocol):
     """The optimizer of a parameter, as updates in backward see it."""
 
     @property
@@ -77,7 +77,7 @@ class ModeParts:
     pipeline: StepPipeline
     unsharder: Unsharder
     grads: GradReducer
-    optimizer_of: Callable[[Param], Holder | None]
+    optimizer_of: Callable[[Param], UpdatingOptimizer | None]
     make_gradients: Callable[[], None]
 
 
@@ -193,7 +193,7 @@ class DeferredUpdate(UpdateMode):
     def _grads(self) -> GradReducer:
         return self._parts.grads
 
-    def _optimizer_of(self, param: Param) -> Holder | None:
+    def _optimizer_of(self, param: Param) -> UpdatingOptimizer | None:
         return self._parts.optimizer_of(param)
 
     def _make_gradients(self) -> None:
@@ -282,4 +282,4 @@ class DeferredUpdate(UpdateMode):
         """Nothing was made."""
 
 
-__all__ = ["DeferredUpdate", "Holder", "ModeParts", "UpdateMode"]
+__all__ = ["DeferredUpdate", "ModeParts", "UpdateMode", "UpdatingOptimizer"]

@@ -195,7 +195,7 @@ def slab_buffers(size_bytes: int, count: int = BUFFERS) -> Iterator[list[Bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class ParamSpan:
     """The part of a parameter that lies in one chunk of this rank's shard.
 
     start: its first element in the chunk; element: that element's index in the parameter; numel:
@@ -209,10 +209,10 @@ class Span:
     numel: int
 
 
-def spans_of(param: Param, rank: int) -> Iterator[Span]:
+def spans_of(param: Param, rank: int) -> Iterator[ParamSpan]:
     """Yield the parts of a parameter in the chunks of this rank's shard, in order."""
     for chunk, start, element, numel in param.flat.layout.spans(param.slot_index, rank):
-        yield Span(param, chunk, start, element, numel)
+        yield ParamSpan(param, chunk, start, element, numel)
 
 
 class ChunkBuffer:

@@ -57,7 +57,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 @dataclasses.dataclass(eq=False)
-class ParamEntry:
+class FoundParameter:
     """One distinct parameter: every name and every (module, attribute) that holds it, in
     registration order.
     """
@@ -91,7 +91,7 @@ class UnitSpec:
 
     name: str
     modules: list[nn.Module]
-    entries: list[ParamEntry]
+    entries: list[FoundParameter]
 
 
 def find_units(
@@ -117,19 +117,19 @@ def find_units(
     return _Finder(model, entries, unit_bytes_max, nested).find(units)
 
 
-def find_parameters(model: nn.Module) -> list[ParamEntry]:
+def find_parameters(model: nn.Module) -> list[FoundParameter]:
     """The distinct parameters of a model in registration order. Tied weights are one entry: found
     by identity, and by what a Hugging Face model declares tied, which holds on the meta device too.
     """
-    by_id: dict[int, ParamEntry] = {}
-    by_name: dict[str, ParamEntry] = {}
+    by_id: dict[int, FoundParameter] = {}
+    by_name: dict[str, FoundParameter] = {}
     seen_sites: set[tuple[int, str]] = set()
     # Duplicates too: a shared module has a name under each parent.
     for prefix, module in model.named_modules(remove_duplicate=False):
         for attr, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            entry = by_id.setdefault(id(parameter), ParamEntry(parameter))
+            entry = by_id.setdefault(id(parameter), FoundParameter(parameter))
             name = f"{prefix}.{attr}" if prefix else attr
             entry.names.append(name)
             by_name[name] = entry
@@ -142,7 +142,7 @@ def find_parameters(model: nn.Module) -> list[ParamEntry]:
     return list(kept)
 
 
-def _merge_declared_ties(model: nn.Module, by_name: dict[str, ParamEntry]) -> None:
+def _merge_declared_ties(model: nn.Module, by_name: dict[str, FoundParameter]) -> None:
     """Make entries that `all_tied_weights_keys` (target name -> source name) declares tied one
     entry.
     """
@@ -168,7 +168,7 @@ class _Finder:
     """One run of `find_units`: assigns every parameter to the first unit that claims it."""
 
     def __init__(
-        self, model: nn.Module, entries: list[ParamEntry], unit_bytes_max: int, nested: bool
+        self, model: nn.Module, entries: list[FoundParameter], unit_bytes_max: int, nested: bool
     ) -> None:
         self._model = model
         self._unit_bytes_max = unit_bytes_max
@@ -309,7 +309,7 @@ class _Finder:
             isinstance(child, _CONTAINERS) for child in module.children()
         )
 
-    def _claim(self, module: nn.Module, caller: nn.Module, entries: list[ParamEntry]) -> None:
+    def _claim(self, module: nn.Module, caller: nn.Module, entries: list[FoundParameter]) -> None:
         """Make a unit of those entries that no unit has yet."""
         fresh = [entry for entry in entries if id(entry) not in self._claimed]
         if not fresh:
@@ -318,18 +318,18 @@ class _Finder:
         name = self._names[id(module)] or type(module).__name__
         self._specs.append(UnitSpec(name, [caller], fresh))
 
-    def _own(self, module: nn.Module) -> list[ParamEntry]:
+    def _own(self, module: nn.Module) -> list[FoundParameter]:
         return [
             self._entry_at[(id(module), attr)]
             for attr, value in module._parameters.items()
             if value is not None
         ]
 
-    def _subtree(self, module: nn.Module) -> list[ParamEntry]:
+    def _subtree(self, module: nn.Module) -> list[FoundParameter]:
         found = {id(entry): entry for part in module.modules() for entry in self._own(part)}
         return sorted(found.values(), key=lambda entry: self._order[id(entry)])
 
-    def _bytes(self, entries: list[ParamEntry]) -> int:
+    def _bytes(self, entries: list[FoundParameter]) -> int:
         return sum(entry.size_bytes for entry in entries if id(entry) not in self._claimed)
 
     # -- tied weights ------------------------------------------------------------------------------
@@ -400,7 +400,7 @@ def build(
     return units
 
 
-def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[ParamEntry]:
+def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[FoundParameter]:
     return [
         entry
         for entry in spec.entries
@@ -408,7 +408,7 @@ def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[ParamEnt
     ]
 
 
-def _make_param(entry: ParamEntry, flat: Flat, slot_index: int) -> Param:
+def _make_param(entry: FoundParameter, flat: Flat, slot_index: int) -> Param:
     return Param(
         index=-1,
         name=entry.names[0],
@@ -424,7 +424,7 @@ def _make_param(entry: ParamEntry, flat: Flat, slot_index: int) -> Param:
     )
 
 
-def _check_holdable(model: nn.Module, entry: ParamEntry) -> None:
+def _check_holdable(model: nn.Module, entry: FoundParameter) -> None:
     parameter, name = entry.parameter, f"{type(model).__name__}.{entry.names[0]}"
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"{name} is lazy and has no shape yet; run one forward before inf.offload")
@@ -542,7 +542,7 @@ def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -
     )
 
 
-def _linear_name(model: nn.Module, entry: ParamEntry) -> str | None:
+def _linear_name(model: nn.Module, entry: FoundParameter) -> str | None:
     """Return the name of the torch.nn.Linear that has the parameter as its weight, or None."""
     for name in entry.names:
         module, _, attr = name.rpartition(".")

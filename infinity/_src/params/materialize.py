@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiling.tiled_module import Place
+from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.wording import listed_are
@@ -220,7 +220,7 @@ class _NamedSource(OpenSource):
         if name is not None:
             self._copy(name, out)
 
-    def _copy(self, name: str, out: torch.Tensor, place: Place | None = None) -> None:
+    def _copy(self, name: str, out: torch.Tensor, place: TilePlace | None = None) -> None:
         value = self._tensors.read(name)
         # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
         if value.is_floating_point() != out.is_floating_point():

@@ -33,7 +33,7 @@ _TENSOR: Any = torch.Tensor
 _GRAD: Any = _TENSOR.grad
 
 
-class Owner(Protocol):
+class ParamHost(Protocol):
     """The life cycle of a model, which answers for its at-rest parameters."""
 
     closed: bool
@@ -57,31 +57,31 @@ class Owner(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Link:
+class EngineLink:
     """An at-rest parameter's place in the engine."""
 
     param: Param
-    owner: Owner
+    owner: ParamHost
     loading: bool = False  # the next `copy_` comes from load_state_dict
 
 
 class ShardedParameter(torch.nn.Parameter):
     """A parameter whose values rest on some tier (see the module's docstring)."""
 
-    infinity_link: Link
+    infinity_link: EngineLink
 
     @staticmethod
     def __new__(  # noqa: PYI034
-        cls, param: Param, device: torch.device, requires_grad: bool, owner: Owner
+        cls, param: Param, device: torch.device, requires_grad: bool, owner: ParamHost
     ) -> ShardedParameter:
         """The at-rest parameter of `param`, for a compute device."""
         made = make_wrapper(cls, param.shape, param.dtype, device, requires_grad)
         assert isinstance(made, ShardedParameter)
-        made.infinity_link = Link(param, owner)
+        made.infinity_link = EngineLink(param, owner)
         return made
 
     def __init__(
-        self, param: Param, device: torch.device, requires_grad: bool, owner: Owner
+        self, param: Param, device: torch.device, requires_grad: bool, owner: ParamHost
     ) -> None:
         # Python hands the arguments of `__new__` here, too; the parameter is complete by then.
         pass

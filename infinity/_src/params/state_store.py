@@ -233,7 +233,7 @@ class StateStore:
         self.writes = 0  # how often something was about to be written
         # Places that no chunk has any more, and that a durable run's last commit names.
         self._dropped: list[SwapExtent] = []
-        self._named = False
+        self._places_named = False
         # Parameters on NVMe that gathers have read, counted when a read is submitted.
         self.params_read_bytes = 0
         # Spilled gradients; `SpilledGradients` counts them.
@@ -481,14 +481,14 @@ class StateStore:
         if shard.versioned:
             shard.records[:] = self._executor.look(shard.ids)
 
-    def named(self) -> None:
+    def commit_named_places(self) -> None:
         """Note that a commit which outlives the process has named all places in use.
 
         Places that are given up from now on stay as they are until the next commit. Places that
         were given up before are free.
         """
         # From here on `_drop` frees nothing that this commit names.
-        self._named = True
+        self._places_named = True
         for place in self._dropped:
             assert self._space is not None
             self._space.free(place)
@@ -662,7 +662,7 @@ class StateStore:
             self.nvme_bytes -= place.size_bytes
             # The last commit of a durable run names the place: it stays readable until the next
             # one.
-            if self._named:
+            if self._places_named:
                 self._dropped.append(place)
             else:
                 self._space.free(place)

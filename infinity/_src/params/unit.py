@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from infinity._src.kernels.tiling.tiled_module import Place, Tile, whole_name
+from infinity._src.kernels.tiling.tiled_module import Tile, TilePlace, whole_name
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Param:
         return f"Param({self.name!r})"
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> TilePlace | None:
         """Its place in the weight that it is a tile of; None for an ordinary parameter."""
         return place_at(self.sites)
 
@@ -114,13 +114,13 @@ class Param:
         return tuple(self.shape) if place is None else place.whole_shape
 
 
-def place_at(sites: list[tuple[torch.nn.Module, str]]) -> Place | None:
+def place_at(sites: list[tuple[torch.nn.Module, str]]) -> TilePlace | None:
     """The place of a parameter that these (module, attribute) hold, if it is a tile."""
     module = sites[0][0]
     return module.place if isinstance(module, Tile) else None
 
 
-def keys_of(names: Iterable[str], place: Place | None) -> tuple[str, ...]:
+def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
     """The names in state dicts of a parameter with these names in the module tree; place: see
     `place_at`.
     """

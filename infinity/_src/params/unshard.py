@@ -40,7 +40,7 @@ from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.cleanup import cancel_and_wait
 from infinity._src.distributed.collectives import Comm, digest, fingerprinted
 from infinity._src.distributed.exchange import Exchange
-from infinity._src.distributed.lanes import Op
+from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.constants import AHEAD
@@ -639,9 +639,9 @@ class PendingUnshard:
     """
 
     tickets: Sequence[Ticket]
-    op: Op | None = None
+    op: PendingCollective | None = None
     before_gather: Callable[[], None] | None = None
-    submit: Callable[[], Op] | None = None
+    submit: Callable[[], PendingCollective] | None = None
     stuck: bool = False
 
     @property
@@ -780,7 +780,7 @@ class PendingUnshards:
 
     def _submit(
         self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool
-    ) -> Op:
+    ) -> PendingCollective:
         secondary = self.secondary if version is not None else None
         # Noted now, in the order of the program, so that all ranks note the same. The lane stores.
         store = secondary.store(unit, version) if secondary is not None else None

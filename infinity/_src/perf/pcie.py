@@ -74,7 +74,7 @@ class Copies:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class LinkSpeed:
     """Bytes per second of a link, or of several together. Directions do not slow each other: PCIe
     has lanes for each, and a GPU a copy engine for each."""
 
@@ -137,10 +137,10 @@ def copies(
     *,
     update_on: str = "cpu",
     params_stay: bool = False,
-    grads_kept: bool = False,
+    grads_wait: bool = False,
 ) -> Copies:
     """Count the copies of one step (the module's table). params_stay: parameters rest on the GPUs.
-    grads_kept: with update="backward" gradients wait all the same, for a step that decides
+    grads_wait: with update="backward" gradients wait all the same, for a step that decides
     otherwise.
 
     >>> exact = copies(ModelBytes(params=2, states=12, grads=2), "deferred", 1)
@@ -158,7 +158,7 @@ def copies(
     on_device = update_on == "device"
     # True if the last micro-batch's gradients leave the GPU: an update in backward there uses them
     # up where they were made.
-    waits = not on_device or update != "backward" or grads_kept
+    waits = not on_device or update != "backward" or grads_wait
     states = _states(sizes, update, params_stay) if on_device else Copied()
     if on_device and update != "backward":
         # Gradients waited in the CPU's memory, and the update on the GPU needs them back.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from infinity._src.perf.pcie import Copied, Copies, Link, measured_copies
+from infinity._src.perf.pcie import Copied, Copies, LinkSpeed, measured_copies
 from infinity._src.perf.roofline import (
     Compute,
     Drives,
@@ -64,7 +64,7 @@ class StepTerms:
     limits: Limits
     limits_loop: Limits
     copied: Copies
-    link: Link | None
+    link: LinkSpeed | None
 
     @property
     def drives_known(self) -> bool:
@@ -263,7 +263,7 @@ def _compute(phases: Mapping[str, PhaseFigures], first_forward_s: float) -> Comp
     )
 
 
-def _link(total: PhaseFigures) -> Link | None:
+def _link(total: PhaseFigures) -> LinkSpeed | None:
     """Return the bandwidth of the link in each direction. A direction in which nothing was copied
     is taken to be as fast as the other.
     """
@@ -273,7 +273,7 @@ def _link(total: PhaseFigures) -> Link | None:
         if size > 0 and seconds > 0
     ]
     # With one rate both indices name it.
-    return Link(rates[0], rates[-1]) if rates else None
+    return LinkSpeed(rates[0], rates[-1]) if rates else None
 
 
 def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, bool] | None:

@@ -14,7 +14,7 @@ from infinity._src.perf.pcie import (
     BusyTime,
     Copied,
     Copies,
-    Link,
+    LinkSpeed,
     ModelBytes,
     copies,
     dram_s,
@@ -54,7 +54,7 @@ def test_bytes_of_an_exact_parameter_are_those_of_the_table(
 def test_speculative_updates_on_the_gpu_keep_the_gradients_for_a_step_that_decides_otherwise() -> (
     None
 ):
-    assert moved("backward", 1, update_on="device", grads_kept=True) == (14, 12 + 2)
+    assert moved("backward", 1, update_on="device", grads_wait=True) == (14, 12 + 2)
 
 
 def test_parameters_that_stay_go_there_once_as_updated_or_not_at_all() -> None:
@@ -83,14 +83,14 @@ def test_activations_leave_in_forward_and_come_back_in_backward() -> None:
 
 
 def test_a_link_carries_both_directions_at_once() -> None:
-    link = Link(10.0, 5.0)
+    link = LinkSpeed(10.0, 5.0)
     assert link.busy_s(Copied(20, 5)) == 2.0
     assert link.busy_s(Copied(20, 15)) == 3.0
     assert link.busy_time(Copies(Copied(20, 0), Copied(0, 15))) == BusyTime(2.0, 3.0, 3.0)
     with pytest.raises(ValueError, match="d2h_bytes_per_s=inf"):
-        Link(1.0, math.inf)
+        LinkSpeed(1.0, math.inf)
     with pytest.raises(ValueError, match="h2d_bytes_per_s=0"):
-        Link(0, 1)
+        LinkSpeed(0, 1)
 
 
 def test_the_cpu_s_memory_carries_drives_updates_and_copies() -> None:
@@ -130,7 +130,7 @@ def test_a_step_s_copies_are_its_updates_window_and_the_rest_and_never_negative(
     held: ModelBytes, update: str, update_on: str, micro_batches: int, stay: bool, kept: bool
 ) -> None:
     found = copies(
-        held, update, micro_batches, update_on=update_on, params_stay=stay, grads_kept=kept
+        held, update, micro_batches, update_on=update_on, params_stay=stay, grads_wait=kept
     )
     for part in (found.beside_states, found.rest):
         assert min(part.h2d, part.d2h) >= 0

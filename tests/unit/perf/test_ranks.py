@@ -15,7 +15,7 @@ from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.perf.plan.changes import one_change
 from infinity._src.perf.plan.machine import Machine, describe_machine
-from infinity._src.perf.plan.memory import Tiers
+from infinity._src.perf.plan.memory import TierBytes
 from infinity._src.perf.plan.predict import predict
 from infinity._src.perf.plan.ranks import Exchanges, bytes_of_rank, exchanges, stages
 from infinity._src.perf.plan.workload import FlatShape, ModelShape, UnitShape
@@ -43,7 +43,7 @@ def machine(ranks: int = 4, nodes: int = 1, **more: Any) -> Machine:
     return describe_machine(gpus=ranks, ram_bytes=256 * GIB, nodes=nodes, **more)
 
 
-def held(shape: ModelShape, where: Machine, **job: Any) -> dict[str, Tiers]:
+def held(shape: ModelShape, where: Machine, **job: Any) -> dict[str, TierBytes]:
     return bytes_of_rank(shape, where, JOB.replace(**job)).states
 
 
@@ -56,13 +56,13 @@ def test_stages_split_what_their_names_say() -> None:
         held(EVEN, machine(), **tiers),
         held(EVEN, machine(), zero=2, params="device", optim="cpu"),
     )
-    assert three["parameters at rest"] == two["parameters at rest"] == Tiers(cpu=P / 4)
-    assert three["optimizer states"] == two["optimizer states"] == Tiers(cpu=5 * P / 4)
-    assert three["gradients"] == two["gradients"] == Tiers(cpu=P / 4)
-    assert three["parameters gathered, at most"] == Tiers(device=3 * P / 8)  # of eight units
-    assert two["parameters on the device"] == Tiers(device=P)
+    assert three["parameters at rest"] == two["parameters at rest"] == TierBytes(cpu=P / 4)
+    assert three["optimizer states"] == two["optimizer states"] == TierBytes(cpu=5 * P / 4)
+    assert three["gradients"] == two["gradients"] == TierBytes(cpu=P / 4)
+    assert three["parameters gathered, at most"] == TierBytes(device=3 * P / 8)  # of eight units
+    assert two["parameters on the device"] == TierBytes(device=P)
     one = held(EVEN, machine(), zero=1, params="device", optim="cpu")
-    assert one == two | {"whole sums of gradients": Tiers(cpu=P)}
+    assert one == two | {"whole sums of gradients": TierBytes(cpu=P)}
     assert held(EVEN, machine(), zero=1, params="device", optim="cpu", accumulate="local") == one
     assert held(EVEN, machine(), zero=2, params="device", optim="cpu", accumulate="local") == one
 
@@ -70,32 +70,32 @@ def test_stages_split_what_their_names_say() -> None:
 def test_what_rests_on_nvme_is_the_same_shard() -> None:
     nothing = {"params": 0.0, "optim": 0.0}
     found = held(EVEN, machine(), resident=nothing)
-    assert found["parameters at rest"] == Tiers(nvme=P / 4)
-    assert found["optimizer states"] == Tiers(nvme=5 * P / 4)
+    assert found["parameters at rest"] == TierBytes(nvme=P / 4)
+    assert found["optimizer states"] == TierBytes(nvme=5 * P / 4)
     twice = held(EVEN, machine(), resident=nothing, generations=2)
-    assert twice["parameters at rest"] == Tiers(nvme=P / 2)
+    assert twice["parameters at rest"] == TierBytes(nvme=P / 2)
     assert twice["gradients"] == found["gradients"]
 
 
 def test_copies_of_a_node_and_errors_fed_back_take_what_the_policy_says() -> None:
     where = machine(ranks=4, nodes=2)
     name = "the node's copy (hpZ)"
-    assert held(EVEN, where, hpz="cpu")[name] == Tiers(cpu=P / 4)
-    assert held(EVEN, where, hpz="device")[name] == Tiers(device=P / 4)
-    assert held(EVEN, where, qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(
+    assert held(EVEN, where, hpz="cpu")[name] == TierBytes(cpu=P / 4)
+    assert held(EVEN, where, hpz="device")[name] == TierBytes(device=P / 4)
+    assert held(EVEN, where, qgz=True, error_feedback=True)["errors fed back (qgZ)"] == TierBytes(
         cpu=P + P / 4
     )
     # One turn of the reduction, one place where it rounds.
-    assert held(EVEN, machine(4), qgz=True, error_feedback=True)["errors fed back (qgZ)"] == Tiers(
-        cpu=P
-    )
+    assert held(EVEN, machine(4), qgz=True, error_feedback=True)[
+        "errors fed back (qgZ)"
+    ] == TierBytes(cpu=P)
     assert name not in held(EVEN, where)
 
 
 def test_parameters_that_stay_under_stage_3_are_shards() -> None:
     found = held(EVEN, machine(), params="device", optim="cpu")
-    assert found["shards kept on the device"] == Tiers(device=P / 4)
-    assert found["parameters gathered, at most"] == Tiers(device=3 * P / 8)
+    assert found["shards kept on the device"] == TierBytes(device=P / 4)
+    assert found["parameters gathered, at most"] == TierBytes(device=3 * P / 8)
 
 
 def test_every_hole_of_a_shape_counts() -> None:
@@ -103,10 +103,10 @@ def test_every_hole_of_a_shape_counts() -> None:
     shards = [plan_flat(flat.numels, 2, 6).shard_numel for flat in shape.flats]
     assert shards == [2048, 2048, 2048]
     found = held(shape, where, zero=1, params="device", optim="cpu", qgz=True, error_feedback=True)
-    assert found["parameters on the device"] == Tiers(device=2 * 6 * sum(shards))
-    assert found["whole sums of gradients"] == Tiers(cpu=2 * 6 * sum(shards))
-    assert found["optimizer states"] == Tiers(cpu=10 * sum(shards))
-    assert found["errors fed back (qgZ)"] == Tiers(cpu=2 * (6 + 2) * sum(shards))
+    assert found["parameters on the device"] == TierBytes(device=2 * 6 * sum(shards))
+    assert found["whole sums of gradients"] == TierBytes(cpu=2 * 6 * sum(shards))
+    assert found["optimizer states"] == TierBytes(cpu=10 * sum(shards))
+    assert found["errors fed back (qgZ)"] == TierBytes(cpu=2 * (6 + 2) * sum(shards))
 
 
 def test_the_plan_s_ram_is_what_its_ranks_hold() -> None:

@@ -75,10 +75,10 @@ class DeferredLogits(torch.Tensor):
     An ordinary head computes logits when it is called; these are computed later. So their inputs
     must not change in between: hidden states or weights that were written (by an optimizer's step)
     are an error. Logits made under `no_grad` have no graph. Once somebody writes to the logits, or
-    puts a hook on them, they are ordinary ones for everybody (`settle`).
+    puts a hook on them, they are ordinary ones for everybody (`materialize`).
     """
 
-    # Hidden states and, once settled, the computed logits: backward goes by way of these.
+    # Hidden states and, once materialized, the computed logits: backward goes by way of these.
     infinity_inputs: tuple[torch.Tensor, ...]
     _head: TiledHead
     _graph: bool  # whether an ordinary head would have recorded a graph
@@ -87,7 +87,7 @@ class DeferredLogits(torch.Tensor):
     _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
     _computed: torch.Tensor | None
     _computed_version: int
-    _settled: bool
+    _materialized: bool
 
     @staticmethod
     def __new__(  # noqa: PYI034
@@ -105,7 +105,7 @@ class DeferredLogits(torch.Tensor):
         made._head, made.infinity_inputs, made._of = head, (hidden,), of
         # The call of the head decides whether a graph is wanted, not the computing of the logits.
         made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
-        made._computed, made._computed_version, made._settled = None, 0, False
+        made._computed, made._computed_version, made._materialized = None, 0, False
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -138,7 +138,7 @@ class DeferredLogits(torch.Tensor):
                 "modified in place since (by an optimizer's step?): use them before, or keep "
                 "`logits.clone()`"
             )
-        # Without the subclass: `__torch_function__` would ask for the grad_fn of the settled
+        # Without the subclass: `__torch_function__` would ask for the grad_fn of the materialized
         # logits.
         with DisableTorchFunctionSubclass():
             if self.grad_fn is not None:
@@ -158,8 +158,8 @@ class DeferredLogits(torch.Tensor):
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
         """Compute the logits as an ordinary tensor, once."""
-        if self.is_settled():
-            return self.settle(what)
+        if self.is_materialized():
+            return self.materialize(what)
         made = self._computed
         # Computed under no_grad, and wanted with a graph now: once more.
         if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
@@ -171,25 +171,29 @@ class DeferredLogits(torch.Tensor):
             self._computed_version = _version(made)
         return made
 
-    def is_settled(self) -> bool:
-        """Tell whether these are ordinary logits by now: settled, or written to since computed."""
+    def is_materialized(self) -> bool:
+        """Tell whether these are ordinary logits by now: materialized, or written to since."""
         written = self._computed is not None and _version(self._computed) != self._computed_version
-        return self._settled or written or (self._of is not None and self._of[0].is_settled())
+        return (
+            self._materialized
+            or written
+            or (self._of is not None and self._of[0].is_materialized())
+        )
 
-    def settle(self, what: str) -> torch.Tensor:
+    def materialize(self, what: str) -> torch.Tensor:
         """Make these ordinary logits, in the memory of the logits that they are a view of.
 
         The viewed logits become ordinary, too.
         """
-        if not self._settled:
+        if not self._materialized:
             with torch.set_grad_enabled(self._graph):
                 if self._of is not None:
                     whole, view = self._of
-                    self._computed = view(whole.settle(what))
+                    self._computed = view(whole.materialize(what))
                 # Not where somebody wrote to the computed ones, which are the logits now.
-                elif not self.is_settled():
+                elif not self.is_materialized():
                     self.compute(what)
-            self._settled = True
+            self._materialized = True
             assert self._computed is not None
             # Backward goes by way of this tensor: the engine looks for its inputs.
             self.infinity_inputs = (self.infinity_inputs[0], self._computed)
@@ -210,13 +214,13 @@ class DeferredLogits(torch.Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        # First: these answers depend on whether the logits are settled.
+        # First: these answers depend on whether the logits are materialized.
         if logits is not None and func in _OF_THE_GRAPH:
             return _of_the_graph(func, logits, args[1:])
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if logits is not None and not logits.is_settled():
+        if logits is not None and not logits.is_materialized():
             # None of a handler means that it does not leave rows of logits whole.
             handler = _HANDLERS.get(func)
             done = handler(func, logits, args[1:], kwargs) if handler is not None else None
@@ -228,9 +232,9 @@ class DeferredLogits(torch.Tensor):
                 or name == "__setitem__"
                 or (name.endswith("_") and not name.endswith("__"))
             ):
-                logits.settle(name)
+                logits.materialize(name)
         if isinstance(kwargs.get("out"), DeferredLogits):
-            kwargs["out"].settle(name)
+            kwargs["out"].materialize(name)
         return func(
             *(_compute(arg, name) for arg in args),
             **{key: _compute(arg, name) for key, arg in kwargs.items()},
@@ -440,7 +444,7 @@ _OF_THE_GRAPH = {
 
 
 def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> Any:
-    if not logits.is_settled():
+    if not logits.is_materialized():
         if func == _TENSOR.requires_grad.__get__:
             return logits.wants_grad
         if func == _TENSOR.is_leaf.__get__:
@@ -448,9 +452,9 @@ def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> A
         if func == _TENSOR.requires_grad.__set__ or (
             func == _TENSOR.grad_fn.__get__ and logits.wants_grad
         ):
-            logits.settle(func.__self__.__name__)
-    if logits.is_settled():
-        return func(logits.settle("autograd"), *args)
+            logits.materialize(func.__self__.__name__)
+    if logits.is_materialized():
+        return func(logits.materialize("autograd"), *args)
     with DisableTorchFunctionSubclass():
         return func(logits, *args)
 

@@ -28,7 +28,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 
 M = TypeVar("M", bound=nn.Module)
 
-_KEPT = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_HOOK_DICTS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """Hooks of users, which a tiled module cannot take over unseen."""
 
 
@@ -238,7 +238,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
         raise ValueError(
             f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
         )
-    hooked = [kind for kind in _KEPT if getattr(module, kind, None)]
+    hooked = [kind for kind in _HOOK_DICTS if getattr(module, kind, None)]
     if hooked or "forward" in module.__dict__:
         raise ValueError(
             f"{name} has {', '.join(hooked) or 'a forward of its own'}, which tiling would lose: "

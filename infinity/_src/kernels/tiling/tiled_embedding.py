@@ -65,7 +65,7 @@ class TiledEmbedding(TiledModule):
             torch.empty(0, device=out.device, requires_grad=True) if wanted else None, out
         )
         for tile, row, column in self.tiles():
-            outs = tile(_Link(self, flat, out, row, column), outs)
+            outs = tile(_EmbeddingTileStep(self, flat, out, row, column), outs)
         found: torch.Tensor = _Leave.apply(outs, out)
         return found.view(*indices.shape, self.embedding_dim)
 
@@ -76,7 +76,7 @@ class TiledEmbedding(TiledModule):
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {tiles}"
 
 
-class _Link:
+class _EmbeddingTileStep:
     """Computation of a tile, as a function of its weight and the token.
 
     indices: [n]; out: [n, embedding_dim].

@@ -162,7 +162,7 @@ class TiledLinear(TiledModule):
         sums, outs = _Enter.apply(rows, self.anchor(rows), call)
         # In the order of the grid: each token is made from the link before it.
         for tile, row, column in self.tiles():
-            sums, outs = tile(_Link(call, row, column), sums, outs)
+            sums, outs = tile(_LinearTileStep(call, row, column), sums, outs)
         y: torch.Tensor = _Leave.apply(sums, outs, out, bias)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -226,7 +226,7 @@ class _Call(NamedTuple):
     input_grad: bool  # whether the input wants a gradient
 
 
-class _Link:
+class _LinearTileStep:
     """Computation of a tile, as a function of its weight and the tokens."""
 
     def __init__(self, call: _Call, row: int, column: int) -> None:

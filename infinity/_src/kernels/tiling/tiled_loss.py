@@ -191,7 +191,7 @@ def _chain(
         # A slice within the graph: autograd puts the tiles' gradients together.
         bias = head.bias[first:last] if head.bias is not None else None
         sums, lines = tile(
-            _Link(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines
+            _LossTileStep(running, bias, first, row == head.grid.rows - 1, input_grad), sums, lines
         )
     loss: torch.Tensor = _Leave.apply(sums, lines, running)
     return loss.view(target.shape) if settings.reduction == "none" else loss
@@ -283,7 +283,7 @@ class _Loss(torch.autograd.Function):
         )
 
 
-class _Link(NamedTuple):
+class _LossTileStep(NamedTuple):
     """Computation of a tile of a head, as a function of its weight and the tokens."""
 
     running: _Running

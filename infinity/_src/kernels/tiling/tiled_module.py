@@ -6,7 +6,7 @@ released alone.
       +- tile_1_0.weight  tile_1_1.weight               parameters:  the tiles
 
 Inside the module tree are the tiles. Out of it and into it (state_dict, load_state_dict, exports)
-goes the whole weight, under the key that it had before. `whole_name` and `Place` translate.
+goes the whole weight, under the key that it had before. `whole_name` and `TilePlace` translate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _TILE_NAME = re.compile(r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TilePlace:
     """Position of a tile in the weight: [first, last) row and column, and the weight's shape."""
 
     rows: tuple[int, int]
@@ -97,9 +97,9 @@ class Grid:
         """The shape of the whole weight."""
         return self.row_ends[-1], self.column_ends[-1]
 
-    def place(self, row: int, column: int) -> Place:
+    def place(self, row: int, column: int) -> TilePlace:
         """Return the position of a tile."""
-        return Place(
+        return TilePlace(
             (self.row_ends[row], self.row_ends[row + 1]),
             (self.column_ends[column], self.column_ends[column + 1]),
             self.whole_shape,
@@ -167,7 +167,7 @@ class Tile(nn.Module):
     it gathers each tile alone.
     """
 
-    def __init__(self, weight: nn.Parameter, place: Place) -> None:
+    def __init__(self, weight: nn.Parameter, place: TilePlace) -> None:
         super().__init__()
         self.weight = weight
         self.place = place
@@ -341,7 +341,7 @@ class TiledModule(nn.Module):
         return destination
 
     def _merged(
-        self, destination: dict[str, Any], parts: list[tuple[torch.Tensor, Place]]
+        self, destination: dict[str, Any], parts: list[tuple[torch.Tensor, TilePlace]]
     ) -> torch.Tensor:
         """Merge tiles to the whole weight, a copy.
 
@@ -425,7 +425,7 @@ def tile_modules(model: nn.Module) -> Iterator[Tile]:
     return (module for module in model.modules() if isinstance(module, Tile))
 
 
-def keep_uncompiled(model: nn.Module) -> None:
+def exclude_from_compile(model: nn.Module) -> None:
     """Keep torch.compile out of the model's tiled modules. Code before and after them is compiled.
 
     Each tile is gathered by hooks that cannot be compiled, so there is nothing to gain inside. Not

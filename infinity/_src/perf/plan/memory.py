@@ -66,21 +66,21 @@ PIECES_MAX = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiers:
+class TierBytes:
     """Bytes on each tier."""
 
     device: float = 0.0
     cpu: float = 0.0
     nvme: float = 0.0
 
-    def __add__(self, other: Tiers) -> Tiers:
-        return Tiers(self.device + other.device, self.cpu + other.cpu, self.nvme + other.nvme)
+    def __add__(self, other: TierBytes) -> TierBytes:
+        return TierBytes(self.device + other.device, self.cpu + other.cpu, self.nvme + other.nvme)
 
     def __bool__(self) -> bool:
         return bool(self.device or self.cpu or self.nvme)
 
 
-def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, Tiers]:
+def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
     """Bytes that each of several ranks holds besides its placement, by name; no zeros."""
     if machine.world == 1:
         return {}
@@ -94,17 +94,17 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
         whole = sum(
             round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
         )
-        found["whole sums of gradients"] = Tiers(cpu=float(whole))
+        found["whole sums of gradients"] = TierBytes(cpu=float(whole))
     shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
     if job.policy.hpz:
         # A rank keeps its counterparts' shards too, one of each node, so that a node has every
         # value once.
         copy = machine.nodes * shard
         found["the node's copy (hpZ)"] = (
-            Tiers(device=copy) if job.policy.hpz == "device" else Tiers(cpu=copy)
+            TierBytes(device=copy) if job.policy.hpz == "device" else TierBytes(cpu=copy)
         )
     elif job.policy.params == "device" and not job.whole_params(machine.world):
-        found["shards kept on the device"] = Tiers(device=shard)
+        found["shards kept on the device"] = TierBytes(device=shard)
     if job.policy.qgz and job.policy.error_feedback:
         # Codes are made from the whole, then again from the node's sums, which go to other nodes:
         # each level has its own error. With one rank on each node, or one node, there is one level.
@@ -113,7 +113,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
             layout.numel + turns * machine.nodes * layout.shard_numel for _, layout in trained
         )
         # 2 bytes each, as `Policy.error_feedback` says.
-        found["errors fed back (qgZ)"] = Tiers(cpu=2.0 * numel)
+        found["errors fed back (qgZ)"] = TierBytes(cpu=2.0 * numel)
     return {name: size for name, size in found.items() if size}
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from infinity._src.memory.placement import PlacementPlan
-from infinity._src.perf.pcie import BusyTime, Copied, Copies, Link, ModelBytes, copies, dram_s
+from infinity._src.perf.pcie import BusyTime, Copied, Copies, LinkSpeed, ModelBytes, copies, dram_s
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import (
     Need,
@@ -145,7 +145,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     busy = _busy_times(machine, job, sizes, moved, copied, between)
     if machine.nodes > 1:
         # All ranks of a node share its link to the others.
-        link = Link(machine.link_bytes_per_s, machine.link_bytes_per_s)
+        link = LinkSpeed(machine.link_bytes_per_s, machine.link_bytes_per_s)
         busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     terms = {
         "compute": compute.total_s,
@@ -349,7 +349,7 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
         update_on=job.policy.update_on,
         params_stay=stay,
         # A speculative update may be made once more, so its gradients are kept.
-        grads_kept=job.policy.speculates,
+        grads_wait=job.policy.speculates,
     )
     # Under hpZ every gather but the first takes the node's copy. From the CPU's memory a rank
     # copies the shards of all nodes, its part of the copy; on the device the copy is there already.
@@ -401,9 +401,9 @@ def _busy_times(
     if not machine.gpus:
         return found
     pcie = machine.pcie_bytes_per_s
-    found = {"PCIe": Link(pcie, pcie).busy_time(copied)} | found
+    found = {"PCIe": LinkSpeed(pcie, pcie).busy_time(copied)} | found
     if machine.gpus > 1 and machine.peers_per_gpu is not None:
-        link = Link(machine.peers_per_gpu, machine.peers_per_gpu)
+        link = LinkSpeed(machine.peers_per_gpu, machine.peers_per_gpu)
         found["links between GPUs"] = link.busy_time(between)
     if not on_cpu:
         # Every GPU updates its share of the states, in its own memory.

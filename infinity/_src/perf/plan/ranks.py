@@ -45,14 +45,14 @@ from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_
 from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.memory import Tiers, beside_placement, gathered_bytes, place_states
+from infinity._src.perf.plan.memory import TierBytes, beside_placement, gathered_bytes, place_states
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 
 # -- Traffic of a rank -----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
+class PlannedCollective:
     """One kind of collective in a step.
 
     count: how often it runs; beside_updates: how many of these while updates run. inside, across:
@@ -72,7 +72,7 @@ class Exchanges:
     with the padding of shards.
     """
 
-    each: tuple[Exchange, ...]
+    each: tuple[PlannedCollective, ...]
     plain_bytes: float
     ranks_of_node: int
     nodes: int
@@ -136,7 +136,9 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
         # Frozen values never change, so the copies on the devices stay valid.
         if trained:
             found.append(
-                Exchange("gather of what was updated", 1, 1, *_ways(machine, trained, weights))
+                PlannedCollective(
+                    "gather of what was updated", 1, 1, *_ways(machine, trained, weights)
+                )
             )
     else:
         # Under hpZ only the first gather of a step needs other nodes: until the update the node's
@@ -144,14 +146,16 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
         first, again = (1, 2 * count - 1) if job.policy.hpz else (count, count)
         copy = (_ways(machine, flats, _plain)[0], 0.0) if job.policy.hpz else both
         # A deferred update runs beside the next forward, and so beside its gather.
-        found.append(Exchange("gather in forward", first, first if late else 1, *both))
+        found.append(PlannedCollective("gather in forward", first, first if late else 1, *both))
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
         # The gather of the last backward, and below its reduction, run beside updates in backward.
-        found.append(Exchange(name, again, again if late else int(in_backward), *copy))
+        found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
     if trained:
         times = job.reductions
         found.append(
-            Exchange("reduction of gradients", times, times if late else int(in_backward), *reduced)
+            PlannedCollective(
+                "reduction of gradients", times, times if late else int(in_backward), *reduced
+            )
         )
     return Exchanges(tuple(found), plain, machine.ranks, machine.nodes)
 
@@ -204,12 +208,12 @@ class RankBytes:
     """
 
     stage: int
-    states: dict[str, Tiers]
+    states: dict[str, TierBytes]
 
     @property
-    def total(self) -> Tiers:
+    def total(self) -> TierBytes:
         """Sum over all states."""
-        return sum(self.states.values(), Tiers())
+        return sum(self.states.values(), TierBytes())
 
 
 def bytes_of_rank(
@@ -254,7 +258,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
 
 def _states(
     shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
-) -> dict[str, Tiers]:
+) -> dict[str, TierBytes]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)
     for need, placed, row in zip(needs, plan.formats, plan.nvme_masks, strict=True):
@@ -273,14 +277,14 @@ def _states(
                     cpu[kind] += versions * section.size_bytes(numel)
     stays = job.whole_params(machine.world)
     found = {
-        "parameters at rest": Tiers(cpu=cpu["params"], nvme=nvme["params"]),
-        "parameters on the device" if stays else "parameters gathered, at most": Tiers(
+        "parameters at rest": TierBytes(cpu=cpu["params"], nvme=nvme["params"]),
+        "parameters on the device" if stays else "parameters gathered, at most": TierBytes(
             device=gathered_bytes(shape, machine, job)
         ),
-        "gradients": Tiers(cpu=float(plan.grad_bytes), nvme=nvme["grads"]),
-        "optimizer states": Tiers(cpu=cpu["optim"], nvme=nvme["optim"]),
-        "parameters of the step before": Tiers(cpu=float(plan.delayed_params_bytes)),
-        "buffers and checksums": Tiers(
+        "gradients": TierBytes(cpu=float(plan.grad_bytes), nvme=nvme["grads"]),
+        "optimizer states": TierBytes(cpu=cpu["optim"], nvme=nvme["optim"]),
+        "parameters of the step before": TierBytes(cpu=float(plan.delayed_params_bytes)),
+        "buffers and checksums": TierBytes(
             cpu=float(
                 plan.ram_bytes - plan.grad_bytes
                 - plan.delayed_params_bytes - plan.resident_bytes
