@@ -45,7 +45,7 @@ from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
-from infinity._src.optim.grad_windows import GradWindows
+from infinity._src.optim.grad_windows import grad_sizes, windows_bytes
 from infinity._src.optim.registry import OptimizerRegistry
 from infinity._src.optim.speculative_update import SpeculativeUpdate
 from infinity._src.optim.state_access import States
@@ -270,11 +270,8 @@ def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
     """Return the pinned memory through which gradients reach their slots or updates. Unfreezing
     parameters makes it grow.
     """
-    policy = split.policy
-    # Only updates in backward read gradients from windows; others wait in slots. Speculation leaves
-    # them in slots too.
-    windows = split.device.copies and policy.update == "backward" and not policy.speculates
-    of_windows = GradWindows.needs_bytes(split.units, buffers.dtype) if windows else 0
+    sizes = grad_sizes(split.units, buffers.dtype)
+    of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
     return of_windows + split.ranks.staging_bytes(split.flats, buffers.dtype)
 
 
@@ -322,7 +319,7 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
                 "update_on='cpu'"
             )
         return DeviceUpdate(store=tiers.store, executor=tiers.executor, device=device)
-    if policy.update == "delayed":
+    if policy.delays:
         return DelayedUpdate(
             split.units,
             store=tiers.store,
@@ -331,9 +328,9 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
             device=device,
             warmup=policy.delayed_warmup,
         )
-    if policy.update == "backward" and policy.generations > 1:
+    if policy.speculates:
         return SpeculativeUpdate(device=device, passes=progress.passes)
-    if policy.update == "backward":
+    if policy.consumes_grads:
         return BackwardUpdate(
             split.units,
             device=device,

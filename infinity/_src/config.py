@@ -325,6 +325,40 @@ class Policy:
         """True where units update during backward ahead of a step that may decide otherwise."""
         return self.update == "backward" and self.generations > 1
 
+    # The rules of the update modes, each stated once for the engine, its planner and `perf.plan`.
+
+    @property
+    def consumes_grads(self) -> bool:
+        """Whether the last micro-batch's gradients are used up in backward, by its updates."""
+        # A speculative update may be redone by the step, so its gradients wait for that.
+        return self.update == "backward" and not self.speculates
+
+    @property
+    def delays(self) -> bool:
+        """Whether a step's updates run beside the next step's passes."""
+        return self.update == "delayed"
+
+    @property
+    def updates_in_step(self) -> bool:
+        """Whether all updates are submitted by `opt.step()`, which no pass reads ahead of."""
+        return self.update == "deferred"
+
+    @property
+    def last_unit_first(self) -> bool:
+        """Whether the updates of a step begin with the last unit."""
+        return self.update == "backward"
+
+    @property
+    def placement_update(self) -> str:
+        """The update mode whose traffic a placement is optimized for."""
+        # Gradients that wait for a step move as with deferred updates.
+        return "deferred" if self.speculates else self.update
+
+    @property
+    def cpu_update(self) -> str | None:
+        """The update mode on the CPU, which the limits of a step know; None on a device."""
+        return self.update if self.update_on == "cpu" else None
+
     def whole_params(self, *, several: bool) -> bool:
         """Tell whether each rank keeps all parameters on its device; several: of more than one."""
         return self.params == "device" and (self.zero < 3 or not several)

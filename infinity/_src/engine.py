@@ -264,7 +264,7 @@ class Handle:
             param_numel=sum(param.numel for param in self.parts.split.params),
             unit_count=len(self.units),
             backend_reason=self.parts.tiers.executor.backend_reason,
-            update=self.policy.update if self.policy.update_on == "cpu" else None,
+            update=self.policy.cpu_update,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self.parts.tiers.storage.activation_figures(),
             ranks=self.parts.split.ranks.figures(),

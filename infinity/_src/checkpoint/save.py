@@ -434,7 +434,7 @@ class Saver:
         last if backward updates.
         """
         units = list(self.units)
-        if self.policy.update == "backward":
+        if self.policy.last_unit_first:
             # Backward updates the last unit first; units that are written first are to be copied
             # first.
             units.reverse()

@@ -149,7 +149,7 @@ class PlacementPlanner:
     def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
         # Speculation stores gradients under update="backward", too: it may have to redo a step.
-        if self._policy.update != "backward" or self._policy.speculates:
+        if not self._policy.consumes_grads:
             plan = self._make(formats, stores_gradients=True)
             self._spilled = self._spilled_of(plan)
             return plan
@@ -245,7 +245,7 @@ class PlacementPlanner:
             # A resident byte is valued for a step of one micro-batch: how many a step will have is
             # not known at placement (`infinity plan` takes the number).
             load=StepLoad(
-                update="deferred" if policy.speculates else policy.update,
+                update=policy.placement_update,
                 bandwidths=self._bandwidths(),
             ),
             spill=spill,
@@ -266,7 +266,7 @@ class PlacementPlanner:
             return FlatNeed(
                 flat.layout, Format.RAW, *tiers, versions=2 if self._policy.durable else 1
             )
-        delayed = self._policy.update == "delayed"
+        delayed = self._policy.delays
         # This rank's shard: gradients wait for the step after they were reduced.
         grads = self._gradients.shard_bytes(flat)
         delayed_bytes = DelayedParams.shard_bytes(flat) if delayed else 0

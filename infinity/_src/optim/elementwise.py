@@ -132,7 +132,7 @@ class Elementwise(Optimizer):
                 f"update_on={policy.update_on!r} has kernels for AdamW, SGD and Lion; with "
                 f"{self.title} use update_on='cpu'"
             )
-        if policy.update != "deferred":
+        if not policy.updates_in_step:
             raise ValueError(
                 f"update={policy.update!r} wants an update that runs beside Python; {self.title} "
                 "does not: use update='deferred', or AdamW, SGD or Lion"

@@ -9,11 +9,12 @@ The units in between keep the device busy. Waiting for the last unit's copies wo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
 
+from infinity._src.config import Policy
 from infinity._src.memory.constants import WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.unit import Flat, Param, Unit
@@ -27,6 +28,31 @@ _ALIGNMENT_BYTES = 64
 def window_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of a window for gradients of these sizes."""
     return sum(round_up(size_bytes, _ALIGNMENT_BYTES) for size_bytes in sizes)
+
+
+def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies: bool) -> int:
+    """Return the pinned memory of all windows, which the engine and `infinity plan` both count.
+
+    unit_sizes: for each unit the bytes of its parameters' gradients. copies: the model computes on
+    a device with memory of its own.
+    """
+    # Only updates in backward read gradients from windows; others wait in slots. Speculation leaves
+    # them in slots too.
+    if not (copies and policy.consumes_grads):
+        return 0
+    return WINDOW_UNITS * max(map(window_bytes, unit_sizes), default=0)
+
+
+def grad_sizes(
+    units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]
+) -> Iterator[list[int]]:
+    """Yield for each unit the bytes of its parameters' gradients, of those that learn."""
+    for unit in units:
+        yield [
+            param.numel * dtype_of(param.flat).itemsize
+            for param in unit.params
+            if param.flat.learns
+        ]
 
 
 class GradWindows:
@@ -54,15 +80,8 @@ class GradWindows:
     @staticmethod
     def needs_bytes(units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]) -> int:
         """Return the bytes of all windows. They grow when parameters are unfrozen."""
-        needs = (
-            window_bytes(
-                param.numel * dtype_of(param.flat).itemsize
-                for param in unit.params
-                if param.flat.learns
-            )
-            for unit in units
-        )
-        return WINDOW_UNITS * max(needs, default=0)
+        sizes = map(window_bytes, grad_sizes(units, dtype_of))
+        return WINDOW_UNITS * max(sizes, default=0)
 
     def grow(self) -> None:
         """Make the windows fit all parameters that learn by now. Nothing may be pending."""

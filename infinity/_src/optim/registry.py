@@ -172,7 +172,7 @@ class OptimizerRegistry:
         """Raise ValueError if a parameter has another optimizer, or a dtype without a state format.
         """
         others = [holder() for holder in self._optimizers.values()]
-        if self._policy.update == "delayed" and any(
+        if self._policy.delays and any(
             other not in (None, optimizer) for other in others
         ):
             raise ValueError(

@@ -49,7 +49,7 @@ from infinity._src.memory.constants import (
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.memory.planner import state_format
-from infinity._src.optim.grad_windows import window_bytes
+from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 from infinity._src.perf.roofline import AtRest
@@ -130,11 +130,11 @@ def place_states(
         (numel for flat in shape.flats if flat.trainable for numel in flat.numels), default=0
     )
 
-    staging = _staging_bytes(shape, machine, job)
+    windows = _windows_bytes(shape, machine, job)
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
     # As the engine's planner has it: gradients of a speculative update wait as those of a deferred.
     load = StepLoad(
-        "deferred" if job.policy.speculates else job.policy.update, job.micro_batches, bandwidths
+        job.policy.placement_update, job.micro_batches, bandwidths
     )
 
     def plan(
@@ -145,7 +145,7 @@ def place_states(
             ram_bytes,
             drive_count=machine.drives,
             # A norm is taken in pieces, each widened to fp32.
-            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + staging,
+            scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL) + windows,
             resident=job.policy.resident_parts,
             load=load,
             spill=spill,
@@ -177,22 +177,20 @@ def place_states(
     return needs, chunked(found)
 
 
-def _staging_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
+def _windows_bytes(shape: ModelShape, machine: Machine, job: Job) -> int:
     """Return the bytes of pinned memory through which gradients leave a GPU for updates in backward
     (`optim.grad_windows`).
     """
-    if not machine.gpus or job.policy.update != "backward" or job.policy.speculates:
-        return 0
-    windows = (
-        window_bytes(
+    sizes = (
+        [
             numel * job.grad_itemsize(flat.dtype)
             for flat in unit.flats
             if flat.trainable
             for numel in flat.numels
-        )
+        ]
         for unit in shape.units
     )
-    return WINDOW_UNITS * max(windows, default=0)
+    return windows_bytes(job.policy, sizes, copies=bool(machine.gpus))
 
 
 def _with_pools(plan: PlacementPlan, fine: PlacementPlan) -> PlacementPlan:
@@ -256,7 +254,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
     stores = job.stores_gradients
     itemsize = job.grad_itemsize(flat.dtype)
     size = layout.shard_numel * itemsize
-    delayed = job.policy.update == "delayed"
+    delayed = job.policy.delays
     # Delayed updates read one set of gradients while backward fills another.
     grads = size * (2 if delayed else 1) if stores else 0
     spills = job.policy.grads == "nvme" and stores
@@ -356,7 +354,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     # Gradients of all units take no more than their parameters: the bound of small models.
     whole = float(shape.gathered_bytes(machine.world))
     largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
-    in_backward = job.policy.update == "backward" and not job.policy.speculates
+    in_backward = job.policy.consumes_grads
     if machine.gpus:
         waiting = 1 + (WINDOW_UNITS if in_backward else OFFLOAD_UNITS)
     else:

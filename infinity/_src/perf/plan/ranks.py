@@ -130,7 +130,7 @@ def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
     count, in_backward = job.micro_batches, job.policy.update == "backward"
     # A delayed update has the whole next step, so every exchange runs beside it.
-    late = job.policy.update == "delayed"
+    late = job.policy.delays
     found = []
     if job.whole_params(machine.world):
         # Frozen values never change, so the copies on the devices stay valid.

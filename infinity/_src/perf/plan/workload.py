@@ -324,8 +324,7 @@ class Job:
     def stores_gradients(self) -> bool:
         """True if gradients wait for the step."""
         # With update="backward" the only micro-batch's gradient is used up where it is made.
-        in_backward = self.policy.update == "backward" and not self.policy.speculates
-        return not in_backward or self.micro_batches > 1
+        return not self.policy.consumes_grads or self.micro_batches > 1
 
     @property
     def reductions(self) -> int:
