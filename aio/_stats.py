@@ -141,7 +141,6 @@ class ExecutorStats:
 
 
 _WINDOWS = 64
-_BUCKETS = 128
 _REGISTERED_NOT = {
     0: "there are no slots to register",
     2: (

@@ -48,7 +48,7 @@ class Owner:
     def this(cls) -> Owner:
         """Return this process."""
         # A pid alone is reused; with its start time and the boot it is one process for ever.
-        return cls(platform.node(), _boot_id(), os.getpid(), _start_time(os.getpid()))
+        return cls(platform.node(), this_boot(), os.getpid(), _start_time(os.getpid()))
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
@@ -90,7 +90,7 @@ class Owner:
         """Say whether it is a process that this one can see."""
         return (
             # A start time of 0 is a process whose /proc cannot be read.
-            self.boot_id == _boot_id()
+            self.boot_id == this_boot()
             and self.start_time > 0
             and _start_time(self.pid) == self.start_time
         )
@@ -254,14 +254,15 @@ def _dead(owner: Owner | None, folder: Path) -> bool:
     if owner is None:
         return True
     # Same boot: the process can be looked up, whatever the lock says.
-    if owner.boot_id == _boot_id():
+    if owner.boot_id == this_boot():
         return not owner.alive()
     # Another boot of this host is over. Another host is alive somewhere only if it can reach this
     # file system.
     return owner.host == platform.node() or file_system_type(folder) not in _NETWORK
 
 
-def _boot_id() -> str:
+def this_boot() -> str:
+    """Return the kernel's name of this boot; empty where it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:

@@ -59,10 +59,9 @@ _EARLIER = {
     ),
 }
 
-#: `verify`: the choice of pieces to be compared with their checksums. "sample": one of
-#: VERIFY_STRIDE, others each time.
+#: `verify`: the choice of pieces to be compared with their checksums. "sample": one of 16, others
+#: each time.
 VERIFY = ("full", "sample", "off")
-VERIFY_STRIDE = 16
 
 
 def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:

@@ -34,10 +34,11 @@ import torch
 import infinity as inf
 from infinity._src.hooks.activation_offload import HELD_CALLS
 from infinity._src.params.unit import Unit
-from infinity._src.perf.roofline import AtRest, traffic, turning_bytes_max
+from infinity._src.perf.roofline import AtRest, traffic
 from infinity._src.sizes import round_up
 from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
+from tests.turning import turning_bytes_max
 
 KERNEL_SLACK_BYTES = 1 << 20
 """What the interpreter itself reads meanwhile (a module that is imported late, a page of a

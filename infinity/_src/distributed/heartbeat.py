@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from infinity.aio._swap_owner import this_boot
+
 log = logging.getLogger("infinity")
 
 # Errors of pidfd_open on old kernels, and in sandboxes that forbid it.
@@ -41,7 +43,7 @@ class Host:
     @classmethod
     def this(cls) -> Host:
         """Read the host of this process."""
-        return cls(platform.node(), _boot_id(), _namespace("net"), _namespace("pid"))
+        return cls(platform.node(), this_boot(), _namespace("net"), _namespace("pid"))
 
     @property
     def node(self) -> tuple[str, str, int]:
@@ -110,12 +112,6 @@ def start_time_of(pid: int) -> int:
     # it.
     fields = text.rpartition(")")[2].split()
     return 0 if fields[0] in "ZX" else int(fields[19])
-
-
-def _boot_id() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return ""
 
 
 def _namespace(kind: str) -> int:

@@ -287,18 +287,6 @@ def _in_its_time(
     return Traffic(params_read, states, grads, activations, window)
 
 
-def turning_bytes_max(kept_bytes: float, update: str, micro_batches: int) -> float:
-    """Return the most bytes that turning points can save: at each, up to `kept_bytes` of gathered
-    units need no second read.
-
-    A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1
-    times. After the last backward comes an update, which moves every state whatever stays gathered;
-    but frozen units, and with "backward" the first units of the next forward, save there too.
-    """
-    turns = 2 * micro_batches - 1
-    return kept_bytes * (turns if update == "deferred" else turns + 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Drives:
     """Bandwidths of all drives together, in bytes per second. shared: reads and writes take each

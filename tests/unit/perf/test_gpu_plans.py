@@ -30,12 +30,13 @@ from infinity._src.perf.plan.workload import (  # noqa: E402
     ModelShape,
     shape_of,
 )
-from infinity._src.perf.roofline import Moved, turning_bytes_max  # noqa: E402
+from infinity._src.perf.roofline import Moved  # noqa: E402
 from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.plans import job_of  # noqa: E402
+from tests.turning import turning_bytes_max  # noqa: E402
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "1b": {

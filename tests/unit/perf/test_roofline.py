@@ -23,8 +23,8 @@ from infinity._src.perf.roofline import (
     measured_traffic,
     move_counts,
     traffic,
-    turning_bytes_max,
 )
+from tests.turning import turning_bytes_max
 
 
 @dataclasses.dataclass(frozen=True)
