@@ -30,7 +30,7 @@ from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
-from infinity._src.optim.step_consensus import values_of
+from infinity._src.optim.step_consensus import Grouped, values_of
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate, UpdatingOptimizer
 from infinity._src.params.prefetch_schedule import PassTracker, Phase
@@ -75,7 +75,7 @@ class BackwardUpdate(DeferredUpdate):
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
         self._flights: deque[_Flight] = deque()
         self._updated: set[Param] = set()  # updated since the last step
-        self._captured: weakref.WeakKeyDictionary[UpdatingOptimizer, list[dict[str, Any]]] = (
+        self._captured: weakref.WeakKeyDictionary[Grouped, list[dict[str, Any]]] = (
             weakref.WeakKeyDictionary()
         )
         self._windows = GradWindows(units, device, dtype_of) if device.copies else None
@@ -356,7 +356,8 @@ class BackwardUpdate(DeferredUpdate):
         """Submit the updates that backward did not take (gradients that the loop assigned, say)."""
         # The next backward begins a new step, also when this one raises below.
         self._passes.step_taken()
-        stepping: Any = self._pipeline.stepping
+        stepping = self._pipeline.stepping
+        assert stepping is not None
         # Backward updated with these values. A scheduler that steps between backward and opt.step()
         # would be one step late, unseen.
         captured = self._captured.pop(stepping, None)

@@ -42,7 +42,7 @@ class StepEngine(Protocol):
     states: States
     on_nonfinite: str
 
-    def register(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Optimizer, params: list[Param]) -> None:
         """Give these parameters optimizer states, as many moments as `optimizer.moments_of(param)`
         names. Blocks.
 

@@ -14,13 +14,13 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from infinity._src.config import Policy
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
+from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
@@ -68,16 +68,16 @@ class OptimizerRegistry:
         self._check_open = check_open
         self._open_rendezvous = open_rendezvous
         # Weak: an optimizer that its user dropped gives its parameters back.
-        self._optimizers: dict[Param, weakref.ref[Any]] = {}
+        self._optimizers: dict[Param, weakref.ref[Optimizer]] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
 
-    def optimizer_of(self, param: Param) -> Any:
+    def optimizer_of(self, param: Param) -> Optimizer | None:
         """Return the optimizer of a parameter, or None."""
         found = self._optimizers.get(param)
         return found() if found is not None else None
 
-    def register(self, optimizer: Any, params: list[Param]) -> None:
+    def register(self, optimizer: Optimizer, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names. Blocks while they are
         written. Collective.
 
@@ -193,7 +193,7 @@ class OptimizerRegistry:
                     "cast the model before inf.offload, or freeze the parameter"
                 )
 
-    def _formats_with(self, optimizer: Any, params: list[Param]) -> dict[Flat, Format]:
+    def _formats_with(self, optimizer: Optimizer, params: list[Param]) -> dict[Flat, Format]:
         """Return the formats of registered flats when `optimizer` has these parameters too. Raises:
         ValueError if two disagree.
         """

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -116,7 +116,7 @@ class StepPipeline:
         # True: the fault stays, since no rollback mends it.
         self._final = False
         self._counts = {"steps": 0}
-        self.stepping: Any = None  # the optimizer whose step is being submitted
+        self.stepping: Grouped | None = None  # the optimizer whose step is being submitted
         self.transaction = transaction
         # Units that were updated ahead of their step: those whose update the step kept, and those
         # whose update was withdrawn.
@@ -276,7 +276,7 @@ class StepPipeline:
         # A failed write of a gradient must surface before the first state changes.
         self._gradients.flush_spilled()
 
-    def submit(self, work: Sequence[Work], *, optimizer: Any) -> None:
+    def submit(self, work: Sequence[Work], *, optimizer: Grouped) -> None:
         """Start the update of these parameters, and count a step of `optimizer`.
 
         The logs of their gradients are in the hyper records. Does not block on I/O; waits for the
