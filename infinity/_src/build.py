@@ -246,7 +246,7 @@ def open_tiers(
         buffers,
         ledger_owner=id(owner),
         default_bytes=split.resources.default_bytes,
-        staging_bytes=functools.partial(_staging_bytes, split, buffers),
+        transit_bytes=functools.partial(_transit_bytes, split, buffers),
     )
     # The budget is the process's: a failed offload must give it back.
     undo.callback(planner.close)
@@ -266,13 +266,13 @@ def open_tiers(
     return Tiers(planner, buffers, offload, storage)
 
 
-def _staging_bytes(split: Split, buffers: GradBuffers) -> int:
+def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     """Return the pinned memory through which gradients reach their slots or updates. Unfreezing
     parameters makes it grow.
     """
     sizes = grad_sizes(split.units, buffers.dtype)
     of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
-    return of_windows + split.ranks.staging_bytes(split.flats, buffers.dtype)
+    return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype)
 
 
 def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:

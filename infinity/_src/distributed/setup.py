@@ -87,7 +87,7 @@ class RankSetup:
         """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
 
-    def staging_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+    def transit_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
         """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
         """
         # One rank reduces nothing, so it needs none of these buffers.

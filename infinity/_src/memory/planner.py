@@ -63,14 +63,14 @@ class SavedPlacement(NamedTuple):
     plan: PlacementPlan
     spilled: frozenset[Flat] | None
     scratch_bytes: int
-    staging_bytes: int
+    transit_bytes: int
 
 
 class PlacementPlanner:
     """Planner of one model's placement; `plan` is the one in force.
 
     ledger_owner: key of the model's entry in the RAM ledger.
-    staging_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
+    transit_bytes: returns the RAM of buffers between autograd and the gradients' place; it grows
     when parameters are unfrozen. Formats are those of states without gradients; `plan.formats` has
     a section for those that spill.
     """
@@ -83,17 +83,17 @@ class PlacementPlanner:
         *,
         ledger_owner: int,
         default_bytes: int,
-        staging_bytes: Callable[[], int] = lambda: 0,
+        transit_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         self._policy = policy
         # In one order: plans and choices name a flat by its index.
         self._flats = list(flats)
         self._gradients = gradients
         # Called at every plan: unfreezing a parameter adds buffers.
-        self._staging_bytes = staging_bytes
-        # Bytes of `staging_bytes` in the plan in force. `restore` compares them: buffers that were
+        self._transit_bytes = transit_bytes
+        # Bytes of `transit_bytes` in the plan in force. `restore` compares them: buffers that were
         # made since that plan count beside it.
-        self._staged = 0
+        self._transit_planned = 0
         self._owner = ledger_owner
         # Once: the memory that is left shrinks as this model takes its share, and must not be
         # halved again for the optimizer.
@@ -195,7 +195,7 @@ class PlacementPlanner:
 
     def saved(self) -> SavedPlacement:
         """Take a snapshot for `restore`."""
-        return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._staged)
+        return SavedPlacement(self.plan, self._spilled, self.scratch_bytes, self._transit_planned)
 
     def restore(self, saved: SavedPlacement, *, resident_bytes: int, gradient_bytes: int) -> None:
         """Put a former plan in force again.
@@ -204,12 +204,12 @@ class PlacementPlanner:
         parameters that compute, which a later plan will find there. Bytes beyond the plan are
         reserved, too.
         """
-        plan, self._spilled, self.scratch_bytes, self._staged = saved
+        plan, self._spilled, self.scratch_bytes, self._transit_planned = saved
         # Reserved beyond the plan: bytes that exist now are not given to other models.
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
         # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
-        more += max(self._staging_bytes() - self._staged, 0)
+        more += max(self._transit_bytes() - self._transit_planned, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)
         self._plan = plan
 
@@ -220,7 +220,7 @@ class PlacementPlanner:
     def _enforce(self, plan: PlacementPlan) -> PlacementPlan:
         # With the least beside it: the message for another model says how much could be given back.
         LEDGER.reserve(self._owner, plan.ram_bytes, plan.min_bytes)
-        self._plan, self._staged = plan, self._staging_bytes()
+        self._plan, self._transit_planned = plan, self._transit_bytes()
         return plan
 
     def _make(self, formats: Mapping[Flat, Format], *, stores_gradients: bool) -> PlacementPlan:
@@ -239,7 +239,7 @@ class PlacementPlanner:
             # A norm is taken in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
             + self.scratch_bytes
-            + self._staging_bytes(),
+            + self._transit_bytes(),
             pools=self._pools,
             resident=self._policy.resident_parts,
             # A resident byte is valued for a step of one micro-batch: how many a step will have is
