@@ -1,7 +1,7 @@
-/* The update loops of update.c, included once per instruction set with INF_ISA(name) naming the
+/* The update loops of optimizer_kernels.c, included once per instruction set with INF_ISA(name) naming the
  * functions.
  *
- * No include guard: update.c includes this file inside `#pragma GCC target` regions. Every
+ * No include guard: optimizer_kernels.c includes this file inside `#pragma GCC target` regions. Every
  * operation rounds once to fp32, in one order (below); with -ffp-contract=off each instruction set
  * then gives the same bits, and so does the reference in infinity/ops:
  *

@@ -1,4 +1,4 @@
-/* How states come out of their sections and go back: the part of update.c that knows encodings,
+/* How states come out of their sections and go back: the part of optimizer_kernels.c that knows encodings,
  * once per instruction set.
  *
  * No include guard (see optimizer_kernels.h). infinity/_src/kernels/state_codec.py does the same in

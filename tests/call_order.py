@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from infinity._src.grads.accumulator import GradAccumulator
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import GradSlot
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
@@ -77,12 +77,12 @@ EVENTS = [
     Event("accumulate", GradReducer, "accumulate", _name),
     Event("grads.backward_end", GradReducer, "backward_end"),
     Event("grads.reset", GradReducer, "reset"),
-    Event("slot.consumed", GradSlot, "consume", lambda slot: slot.name),
+    Event("accumulator.consumed", GradAccumulator, "consume", lambda accumulator: accumulator.name),
     Event(
-        "slot.wait_for_reader",
-        GradSlot,
+        "accumulator.wait_for_reader",
+        GradAccumulator,
         "_before_write",
-        lambda slot: slot.name if slot.guarded else None,
+        lambda accumulator: accumulator.name if accumulator.guarded else None,
     ),
     Event(
         "step.compare_ranks",

@@ -1,9 +1,9 @@
 """Numpy oracle of the optimizer's kernels: every algorithm on every state format, bit for bit.
 
-Three implementations must agree with it: native/update.c, the torch code of infinity and Triton's
-kernel. It shares nothing with them but the records, the check of what is known, and `mix64`. States
-are decoded to fp32, updated by operations that round once each, and encoded again; the update uses
-the moments before they are rounded.
+Three implementations must agree with it: native/optimizer_kernels.c, the torch code of infinity and
+Triton's kernel. It shares nothing with them but the records, the check of what is known, and
+`mix64`. States are decoded to fp32, updated by operations that round once each, and encoded again;
+the update uses the moments before they are rounded.
 """
 
 from __future__ import annotations

@@ -185,7 +185,7 @@ def test_an_ordinary_fp16_tensor_may_be_a_gradient(tmp_path: Path) -> None:
     for param in model.parameters():
         param.grad = torch.full(param.shape, 0.25, dtype=torch.float16)
         assert param.grad is not None
-        assert param.grad.dtype is torch.float32  # a stand-in: what is done to it is done in fp32
+        assert param.grad.dtype is torch.float32  # a proxy: what is done to it is done in fp32
     assert torch.equal(inf.handle(model).full_grad(param), torch.full(param.shape, 0.25))
     optimizer.step()
     inf.handle(model).close()

@@ -62,7 +62,7 @@ STATE = {
     "PendingUnshard",
     "BackwardUse",
     "StateReader",  # a save that still reads
-    "SlotReader",  # an update that still reads
+    "AccumulatorReader",  # an update that still reads
     "Unit",  # nouns of the model, which point to each other, as the next two
     "Flat",
     "Param",

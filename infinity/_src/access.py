@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from infinity._src.checkpoint.save import Saver
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.unit import Unit

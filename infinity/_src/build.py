@@ -5,7 +5,7 @@
     fill_tiers        the model's values go there
     start_progress    which pass runs, in what order units are wanted, and what time it takes
     choose_mode       when updates happen, which all that follows asks
-    build_grads       from autograd to the slots
+    build_grads       from autograd to the accumulators
     build_unsharder   gathers units, prefetches, evicts
     build_optimizer   step pipeline, registry, states, saves
     open_durable_run  commits that outlive the process
@@ -30,12 +30,12 @@ from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.setup import RankSetup
+from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import GradRegistry
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, open_device
@@ -124,7 +124,8 @@ class Tiers:
 
 @dataclasses.dataclass(frozen=True)
 class Grads:
-    """The way of a gradient. registry: the slots of the model. reducer: from autograd into them."""
+    """The way of a gradient. registry: the accumulators of the model. reducer: from autograd into
+    them."""
 
     registry: GradRegistry
     reducer: GradReducer
@@ -267,8 +268,8 @@ def open_tiers(
 
 
 def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
-    """Return the pinned memory through which gradients reach their slots or updates. Unfreezing
-    parameters makes it grow.
+    """Return the pinned memory through which gradients reach their accumulators or updates.
+    Unfreezing parameters makes it grow.
     """
     sizes = grad_sizes(split.units, buffers.dtype)
     of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
@@ -342,7 +343,7 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
 
 
 def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
-    """Build the way of gradients from autograd to their slots."""
+    """Build the way of gradients from autograd to their accumulators."""
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
         GradProxy.of,
@@ -351,7 +352,7 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
     )
     if tiers.offload is not None:
         undo.callback(tiers.offload.close)
-    # Slots may outlive the engine in the user's hands; the scratch does not.
+    # Accumulators may outlive the engine in the user's hands; the scratch does not.
     undo.callback(registry.release)
     # Only these have gradients to reduce.
     learning = [flat for flat in split.flats if flat.learns]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed.exchange import Exchange, Parts
+from infinity._src.distributed.collectives import Collectives, Parts
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Unit
 from infinity.aio import Seam
@@ -110,13 +110,13 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
         )
 
     spread, coded, put, keep = (
-        Exchange.all_gather,
-        Exchange.all_gather_quantized,
+        Collectives.all_gather,
+        Collectives.all_gather_quantized,
         SecondaryShards.load,
         SecondaryShards.store,
     )
 
-    def spreads(self: Exchange, wholes: Sequence[Parts], *, across: bool = True) -> None:
+    def spreads(self: Collectives, wholes: Sequence[Parts], *, across: bool = True) -> None:
         for parts in wholes:
             touch(parts[self.topology.rank], False, "a lane sends this rank's shard")
             for rank in range(self.topology.world):
@@ -124,7 +124,7 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
                     touch(parts[rank], True, "a lane receives a shard")
         spread(self, wholes, across=across)
 
-    def spreads_coded(self: Exchange, wholes: Sequence[Parts]) -> None:
+    def spreads_coded(self: Collectives, wholes: Sequence[Parts]) -> None:
         coded(self, wholes)
         for parts in wholes:
             for part in parts:
@@ -150,8 +150,8 @@ def lanes_announced(device: Simulated) -> Iterator[None]:
 
         return announced
 
-    patch.setattr(Exchange, "all_gather", spreads)
-    patch.setattr(Exchange, "all_gather_quantized", spreads_coded)
+    patch.setattr(Collectives, "all_gather", spreads)
+    patch.setattr(Collectives, "all_gather_quantized", spreads_coded)
     patch.setattr(SecondaryShards, "load", puts)
     patch.setattr(SecondaryShards, "store", keeps)
     try:

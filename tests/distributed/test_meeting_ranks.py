@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity.errors import PeerFailed
 from tests.distributed.test_two_ranks import on_ranks

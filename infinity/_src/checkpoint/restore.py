@@ -26,7 +26,7 @@ from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, co
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer

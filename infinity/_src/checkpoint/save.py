@@ -48,7 +48,7 @@ from infinity._src.checkpoint.writer import (
     write_part,
 )
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers

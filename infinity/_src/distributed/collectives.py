@@ -1,369 +1,391 @@
-"""Collectives of one model's ranks: agreements, all_gather of weights, reduce_scatter of gradients.
+"""Hierarchical collectives over point-to-point messages, without a thread (that is `lanes`).
 
-    control lane   flags, small sums, messages    the caller waits
-    gather lane    shards of weights              after this rank's shard was read, ahead of compute
-    reduce lane    gradients of a unit            while backward goes on
+    all_gather            every rank has one part of a whole, and gets the others       (weights)
+    reduce_scatter_mean   every rank has a whole, and gets the mean of one part of it   (gradients)
 
-Each lane is a thread with a process group of its own. Work runs in the order of submission, which
-is the order of the program, and so the same on every rank. One rank alone calls nothing.
+With several nodes of several ranks both have two levels, so that no byte crosses between nodes
+twice. Counterparts are the ranks with the same local rank, one of each node.
+
+    all_gather            counterparts exchange their parts, then each node those it has
+    reduce_scatter_mean   each node sums, then counterparts sum the results of the nodes
+
+**Order of sums**: fp32, in the order of ranks, divided by their number, and rounded once. With two
+levels it is rounded twice: the mean of a node in the order of its ranks, rounded to the dtype that
+travels, and the mean of these in the order of nodes. The sum depends on nothing else: not on the
+backend of torch.distributed, its algorithms, sizes, or timing. So the bits are the same in every
+run, which is why all_reduce and reduce_scatter of the backend are not used.
+
+Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as
+`infinity._src.kernels.comm_codec` lays them out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
-from torch import Tensor, uint8
 
-from infinity._src._torch_compat import all_gather_single
-from infinity._src.distributed.exchange import Exchange, Volume
-from infinity._src.distributed.lanes import Lane, PendingCollective
-from infinity._src.distributed.process_groups import make_group
-from infinity._src.distributed.topology import Topology, default_store
-from infinity._src.distributed.watchdog import Watchdog
-from infinity.errors import EngineClosed
+from infinity._src.distributed.topology import Topology
+from infinity._src.kernels import comm_codec as wire
+from infinity.errors import RanksDiverged
 
-# Ranks may run on unlike processors, which round differently: numbers may differ by this part.
-_ROUNDING = 1e-5
-# A relative tolerance alone would call 0.0 and 1e-17 different.
-_ROUNDING_NEAR_ZERO = 1e-15
+HEADER_BYTES = 128
+"""Bytes of a collective's name that ranks compare to know that they have come to the same one."""
+
+SCALE_GROUP_NUMEL = 64
+"""Elements that share a scale. Parameters start at multiples of it: no group spans two of them."""
+WEIGHT_BITS, GRADIENT_BITS = 8, 4
+
+Parts = Sequence[torch.Tensor]
+"""One tensor for each rank, in the order of ranks."""
 
 
-class Comm:
-    """Communicator of this rank: its topology, and the lanes to the other ranks of the model.
+@dataclasses.dataclass
+class Volume:
+    """Bytes that this rank has sent, to ranks of its node and to those of others."""
 
-    The constructor alone makes a communicator without lanes, as one rank needs it. `open` adds
-    them.
+    inside: int = 0
+    across: int = 0
+
+
+class Collectives:
+    """Collectives of one lane over its process group. Methods block; one thread calls at a time.
+
+    check_group: a gloo group for names of collectives, where `group` is of another backend.
     """
 
-    def __init__(self, topology: Topology | None = None) -> None:
-        self.topology = topology or Topology.alone()
-        self.world, self.rank = self.topology.world, self.topology.rank
-        self.watchdog: Watchdog | None = None
-        # One lane for each kind: a gather that waits for its rank's read holds no reduction up.
-        self._control: Lane | None = None
-        self._gather: Lane | None = None
-        self._reduce: Lane | None = None
-        self._exchanges: dict[str, Exchange] = {}
-        self._timeout_s = 0.0
-        self._groups: list[dist.ProcessGroup] = []
-        self._forks: list[Lane] = []
-        self._owns_watchdog = True
-
-    @classmethod
-    def open(
-        cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str
-    ) -> Comm:
-        """Make a communicator with lanes, for a model that computes on `device`. Collective;
-        blocks.
-
-        name: the engine's, the same on all ranks and used once: the records of its heartbeat stay
-        in the store under it.
-        """
-        comm = cls(Topology.find(mesh, timeout_s=timeout_s))
-        if comm.world == 1:
-            return comm
-        comm._timeout_s = timeout_s
-        # Before the lanes: making a group waits for all ranks, and only the watchdog names a dead
-        # one.
-        comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
-        try:
-            comm.watchdog.wait_for_all_ranks()
-            device = device or torch.device("cpu")
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            # Small values that the caller reads at once: on the CPU whatever the model computes on.
-            comm._control = comm._open_lane("control", "gloo", torch.device("cpu"))
-            comm._gather = comm._open_lane("gather", backend, device)
-            comm._reduce = comm._open_lane("reduce", backend, device)
-        except BaseException as error:
-            # Before close(): the others may wait for this rank in the making of a lane.
-            comm.report_failure(error)
-            comm.close()
-            raise
-        return comm
-
-    def _open_lane(self, name: str, backend: str, device: torch.device) -> Lane:
-        """Make a lane with its process groups and its `Exchange`. Collective; blocks."""
-        assert self.watchdog is not None
+    def __init__(
+        self, topology: Topology, group: Any, device: torch.device, *, check_group: Any = None
+    ) -> None:
+        self.topology = topology
+        self.volume = Volume()
+        self._group = group
         # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
-        group, *beside = self._make_groups(
-            name, [backend] if backend == "gloo" else [backend, "gloo"], device
-        )
-        check = beside[0] if beside else None
-        self._exchanges[name] = Exchange(self.topology, group, device, check_group=check)
-        return Lane(name, group=group, watchdog=self.watchdog, device=device, beside=check)
+        self._check_group = check_group or group
+        self._device = device
+        # Kept between collectives: a step allocates nothing once the largest unit has passed.
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def _make_groups(
-        self, name: str, backends: Sequence[str], device: torch.device
-    ) -> list[dist.ProcessGroup]:
-        """Make the process groups of a lane, in a thread that can be given up.
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Buffer [numel], not initialized, that is reused under this name by later collectives.
 
-        new_group() waits for all ranks with no way to stop it, also for one that has failed.
+        Its memory grows to the largest size ever asked for.
         """
-        assert self.watchdog is not None
-        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog, device=device)
-
-        def make(_group: Any) -> None:
-            for backend in backends:
-                group = make_group(timeout_s=self._timeout_s, backend=backend)
-                assert group is not None
-                self._groups.append(group)
-
-        try:
-            maker.submit(f"the making of the {name} lane", make, numbered=False).wait()
-        except BaseException as error:
-            # Before close(), which would wait for the rank that does not come.
-            self.report_failure(error)
-            raise
-        finally:
-            maker.close()
-        return self._groups[-len(backends) :]
-
-    def fork(self) -> Comm:
-        """Make a communicator of the same ranks with a control lane of its own, for another thread.
-
-        Collective; blocks.
-        """
-        other = Comm(self.topology)
-        if self.world > 1:
-            assert self.watchdog is not None
-            # One watchdog for both: a rank that fails has failed for every lane.
-            other.watchdog, other._timeout_s, other._owns_watchdog = (
-                self.watchdog,
-                self._timeout_s,
-                False,
+        size_bytes = numel * dtype.itemsize
+        found = self._buffers.get(name)
+        if found is None or found.numel() < size_bytes:
+            # The smaller one goes first, so that both are never held.
+            self._buffers.pop(name, None)
+            found = self._buffers[name] = torch.empty(
+                size_bytes, dtype=torch.uint8, device=self._device
             )
-            # Destroyed by the communicator that owns the watchdog.
-            other._groups = self._groups
-            other._control = other._open_lane("fork", "gloo", torch.device("cpu"))
-            self._forks.append(other._control)
-        return other
+        return found[:size_bytes].view(dtype)
 
-    # -- weights and gradients ---------------------------------------------------------------------
+    def check_same_collective(self, what: str) -> None:
+        """Wait until the ranks that this one exchanges data with have come to the same collective.
 
-    def submit_all_gather(self, what: str, work: Callable[[Exchange], None]) -> PendingCollective:
-        """Submit `work` to the gather lane. Never blocks. what: its name, the same on all ranks."""
-        assert self._gather is not None
-        return self._gather.submit(what, self._checked("gather", what, work))
-
-    def submit_reduce_scatter(
-        self, what: str, work: Callable[[Exchange], None]
-    ) -> PendingCollective:
-        """Submit `work` to the reduce lane. Never blocks. what: its name, the same on all ranks."""
-        assert self._reduce is not None
-        return self._reduce.submit(what, self._checked("reduce", what, work))
-
-    def _checked(
-        self, lane: str, what: str, work: Callable[[Exchange], None]
-    ) -> Callable[[Any], None]:
-        """Wrap `work` so that it begins once all ranks have come to the same collective."""
-        exchange = self._exchanges[lane]
-
-        def checked(_group: Any) -> None:
-            # First: without it, ranks that differ would take each other's data for what they
-            # expect.
-            exchange.check_same_collective(what)
-            work(exchange)
-
-        return checked
-
-    def volume(self, lane: str) -> Volume:
-        """Bytes that this rank has sent in a lane ("gather", "reduce")."""
-        found = self._exchanges.get(lane)
-        return found.volume if found is not None else Volume()
-
-    # -- control -----------------------------------------------------------------------------------
-
-    def _run_control(self, what: str, work: Callable[[Any], object]) -> None:
-        """Run a collective in the control lane, once all ranks have come to the same. Blocks.
-
-        Raises: EngineClosed; RanksDiverged.
+        Without this, ranks whose programs differ would take each other's data for what they expect.
+        Raises: RanksDiverged.
         """
-        if self._control is None:
-            raise EngineClosed(
-                f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
-            )
-        exchange = self._exchanges["control" if self._owns_watchdog else "fork"]
-
-        def checked(group: Any) -> None:
-            exchange.check_same_collective(what)
-            work(group)
-
-        # A fork is used beside the main thread, so its collectives have no place in the numbering.
-        self._control.submit(what, checked, numbered=self._owns_watchdog).wait()
-
-    def check_same_collective(self, what: Callable[[], str]) -> None:
-        """Wait until all ranks have come here with the same `what`. Blocks. Raises: RanksDiverged.
-
-        what: called with several ranks only, since a name may take a digest to make.
-        """
-        if self.world > 1:
-            self._run_control(what(), lambda _group: None)
-
-    def check_same_numbers(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
-        """Wait until all ranks have come here with the same `what` and the same numbers, but for
-        rounding.
-
-        Blocks. names: the name of each number, for the message.
-        Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
-        """
-        if self.world == 1:
-            return
-        rows = self._all_gather_rows(what, torch.tensor(numbers, dtype=torch.float64))
-        found = (
-            ~torch.isclose(rows, rows[0], rtol=_ROUNDING, atol=_ROUNDING_NEAR_ZERO, equal_nan=True)
-        ).nonzero()
-        if len(found):
-            rank, place = found[0].tolist()
-            raise ValueError(
-                f"rank {rank} has come to {what} with {names[place]} {rows[rank, place]:.10g}, and "
-                f"rank 0 with {names[place]} {rows[0, place]:.10g}: all ranks must come to it with "
-                "the same numbers, but for rounding (a learning rate that follows the loss of one "
-                "rank? a norm of its part?)"
-            )
-
-    def _all_gather_rows(self, what: str, mine: torch.Tensor) -> torch.Tensor:
-        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len]. Blocks.
-        """
-        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
-        self._run_control(
-            # The length is in the name: ranks that differ in it would send messages that do not
-            # fit.
-            f"{what} of {mine.numel()}",
-            lambda group: all_gather_single(everyone, mine, group=group),
-        )
-        return everyone.view(self.world, -1)
-
-    def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes of any length but 0, which may differ by rank. Blocks. Returns them by
-        rank."""
-        if self.world == 1:
-            return [data]
-        sizes = self._all_gather_rows("object sizes", torch.tensor([len(data)]))[:, 0].tolist()
-        # Padded to the longest: an all_gather wants one length on all ranks.
-        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
-        rows = self._all_gather_rows("object bytes", mine)
-        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-    def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
-        """All-gather an fp32 vector [numel] of which every rank holds one part, from `start` on.
-        Blocks.
-
-        Bits are kept, those of NaN and of -0.0 too. Parts may be empty, and differ in length.
-        """
-        if part.numel() == numel:
-            start = 0
-        whole = torch.zeros(numel, dtype=torch.float32)
-        whole[start : start + part.numel()] = part
-        if self.world > 1:
-            # Every element is one rank's and zero bits elsewhere: an integer sum copies them, while
-            # a sum of floats would turn -0.0 into 0.0.
-            bits = whole.view(torch.int32)
-            self._run_control(
-                f"a whole of {numel} from its parts",
-                lambda group: dist.all_reduce(bits, group=group),
-            )
-        return whole
-
-    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
-        """Sum each value over ranks, in double. Blocks. The result has the same bits on every rank.
-        """
-        if self.world == 1:
-            return list(values)
-        # Gathered and added in the order of ranks: an all_reduce may add in another order on each
-        # rank.
-        total = torch.zeros(len(values), dtype=torch.float64)
-        for row in self._all_gather_rows("sums", torch.tensor(values, dtype=torch.float64)):
-            total += row
-        return [float(value) for value in total]
-
-    def all_reduce_any(self, flags: Sequence[bool]) -> list[bool]:
-        """Combine flags over ranks: each is set in the result if any rank has set it. Blocks."""
-        if self.world == 1 or not flags:
-            return list(flags)
-        return [
-            bool(flag)
-            for flag in self._all_gather_rows(
-                "agreement", torch.tensor(list(flags), dtype=torch.uint8)
-            ).any(dim=0)
+        t = self.topology
+        # These are enough: if any two ranks differ, some pair that exchanges data does.
+        others = sorted({*t.node_ranks, *t.counterparts} - {t.rank})
+        mine, theirs = _header(what), [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in others]
+        # All sends and receives in one batch, so that no rank waits for another's receive.
+        operations = [dist.P2POp(dist.isend, mine, rank, self._check_group) for rank in others]
+        operations += [
+            dist.P2POp(dist.irecv, to, rank, self._check_group)
+            for to, rank in zip(theirs, others, strict=True)
         ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        for rank, found in zip(others, theirs, strict=True):
+            if not torch.equal(found, mine):
+                name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
+                raise RanksDiverged(
+                    f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must "
+                    "run the same modules in the same order, and call what is collective together, "
+                    "with the same values (control flow by rank? a state_dict on one? a learning "
+                    "rate that follows the loss of one?)",
+                    rank=rank,
+                )
 
-    def differing_indices(self, values: Sequence[int]) -> list[int]:
-        """Compare whole numbers below 2^63 over ranks. Blocks. Returns the indices of those that
-        differ."""
-        if self.world == 1 or not values:
-            return []
-        rows = self._all_gather_rows("comparison", torch.tensor(values, dtype=torch.int64))
-        return [int(place) for place in (rows != rows[0]).any(dim=0).nonzero()]
+    def all_gather(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
+        """Complete each whole, of which this rank has its own part.
 
-    # -- failures and the end ----------------------------------------------------------------------
-
-    def report_exception(self, where: str, error: BaseException) -> None:
-        """Tell ranks that wait for this one that its forward or backward broke off. Never blocks.
+        across: False where it has the parts of its counterparts, too (secondary shards): then
+        nothing travels between nodes.
         """
-        if self.watchdog is not None:
-            self.watchdog.report_exception(where, error)
-
-    def report_failure(self, error: BaseException) -> None:
-        """End the engine on all ranks, and publish why this one cannot go on. Never blocks."""
-        if self.watchdog is not None:
-            self.watchdog.report_failure(error)
-
-    def check(self) -> None:
-        """Raise RankFailed if a rank is known to have failed."""
-        if self.watchdog is not None:
-            self.watchdog.check()
-
-    def close(self, *, ok: bool = True) -> None:
-        """Close the lanes, and publish that this rank leaves. Idempotent.
-
-        Blocks until what was submitted has ended, if all ranks live.
-        """
-        lanes = [self._control, self._gather, self._reduce, *self._forks]
-        for lane in lanes:
-            if lane is not None:
-                lane.close()
-        self._control = self._gather = self._reduce = None
-        self._forks.clear()
-        self._exchanges.clear()
-        if self.watchdog is not None and self._owns_watchdog:
-            failed = self.watchdog.failure is not None
-            # After the lanes, which still need its verdict on ranks that do not come.
-            self.watchdog.close(ok)
-            while self._groups:
-                group = self._groups.pop()
-                # An aborted group has no peers to part from, and destroying it would wait for a
-                # call that is stuck in it.
-                if not failed and dist.is_initialized():
-                    dist.destroy_process_group(group)
-        self.watchdog = None
-
-
-def digest(values: Tensor) -> int:
-    """Digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
-    contiguous.
-
-    Ranks compare digests before values have an effect. Each rank keeps only its part of them, and
-    parts of different values would make a whole that no rank has. No loss would show that.
-    """
-    return (
-        xxhash.xxh3_64_intdigest(
-            values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data
+        t = self.topology
+        # Across nodes first: each byte crosses once, and the node then shares what it has.
+        if across and t.nodes > 1:
+            others = [rank for rank in t.counterparts if rank != t.rank]
+            self._send_receive(
+                [(rank, parts[t.rank]) for rank in others for parts in wholes],
+                [(rank, parts[rank]) for rank in others for parts in wholes],
+            )
+        others = [rank for rank in t.node_ranks if rank != t.rank]
+        # A rank gives its node the parts of all its counterparts: in the node it alone has them.
+        self._send_receive(
+            [(rank, parts[mine]) for rank in others for parts in wholes for mine in t.counterparts],
+            [
+                (rank, parts[theirs])
+                for rank in others
+                for parts in wholes
+                for theirs in self._column(rank)
+            ],
         )
-        # Shifted by one, so that it fits the int64 in which ranks compare it.
-        >> 1
-    )
+
+    def all_gather_quantized(self, wholes: Sequence[Parts]) -> None:
+        """All-gather in groups of int8 (ZeRO++: qwZ).
+
+        This rank's own part is rounded, too, so that all ranks compute with the same weights.
+        """
+        t = self.topology
+        wires = [
+            self._coded_buffers(f"all_gather {index}", parts, WEIGHT_BITS)
+            for index, parts in enumerate(wholes)
+        ]
+        for parts, coded in zip(wholes, wires, strict=True):
+            wire.encode(
+                parts[t.rank], coded[t.rank], bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL
+            )
+        # The codes travel, and each rank decodes all of them, its own included.
+        self.all_gather(wires)
+        for parts, coded in zip(wholes, wires, strict=True):
+            for part, one in zip(parts, coded, strict=True):
+                wire.decode(one, part, bits=WEIGHT_BITS, group_numel=SCALE_GROUP_NUMEL)
+
+    def all_reduce_or(self, flags: torch.Tensor) -> None:
+        """Combine flags (uint8) in place: each is set if any rank has set it."""
+        # Level by level: flags of the whole world reach each rank without a message to every rank.
+        for ranks in self._levels():
+            others = [rank for rank in ranks if rank != self.topology.rank]
+            # Buffers of their own: `flags` is being sent, and changes only after all have arrived.
+            found = [torch.empty_like(flags) for _ in others]
+            self._send_receive(
+                [(rank, flags) for rank in others], list(zip(others, found, strict=True))
+            )
+            for each in found:
+                flags |= each
+
+    def reduce_scatter_mean(self, wholes: Sequence[Parts], means: Sequence[torch.Tensor]) -> None:
+        """Write the mean over all ranks of this rank's part of whole i into means[i], in its dtype.
+
+        The wholes are overwritten.
+        """
+        t = self.topology
+        # One level is enough on one node, or with one rank on each. Then the mean is rounded once.
+        if min(t.nodes, t.local_world) == 1:
+            self._reduce_level(wholes, range(t.world), means, divisor=t.world)
+            return
+        # Sums of the node go where this rank's own values were: no further buffer of a whole's
+        # size.
+        partial = [[parts[rank] for rank in t.counterparts] for parts in wholes]
+        flat = [part for parts in partial for part in parts]
+        self._reduce_level(
+            # Node first, so that what crosses between nodes is one sum, not one part of each rank.
+            [self._for_node(parts, rank) for parts in wholes for rank in range(t.nodes)],
+            t.node_ranks,
+            flat,
+            divisor=t.local_world,
+        )
+        self._reduce_level(
+            # `_reduce_level` looks a rank's part up by the rank, also where only some take part.
+            [_placed(parts, t.counterparts, t.world) for parts in partial],
+            t.counterparts,
+            means,
+            divisor=t.nodes,
+        )
+
+    def reduce_scatter_mean_quantized(
+        self,
+        wholes: Sequence[Parts],
+        means: Sequence[torch.Tensor],
+        errors: Callable[[int, int], Parts | None],
+    ) -> None:
+        """Reduce-scatter in groups of int4 (ZeRO++: qgZ). The wholes are overwritten.
+
+        errors(level, index): error-feedback buffers of whole `index` on this level of the
+        hierarchy, one tensor for each part, or None. They hold what rounding took last time, which
+        is added now, and then what it takes this time.
+        """
+        t = self.topology
+        levels = self._levels()
+        work: list[Parts] = list(wholes)
+        for level, ranks in enumerate(levels):
+            last = level == len(levels) - 1
+            # On the last level a rank ends with its own part; before, with those of its
+            # counterparts.
+            columns = [[rank] for rank in ranks] if last else [self._column(rank) for rank in ranks]
+            # The first level cuts a whole into parts of all ranks, the second those of the
+            # counterparts.
+            places = {
+                rank: place for place, rank in enumerate(range(t.world) if level == 0 else ranks)
+            }
+            next_work: list[Parts] = []
+            for index, parts in enumerate(work):
+                mine = columns[ranks.index(t.rank)]
+                outs = (
+                    [means[index]] if last else self._partials(index, len(mine), parts[0].numel())
+                )
+                # Divided once, at the end: partial sums are fp32, and int4 groups scale with them.
+                divisor = t.world if last else 1
+                self._reduce_level_quantized(
+                    level, index, parts, ranks, columns, places, outs, errors, divisor
+                )
+                next_work.append(outs)
+            work = next_work
+
+    # -- inside ------------------------------------------------------------------------------------
+
+    def _levels(self) -> list[Sequence[int]]:
+        """Levels of the hierarchy: the ranks that exchange with each other, one level after the
+        other."""
+        t = self.topology
+        if min(t.nodes, t.local_world) == 1:
+            return [range(t.world)]
+        # The node first: then one sum of each node crosses between nodes, not one of each rank.
+        return [t.node_ranks, t.counterparts]
+
+    def _column(self, rank: int) -> list[int]:
+        """Counterparts of any rank: the ranks with its local rank, one of each node."""
+        t = self.topology
+        return [node * t.local_world + rank % t.local_world for node in range(t.nodes)]
+
+    def _for_node(self, parts: Parts, node: int) -> Parts:
+        """Select, for each rank, the part that its counterpart in `node` will have."""
+        t = self.topology
+        return [parts[node * t.local_world + rank % t.local_world] for rank in range(t.world)]
+
+    def _partials(self, index: int, count: int, numel: int) -> list[torch.Tensor]:
+        # fp32: the next level rounds to int4, and a first rounding here would add to its error.
+        return list(
+            self.buffer(f"partial {index}", count * numel, torch.float32).view(count, numel)
+        )
+
+    def _coded_buffers(self, name: str, parts: Parts, bits: int) -> list[torch.Tensor]:
+        size_bytes = wire.wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
+        return list(
+            self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes)
+        )
+
+    def _reduce_level(
+        self,
+        wholes: Sequence[Parts],
+        ranks: Sequence[int],
+        sums: Sequence[torch.Tensor],
+        *,
+        divisor: int,
+    ) -> None:
+        """Send each of `ranks` its parts, and sum those of this rank into sums[i], in the order of
+        `ranks`."""
+        me = self.topology.rank
+        others = [rank for rank in ranks if rank != me]
+        # All wholes travel in one batch: one round trip for a unit, not one for each of its flats.
+        sends, receives, found = [], [], []
+        for index, parts in enumerate(wholes):
+            here = parts[me]
+            # One buffer for each whole: all are received before the first is summed.
+            space = self.buffer(f"sums {index}", len(others) * here.numel(), here.dtype).view(
+                len(others), -1
+            )
+            theirs = dict(zip(others, space, strict=True))
+            sends += [(rank, parts[rank]) for rank in others]
+            receives += [(rank, theirs[rank]) for rank in others]
+            found.append([here if rank == me else theirs[rank] for rank in ranks])
+        self._send_receive(sends, receives)
+        # All pieces are there before the first is added: their order is that of ranks, not of
+        # arrival.
+        for pieces, out in zip(found, sums, strict=True):
+            wire.sum_in_order(pieces, out, divisor=divisor)
+
+    def _reduce_level_quantized(
+        self,
+        level: int,
+        index: int,
+        parts: Parts,
+        ranks: Sequence[int],
+        columns: Sequence[Sequence[int]],
+        places: dict[int, int],
+        outs: Parts,
+        errors: Callable[[int, int], Parts | None],
+        divisor: int,
+    ) -> None:
+        """Reduce whole `index` over `ranks` on one level: encode, exchange, decode and sum.
+
+        columns: the parts that each of `ranks` ends with. places: where a rank's part is in
+            `parts`.
+        outs: receive the sums of the parts in this rank's column.
+        """
+        me = self.topology.rank
+        wires = self._coded_buffers(f"coded {level} {index}", parts, GRADIENT_BITS)
+        # By level: rounding inside a node and between nodes makes different errors.
+        taken = errors(level, index)
+        for place, (part, coded) in enumerate(zip(parts, wires, strict=True)):
+            error = None if taken is None else taken[place]
+            wire.encode(part, coded, bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, error=error)
+        others = [rank for rank in ranks if rank != me]
+        mine = columns[ranks.index(me)]
+        # Parts are equally long, so all wires are.
+        size_bytes = wires[0].numel()
+        space = self.buffer(
+            f"came {level} {index}", len(others) * len(mine) * size_bytes, torch.uint8
+        )
+        theirs = dict(zip(others, space.view(len(others), len(mine), size_bytes), strict=True))
+        self._send_receive(
+            [(rank, wires[places[part]]) for rank in others for part in columns[ranks.index(rank)]],
+            [(rank, one) for rank in others for one in theirs[rank]],
+        )
+        for at, whose in enumerate(mine):
+            # This rank's own part is rounded as the others' are, or the sum would depend on who
+            # sums.
+            pieces = [wires[places[whose]] if rank == me else theirs[rank][at] for rank in ranks]
+            wire.decode_sum(
+                pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor
+            )
+
+    def _send_receive(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send each tensor to its rank, and receive each from its rank. Blocks.
+
+        Messages have no tags: between two ranks, both must list them in the same order.
+        """
+        if not sends and not receives:  # torch refuses an empty batch
+            return
+        here = set(self.topology.node_ranks)
+        for rank, tensor in sends:
+            size_bytes = tensor.numel() * tensor.element_size()
+            if rank in here:
+                # Counted where they are sent: each byte once, over all ranks.
+                self.volume.inside += size_bytes
+            else:
+                self.volume.across += size_bytes
+        # In one batch, so that no rank waits for another's receive before it posts its own.
+        operations = [dist.P2POp(dist.isend, tensor, rank, self._group) for rank, tensor in sends]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in receives
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
 
 
-def digest_of_text(text: str) -> int:
-    """Digest of a text, below 2^63."""
-    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+def _header(what: str) -> torch.Tensor:
+    """Encode the end of a collective's name in a message of fixed size."""
+    # The end tells most: it has the unit and the digest, and names begin alike.
+    text = what.encode()[-HEADER_BYTES:]
+    return torch.tensor(list(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
-def fingerprinted(what: str, number: int) -> str:
-    """Name of a collective with the digest of its values, for `Comm.check_same_collective`."""
-    # At the end of the name: only the end of a long name travels.
-    return f"{what} (digest {number:016x})"
+def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:
+    """Place the parts of `ranks` in a list for all ranks, each at the index of its rank."""
+    placed = [parts[0]] * world  # the other entries are never read
+    for part, rank in zip(parts, ranks, strict=True):
+        placed[rank] = part
+    return placed

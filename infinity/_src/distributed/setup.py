@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm, digest
+from infinity._src.distributed.communicator import Comm, digest
 from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
 from infinity._src.grads.reduce import ReduceScatter
 from infinity._src.memory.device import Device

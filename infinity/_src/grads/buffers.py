@@ -1,6 +1,6 @@
 """Buffers in RAM where gradients wait for the update.
 
-    GradBuffers      this rank's shard of each gradient, where slots have their storage
+    GradBuffers      this rank's shard of each gradient, where accumulators have their storage
     UnreducedGrads   whole gradients of this rank, until micro-batches inside `no_sync` are over
     DevicePrefetch   sums that go back to the device, where further gradients are added to them
 
@@ -34,7 +34,7 @@ class GradBuffers:
         self._device = device or Device(torch.device("cpu"))
         self._grad_dtype = grad_dtype
         self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, self.dtype, self._device)
-        self._placed: set[Param] = set()  # slots that have their storage here, or spill
+        self._placed: set[Param] = set()  # accumulators that have their storage here, or spill
         self.spilled: SpilledGradients | None = None
 
     def dtype(self, flat: Flat) -> torch.dtype:
@@ -85,43 +85,44 @@ class GradBuffers:
     def shard_of(self, param: Param) -> torch.Tensor:
         """The gradient memory of this rank's part of a parameter [part], possibly empty. Spilled:
         on "meta"."""
-        start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+        start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         if self.spills(param.flat):
-            # On meta: the slot takes size and dtype from it; the values are in the windows.
+            # On meta: the accumulator takes size and dtype from it; the values are in the windows.
             return torch.empty(numel, dtype=self.dtype(param.flat), device="meta")
         shard = self._shards.get(param.flat)
         if shard is None:
-            # No optimizer holds it. The slot has memory of its own until `place_slot` moves it.
+            # No optimizer holds it. The accumulator has memory of its own until `place_accumulator`
+            # moves it.
             return torch.empty(numel, dtype=self.dtype(param.flat))
         return shard[start : start + numel]
 
-    def place_slot(self, param: Param) -> None:
-        """Move the storage of a parameter's slot to the memory of `shard_of`, with its values.
-        Blocks.
+    def place_accumulator(self, param: Param) -> None:
+        """Move the storage of a parameter's accumulator to the memory of `shard_of`, with its
+        values. Blocks.
 
-        Raises: AioError; the slot then is as it was.
+        Raises: AioError; the accumulator then is as it was.
         """
         assert param.grad is not None
-        # Once only: the slot's values are in the buffer from then on.
+        # Once only: the accumulator's values are in the buffer from then on.
         if param in self._placed or not (param.flat in self._shards or self.spills(param.flat)):
             return
-        slot = param.grad
-        backing, before = slot.backing, slot.tensor
+        accumulator = param.grad
+        backing, before = accumulator.backing, accumulator.tensor
         try:
             if self.spilled is not None and param.flat in self.spilled:
-                # Before the move, which writes through the window of this slot.
-                self.spilled.add_slot(param, slot)
-                slot.move_to(self.shard_of(param), self.spilled)
+                # Before the move, which writes through the window of this accumulator.
+                self.spilled.add_accumulator(param, accumulator)
+                accumulator.move_to(self.shard_of(param), self.spilled)
             else:
-                slot.move_to(self.shard_of(param), None)
+                accumulator.move_to(self.shard_of(param), None)
         except BaseException:
             # No window was free for the values, which are still where they were.
-            slot.undo_move(before, backing)
+            accumulator.undo_move(before, backing)
             raise
         self._placed.add(param)
 
     def close(self) -> None:
-        """Free the memory; where a slot holds a view of it, with the last view."""
+        """Free the memory; where an accumulator holds a view of it, with the last view."""
         if self.spilled is not None:
             self.spilled.close()
         self.spilled = None
@@ -247,8 +248,8 @@ class DevicePrefetch:
 
     def backward_end(self) -> None:
         """A backward has ended, or was broken off. Blocks as `unit_done` does."""
-        # Also after a backward that broke off: slots tell by this number whether the gradient of
-        # the running backward has come.
+        # Also after a backward that broke off: accumulators tell by this number whether the
+        # gradient of the running backward has come.
         self.offload.backward_count += 1
         for unit in list(self._use_ended):
             self._cancel(unit)

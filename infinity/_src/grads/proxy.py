@@ -1,11 +1,11 @@
-"""Gradient stand-ins: what sits in `p.grad` while the gradient itself rests in a slot.
+"""Gradient proxies: what sits in `p.grad` while the gradient itself rests in an accumulator.
 
-    backward -> GradSlot.accumulate(grad)           the gradient is copied (or added) into the slot
-    p.grad   -> GradProxy (shape, dtype, device, no storage), one per slot, reused every step
+    backward -> GradAccumulator.accumulate(grad)           the gradient is copied (or added) into the accumulator
+    p.grad   -> GradProxy (shape, dtype, device, no storage), one per accumulator, reused every step
     loop     -> clip, unscale, `p.grad *= s`        norms are cached; scalings go into a log
     step     -> raise to fp32, replay the log       the bits of the same loop on fp32 gradients
 
-A stand-in answers or raises: no operation on it is ever skipped.
+A proxy answers or raises: no operation on it is ever skipped.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any, NoReturn
 import torch
 
 from infinity._src._torch_compat import NO_TORCH_FUNCTION
-from infinity._src.grads.slot import GradSlot, SlotState, raise_unsupported
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, raise_unsupported
 
 
 class GradProxy(torch.Tensor):
-    """Tensor in `p.grad`: shape, dtype and device of a gradient that rests in a slot.
+    """Tensor in `p.grad`: shape, dtype and device of a gradient that rests in an accumulator.
 
     Answers norms and in-place scaling, zeroing and GradScaler; everything else raises RuntimeError
     that names the parameter, the operation and what to do instead.
     """
 
-    slot: GradSlot
+    accumulator: GradAccumulator
 
     # Straight to `__torch_dispatch__`: its table knows aten operators alone.
     __torch_function__ = NO_TORCH_FUNCTION
 
     @staticmethod
-    def of(slot: GradSlot, device: torch.device) -> GradProxy:
-        """Make a stand-in of a slot, with the slot's dtype; fp32 for an fp16 slot. Scalings apply
-        to the gradient raised to fp32, and GradScaler refuses to unscale a tensor that says it is
-        fp16."""
-        dtype = torch.float32 if slot.dtype is torch.float16 else slot.dtype
+    def of(accumulator: GradAccumulator, device: torch.device) -> GradProxy:
+        """Make a proxy of an accumulator, with the accumulator's dtype; fp32 for an fp16
+        accumulator. Scalings apply to the gradient raised to fp32, and GradScaler refuses to
+        unscale a tensor that says it is fp16."""
+        dtype = torch.float32 if accumulator.dtype is torch.float16 else accumulator.dtype
         made: GradProxy = torch.Tensor._make_wrapper_subclass(
-            GradProxy, slot.shape, dtype=dtype, device=device
+            GradProxy, accumulator.shape, dtype=dtype, device=device
         )
-        made.slot = slot
+        made.accumulator = accumulator
         return made
 
     @classmethod
@@ -55,61 +55,61 @@ class GradProxy(torch.Tensor):
     def materialize(self) -> torch.Tensor:
         """Return a CPU copy of the gradient's values, fp32. A tensor assigned to `p.grad` takes
         their place."""
-        return self.slot.materialize()
+        return self.accumulator.materialize()
 
     def __repr__(self) -> str:  # type: ignore[override]
-        held = "empty" if self.slot.state is SlotState.EMPTY else "held"
-        kind = f"shape={tuple(self.shape)}, dtype={self.dtype}, {held}, log={self.slot.log}"
-        return f"GradProxy({self.slot.name}, {kind})"
+        held = "empty" if self.accumulator.state is AccumulatorState.EMPTY else "held"
+        kind = f"shape={tuple(self.shape)}, dtype={self.dtype}, {held}, log={self.accumulator.log}"
+        return f"GradProxy({self.accumulator.name}, {kind})"
 
     @property
     def data(self) -> GradProxy:
-        """Alias of the stand-in: loops write `p.grad.data.norm()` and `p.grad.data.mul_()`."""
-        return GradProxy.of(self.slot, self.device)
+        """Alias of the proxy: loops write `p.grad.data.norm()` and `p.grad.data.mul_()`."""
+        return GradProxy.of(self.accumulator, self.device)
 
     @data.setter
     def data(self, _value: torch.Tensor) -> None:
-        raise_unsupported(self.slot.name, "`.data =`")
+        raise_unsupported(self.accumulator.name, "`.data =`")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise_unsupported(self.slot.name, "pickling")
+        raise_unsupported(self.accumulator.name, "pickling")
 
     def __deepcopy__(self, memo: object) -> NoReturn:
-        raise_unsupported(self.slot.name, "deepcopy")
+        raise_unsupported(self.accumulator.name, "deepcopy")
 
     # These reach the storage past the dispatcher, and would return a null pointer.
     def data_ptr(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "data_ptr")
+        raise_unsupported(self.accumulator.name, "data_ptr")
 
     def untyped_storage(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "untyped_storage")
+        raise_unsupported(self.accumulator.name, "untyped_storage")
 
     def storage(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "storage")
+        raise_unsupported(self.accumulator.name, "storage")
 
     def share_memory_(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "share_memory_")
+        raise_unsupported(self.accumulator.name, "share_memory_")
 
     def numpy(self, *_args: object, **_kwargs: object) -> NoReturn:
-        raise_unsupported(self.slot.name, "numpy")
+        raise_unsupported(self.accumulator.name, "numpy")
 
     def __array__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise_unsupported(self.slot.name, "numpy")
+        raise_unsupported(self.accumulator.name, "numpy")
 
     def __dlpack__(self, *args: object, **kwargs: object) -> NoReturn:
-        raise_unsupported(self.slot.name, "dlpack")
+        raise_unsupported(self.accumulator.name, "dlpack")
 
     def item(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "item")
+        raise_unsupported(self.accumulator.name, "item")
 
     def tolist(self) -> NoReturn:
-        raise_unsupported(self.slot.name, "tolist")
+        raise_unsupported(self.accumulator.name, "tolist")
 
 
 def _name_in(values: object) -> str:
-    """Return the name of the first stand-in among nested arguments, for messages."""
+    """Return the name of the first proxy among nested arguments, for messages."""
     if isinstance(values, GradProxy):
-        return values.slot.name
+        return values.accumulator.name
     children: Iterable[object] = ()
     if isinstance(values, dict):
         children = values.values()
@@ -118,7 +118,7 @@ def _name_in(values: object) -> str:
     return next((name for name in map(_name_in, children) if name), "")
 
 
-# -- operators that a stand-in supports ------------------------------------------------------------
+# -- operators that a proxy supports ------------------------------------------------------------
 
 
 def _norm_tensor(
@@ -132,10 +132,10 @@ def _norm_tensor(
     partly = dim is not None and len(dim) not in (0, len(grad.shape))
     if partly or keepdim or dtype not in (None, torch.float32):
         raise_unsupported(
-            grad.slot.name,
+            grad.accumulator.name,
             "a norm along some dimensions, with keepdim or in another dtype than fp32",
         )
-    value = grad.slot.norm(2.0 if order is None else float(order))
+    value = grad.accumulator.norm(2.0 if order is None else float(order))
     return torch.scalar_tensor(value, dtype=torch.float32, device=grad.device)
 
 
@@ -144,12 +144,12 @@ def _foreach_norm(
 ) -> list[torch.Tensor]:
     ours = [grad for grad in grads if isinstance(grad, GradProxy)]
     if dtype not in (None, torch.float32):
-        raise_unsupported(ours[0].slot.name, f"_foreach_norm in {dtype}")
-    # Checked here: `norms` takes the norm of an empty slot for 0.
+        raise_unsupported(ours[0].accumulator.name, f"_foreach_norm in {dtype}")
+    # Checked here: `norms` takes the norm of an empty accumulator for 0.
     for grad in ours:
-        grad.slot._require_held("norm")
+        grad.accumulator._require_held("norm")
     # One call for all: on several ranks it is one reduction.
-    values = ours[0].slot.registry.norms([grad.slot for grad in ours], float(order))
+    values = ours[0].accumulator.registry.norms([grad.accumulator for grad in ours], float(order))
     norms = iter(torch.tensor(values, dtype=torch.float32, device=ours[0].device).unbind())
     return [
         next(norms)
@@ -161,10 +161,10 @@ def _foreach_norm(
 
 def _scaling(kind: str) -> Callable[..., GradProxy]:
     def scale(grad: GradProxy, value: torch.Tensor | float) -> GradProxy:
-        if not isinstance(grad, GradProxy):  # a stand-in as the factor of an ordinary tensor
+        if not isinstance(grad, GradProxy):  # a proxy as the factor of an ordinary tensor
             raise_unsupported(_name_in(value), "being a factor")
         _check_factor(grad, value)
-        grad.slot.scale(kind, grad.slot.registry.factor(value))
+        grad.accumulator.scale(kind, grad.accumulator.registry.factor(value))
         return grad
 
     return scale
@@ -172,10 +172,11 @@ def _scaling(kind: str) -> Callable[..., GradProxy]:
 
 def _check_factor(grad: GradProxy, value: object) -> None:
     if isinstance(value, GradProxy) or not isinstance(value, (int, float, torch.Tensor)):
-        raise_unsupported(grad.slot.name, f"scaling by a {type(value).__name__}")
+        raise_unsupported(grad.accumulator.name, f"scaling by a {type(value).__name__}")
     if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.is_complex()):
         raise_unsupported(
-            grad.slot.name, f"scaling by a {value.dtype} tensor of shape {tuple(value.shape)}"
+            grad.accumulator.name,
+            f"scaling by a {value.dtype} tensor of shape {tuple(value.shape)}",
         )
 
 
@@ -198,11 +199,11 @@ def _foreach_scaling(kind: str) -> Callable[..., None]:
 
 def _check_factor_of_plain(value: object) -> None:
     if isinstance(value, GradProxy):
-        raise_unsupported(value.slot.name, "being a factor")
+        raise_unsupported(value.accumulator.name, "being a factor")
 
 
 def _zero(grad: GradProxy) -> GradProxy:
-    grad.slot.zero()
+    grad.accumulator.zero()
     return grad
 
 
@@ -223,16 +224,17 @@ def _unscale(
     if plain:
         torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
     # As torch does: finiteness is that of the gradient before it is unscaled.
-    slots = [grad.slot for grad in grads if isinstance(grad, GradProxy)]
-    if not slots[0].registry.finite(slots):
+    accumulators = [grad.accumulator for grad in grads if isinstance(grad, GradProxy)]
+    if not accumulators[0].registry.finite(accumulators):
         found_inf.fill_(1.0)
-    for slot in slots:
-        slot.scale("mul", slot.registry.factor(inv_scale))
+    for accumulator in accumulators:
+        accumulator.scale("mul", accumulator.registry.factor(inv_scale))
 
 
 def _alias(grad: GradProxy) -> GradProxy:
-    # `detach()` and views of autograd alias it; `GradSlot.reconcile` knows them by the slot.
-    return GradProxy.of(grad.slot, grad.device)
+    # `detach()` and views of autograd alias it; `GradAccumulator.reconcile` knows them by the
+    # accumulator.
+    return GradProxy.of(grad.accumulator, grad.device)
 
 
 _aten: Any = torch.ops.aten

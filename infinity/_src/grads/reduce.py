@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd into their slots, reduced over the ranks on the way.
+"""Gradients on their way from autograd into their accumulators, reduced over the ranks on the way.
 
     one rank        accumulate_grad(p, grad) -> mode.grad_ready(p, grad)
     several ranks   accumulate_grad(p, grad) -> unit_done -> reduce-scatter, while backward goes on
@@ -6,8 +6,8 @@
     no_sync         accumulate_grad(p, grad) -> unit_done -> whole sums of this rank; the first
                     backward outside of no_sync reduces them (accumulate="local" and stage 1)
 
-`mode.grad_ready` puts the gradient into its slot by `GradReducer.accumulate`; update="backward"
-takes it straight into an update instead.
+`mode.grad_ready` puts the gradient into its accumulator by `GradReducer.accumulate`;
+update="backward" takes it straight into an update instead.
 
 A unit is reduced by one exchange, in a lane of its own. Flags of the parameters that have a
 gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
@@ -29,11 +29,11 @@ import torch
 import xxhash
 
 from infinity._src._torch_compat import profiled
-from infinity._src.distributed.collectives import Comm
-from infinity._src.distributed.exchange import Exchange, Parts
+from infinity._src.distributed.collectives import Collectives, Parts
+from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.lanes import PendingCollective
+from infinity._src.grads.accumulator import GradAccumulator, GradRegistry
 from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
-from infinity._src.grads.slot import GradRegistry, GradSlot
 from infinity._src.memory.device import GradOffload
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
@@ -68,7 +68,7 @@ class PendingReduce:
         for flat, mean in zip(self.flats, self.means, strict=True):
             for param in flat.params:
                 if next(flags):
-                    start, _, numel = flat.layout.shard_range(param.slot_index, rank)
+                    start, _, numel = flat.layout.shard_range(param.param_index, rank)
                     found.append((param, mean[start : start + numel]))
         return found
 
@@ -156,16 +156,16 @@ class ReduceScatter:
         # A copy: `PendingReduce.shards` clears it once the lane has read the gradients.
         held = dict(gradients)
 
-        def work(exchange: Exchange) -> None:
+        def work(collectives: Collectives) -> None:
             with torch.no_grad():
-                self._reduce(exchange, flats, held, means, present)
+                self._reduce(collectives, flats, held, means, present)
 
         op = self._comm.submit_reduce_scatter(_title(unit), work)
         return PendingReduce(unit, op, flats, means, size_bytes, held, present)
 
     def _reduce(
         self,
-        exchange: Exchange,
+        collectives: Collectives,
         flats: Sequence[Flat],
         gradients: Wholes,
         means: Sequence[torch.Tensor],
@@ -173,7 +173,7 @@ class ReduceScatter:
     ) -> None:
         wholes: list[Parts] = []
         for index, flat in enumerate(flats):
-            whole = exchange.buffer(
+            whole = collectives.buffer(
                 f"whole {index}", flat.layout.numel, self._reduce_dtype or self._dtype_of(flat)
             )
             end = 0
@@ -185,11 +185,11 @@ class ReduceScatter:
             whole[end:].zero_()
             wholes.append(list(whole.view(flat.layout.world, -1)))
         flags = present.to(means[0].device)
-        exchange.all_reduce_or(flags)
+        collectives.all_reduce_or(flags)
         # `PendingReduce.shards` reads it behind `op`: a parameter counts if any rank has used it.
         present.copy_(flags)
         if not self._qgz:
-            exchange.reduce_scatter_mean(wholes, means)
+            collectives.reduce_scatter_mean(wholes, means)
             return
         device = means[0].device
         # The kernels add the errors on the device; where that has memory of its own, they are
@@ -199,7 +199,7 @@ class ReduceScatter:
             for flat in flats
             if flat in self._errors
         }
-        exchange.reduce_scatter_mean_quantized(
+        collectives.reduce_scatter_mean_quantized(
             wholes,
             means,
             lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None,
@@ -300,8 +300,8 @@ class GradReducer:
         """The dtype in which gradients of this flat wait."""
         return self._buffers.dtype(flat)
 
-    def slot(self, param: Param) -> GradSlot:
-        """The gradient slot of a parameter; made when it is first wanted."""
+    def accumulator(self, param: Param) -> GradAccumulator:
+        """The gradient accumulator of a parameter; made when it is first wanted."""
         if param.grad is None:
             unreduced = self._unreduced
             param.grad = self._registry.add(
@@ -311,10 +311,10 @@ class GradReducer:
                 param.flat.tensor.device,
                 on_zero=functools.partial(unreduced.zero, param) if unreduced is not None else None,
             )
-            self._buffers.place_slot(param)
-            if param.grad.stand_in.dtype is not param.dtype:
+            self._buffers.place_accumulator(param)
+            if param.grad.proxy.dtype is not param.dtype:
                 # torch refuses a `.grad` of another dtype unless the leaf says so.
-                param.at_rest.grad_dtype = param.grad.stand_in.dtype
+                param.at_rest.grad_dtype = param.grad.proxy.dtype
         return param.grad
 
     def allocate(self) -> None:
@@ -340,7 +340,7 @@ class GradReducer:
             fresh = self._fresh.setdefault(param.unit, {})
             if param in fresh:
                 # Several gradients of one backward, by reentrant checkpointing: they add up in the
-                # dtype of the slot, as they do on one rank.
+                # dtype of the accumulator, as they do on one rank.
                 before = fresh.pop(param)
                 self._fresh_bytes -= before.numel() * before.element_size()
                 grad = before.to(self.dtype(param.flat)) + grad
@@ -382,7 +382,7 @@ class GradReducer:
                 for unit, has_some in zip(self._units, waiting, strict=True):
                     if has_some:
                         self._reduce(unit)
-            # The loop reads `p.grad` next, so all means must be in their slots.
+            # The loop reads `p.grad` next, so all means must be in their accumulators.
             self._finish(0)
         if self._prefetch is not None:
             self._prefetch.backward_end()
@@ -412,11 +412,11 @@ class GradReducer:
         """Inside, gradients add up in this rank's whole sums, if the policy has them."""
         if self._unreduced is not None:
             self.allocate()  # flats that were thawed, and that no optimizer holds
-            # Slots are made in one order on all ranks, whichever parameters each rank uses.
+            # Accumulators are made in one order on all ranks, whichever parameters each rank uses.
             for unit in self._units:
                 for param in unit.params:
                     if param.flat.learns:
-                        self.slot(param)
+                        self.accumulator(param)
         # Restored, not cleared: contexts may be nested.
         before, self._in_no_sync = self._in_no_sync, self._unreduced is not None
         try:
@@ -468,19 +468,19 @@ class GradReducer:
         of the mode's `before_assign`; then the gradient is as it was."""
         # First: it raises where the gradient would come too late, and nothing has changed then.
         self._mode.before_assign(param)
-        # Empties the slot in `accumulate`, which would add to its gradient otherwise.
+        # Empties the accumulator in `accumulate`, which would add to its gradient otherwise.
         param.at_rest.grad = None
         self.accumulate(param, part)
         # The tensor is the loop's, which may change it from here on.
-        self.slot(param).wait_d2h()
+        self.accumulator(param).wait_d2h()
 
     def accumulate(self, param: Param, grad: torch.Tensor) -> None:
-        """Copy or add a gradient (this rank's part) into its slot, and show its stand-in in
+        """Copy or add a gradient (this rank's part) into its accumulator, and show its proxy in
         `p.grad`."""
-        slot = self.slot(param)
-        slot.reconcile(param.at_rest.grad)
-        slot.accumulate(grad)
-        param.at_rest.grad = slot.stand_in
+        accumulator = self.accumulator(param)
+        accumulator.reconcile(param.at_rest.grad)
+        accumulator.accumulate(grad)
+        param.at_rest.grad = accumulator.proxy
 
     def forget(self) -> None:
         """Drop error feedback and unreduced sums: the states were restored to another step, and
@@ -493,7 +493,8 @@ class GradReducer:
     # -- inside ------------------------------------------------------------------------------------
 
     def _flush_unit(self, unit: Unit) -> None:
-        """The unit's gradients are in their slots: let windows and device memory go to others."""
+        """The unit's gradients are in their accumulators: let windows and device memory go to
+        others."""
         if self._prefetch is not None:
             self._prefetch.unit_done(unit)
         if self._buffers.spilled is not None:
@@ -513,26 +514,26 @@ class GradReducer:
         fresh = self._fresh.pop(unit, {})
         self._fresh_bytes -= _bytes_of(fresh)
         for param, grad in fresh.items():
-            slot = self.slot(param)
-            if slot.expect_reduction(param.at_rest.grad):
+            accumulator = self.accumulator(param)
+            if accumulator.expect_reduction(param.at_rest.grad):
                 # The loop has cleared the gradient since the last one: the old sum must not count.
                 self._unreduced.drop(param)
             self._unreduced.add(param, grad)
             # The loop must see a gradient now, though its values come with the reduction.
             if param.at_rest.grad is None:
-                param.at_rest.grad = slot.stand_in
+                param.at_rest.grad = accumulator.proxy
 
     def _drop_cleared(self, unit: Unit) -> None:
         """Drop sums whose gradients the loop has cleared."""
         assert self._unreduced is not None
         for param in unit.params if self._unreduced.any(unit) else ():
-            slot = param.grad
-            # A slot that is not `unreduced` any more was emptied since, whatever `p.grad` shows
-            # now.
+            accumulator = param.grad
+            # An accumulator that is not `unreduced` any more was emptied since, whatever `p.grad`
+            # shows now.
             if (
                 param.at_rest.grad is None
-                or slot is None
-                or (self._unreduced.has(param) and not slot.unreduced)
+                or accumulator is None
+                or (self._unreduced.has(param) and not accumulator.unreduced)
             ):
                 self._unreduced.drop(param)
 

@@ -21,7 +21,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from infinity._src.grads.slot import GradSlot, SlotState
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.memory.device import Device
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
@@ -68,7 +68,7 @@ class SpilledGradients:
         self._device = device
         self._rank = rank
         self._dtypes = dict(dtypes)
-        self._params: dict[GradSlot, Param] = {}
+        self._params: dict[GradAccumulator, Param] = {}
         self._slab, self._windows = _make_windows(count, size_bytes)
         device.pin(self._slab)
         self._windows_of: dict[Flat, _StagingWindow] = {}
@@ -105,28 +105,28 @@ class SpilledGradients:
             before.close()
         self._dtypes.update(dtypes)
 
-    def add_slot(self, param: Param, slot: GradSlot) -> None:
-        """Serve the slot of a parameter of a spilled flat."""
-        self._params[slot] = param
+    def add_accumulator(self, param: Param, accumulator: GradAccumulator) -> None:
+        """Serve the accumulator of a parameter of a spilled flat."""
+        self._params[accumulator] = param
 
-    # -- GradBacking: calls of slots ---------------------------------------------------------------
+    # -- GradBacking: calls of accumulators --------------------------------------------------------
 
-    def read(self, slot: GradSlot) -> torch.Tensor:
-        """Return the slot's values, in a window: valid until the next call. Blocks while they are
-        read."""
-        param = self._params[slot]
-        window = self._window_of(param.flat, slot)
+    def read(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values, in a window: valid until the next call. Blocks while
+        they are read."""
+        param = self._params[accumulator]
+        window = self._window_of(param.flat, accumulator)
         # The gradient that it was prefetched for has come: the window may be given away again.
         window.ahead = False
-        start, _, numel = param.flat.layout.shard_range(param.slot_index, self._rank)
+        start, _, numel = param.flat.layout.shard_range(param.param_index, self._rank)
         itemsize = self._dtypes[param.flat].itemsize
         part = window.memory[start * itemsize : (start + numel) * itemsize]
         return part.view(self._dtypes[param.flat])
 
-    def read_for_write(self, slot: GradSlot) -> torch.Tensor:
-        """Return the slot's values for writing. Waits for a write of the window to NVMe."""
-        tensor = self.read(slot)
-        param = self._params[slot]
+    def read_for_write(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values for writing. Waits for a write of the window to NVMe."""
+        tensor = self.read(accumulator)
+        param = self._params[accumulator]
         window = self._windows_of[param.flat]
         # The drive still reads this memory.
         self._end_write(window)
@@ -209,12 +209,15 @@ class SpilledGradients:
 
     # -- windows -----------------------------------------------------------------------------------
 
-    def _window_of(self, flat: Flat, slot: GradSlot) -> _StagingWindow:
-        """Return the window of a flat, filled with the values of `slot` if it has any. Blocks."""
+    def _window_of(self, flat: Flat, accumulator: GradAccumulator) -> _StagingWindow:
+        """Return the window of a flat, filled with the values of `accumulator` if it has any.
+        Blocks."""
         window = self._windows_of.get(flat)
         if window is None:
             window = self._claim_window()
-            self._assign(window, flat, read=self._on_nvme(flat, slot), priority=Priority.DEMAND)
+            self._assign(
+                window, flat, read=self._on_nvme(flat, accumulator), priority=Priority.DEMAND
+            )
         if window.reading is not None:
             try:
                 window.reading.wait_filled()
@@ -241,7 +244,7 @@ class SpilledGradients:
             return
         for param in flat.params:
             # Held, but in no `p.grad` any more: writing this window will overwrite its values.
-            if param.grad is not None and param.grad.state is SlotState.HELD:
+            if param.grad is not None and param.grad.state is AccumulatorState.HELD:
                 param.grad.mark_overwritten()
 
     def _free_window(self) -> _StagingWindow | None:
@@ -364,15 +367,17 @@ class SpilledGradients:
         """Whether a gradient of this flat is in some `p.grad`."""
         return any(
             param.grad is not None
-            and param.grad.state is SlotState.HELD
+            and param.grad.state is AccumulatorState.HELD
             and param.at_rest.grad is not None
             for param in flat.params
         )
 
-    def _on_nvme(self, flat: Flat, slot: GradSlot | None) -> bool:
-        """Whether NVMe holds values of the flat that are wanted: by some `p.grad`, or by `slot`,
-        which asks for its own."""
-        return self._is_wanted(flat) or (slot is not None and slot.state is SlotState.HELD)
+    def _on_nvme(self, flat: Flat, accumulator: GradAccumulator | None) -> bool:
+        """Whether NVMe holds values of the flat that are wanted: by some `p.grad`, or by
+        `accumulator`, which asks for its own."""
+        return self._is_wanted(flat) or (
+            accumulator is not None and accumulator.state is AccumulatorState.HELD
+        )
 
 
 def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_StagingWindow]]:

@@ -114,7 +114,7 @@ class Backward:
                 )
             # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
-                names = ", ".join(slots.unit.name for slots in use.held)
+                names = ", ".join(refs.unit.name for refs in use.held)
                 raise SecondOrderUnsupported(
                     f"backward with create_graph=True through {names}: gradients of gradients are "
                     "not possible with offloaded parameters, which are released as soon as "
@@ -129,13 +129,13 @@ class Backward:
             else:
                 held = 0
                 try:
-                    for slots in use.held:
-                        slots.acquire()
+                    for refs in use.held:
+                        refs.acquire()
                         held += 1
                 except BaseException:
                     # The use stays inactive, so nobody else would give these references back.
-                    for slots in use.held[:held]:
-                        slots.release(check=False)
+                    for refs in use.held[:held]:
+                        refs.release(check=False)
                     raise
                 use.active = True
             use.task = graph_task_id()
@@ -170,8 +170,8 @@ class Backward:
             for uses in tasks.values():
                 for use in uses:
                     use.active = False
-                    for slots in use.held:
-                        slots.release(check=False)
+                    for refs in use.held:
+                        refs.release(check=False)
 
     def _end_task(self, task: int) -> None:
         """End the uses that are left in a graph task, then forget the task. In this order: if
@@ -191,16 +191,16 @@ class Backward:
         # Before the release: update="backward" then updates the unit if `unit_done` has counted
         # all of its uses.
         try:
-            for slots in use.held:
-                self._unsharder.unit_done(slots.unit)
+            for refs in use.held:
+                self._unsharder.unit_done(refs.unit)
         except BaseException:  # a drive or another rank failed: no reset will find this use
-            for slots in use.held:
-                slots.release(check=False)
+            for refs in use.held:
+                refs.release(check=False)
             raise
         failure: Exception | None = None
-        for slots in use.held:
+        for refs in use.held:
             try:
-                slots.release()
+                refs.release()
             except Exception as error:  # noqa: BLE001  raised below, after the others
                 failure = failure or error
         if failure is not None:
@@ -212,10 +212,11 @@ class Backward:
 
         def accumulate(tensor: torch.Tensor) -> None:
             grad = tensor.grad
-            # A stand-in here means that another hook has taken the gradient already.
+            # A proxy here means that another hook has taken the gradient already.
             if grad is None or type(grad) is not torch.Tensor:
                 return
-            # The gathered leaf never keeps a gradient: slots do, and the memory is freed at once.
+            # The gathered leaf never keeps a gradient: accumulators do, and the memory is freed at
+            # once.
             tensor.grad = None
             with self._lock:
                 # A backward runs, also where no use of this model has started yet.

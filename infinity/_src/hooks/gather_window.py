@@ -54,7 +54,7 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     kept, also when the body raises."""
     params = [param for param in chosen_params(lifecycle, what) if param not in lifecycle.windows]
     # In one order on all ranks: gathering is a collective.
-    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.slot_index))
+    params.sort(key=lambda param: (param.unit.index, param.flat.index, param.param_index))
     units = list({param.unit: None for param in params})
     held = []
     opened: list[WeightWindow] = []

@@ -158,7 +158,7 @@ class Installed:
     owned: dict[torch.nn.Module, ModuleParameters] = dataclasses.field(default_factory=dict)
     modules_of: dict[Unit, list[torch.nn.Module]] = dataclasses.field(default_factory=dict)
     # Hooks that users had registered. They are registered again after the engine's own, so that
-    # they find the stand-in in `p.grad`.
+    # they find the proxy in `p.grad`.
     post_accumulate: dict[Param, list[Hook]] = dataclasses.field(default_factory=dict)
 
 
@@ -277,13 +277,14 @@ def uninstall(installed: Installed) -> None:
 
 
 def detach_params(params: Iterable[Param]) -> None:
-    """Empty the gradient slots and the hooks of parameters, which would outlive the engine or keep
-    the model alive."""
+    """Empty the gradient accumulators and the hooks of parameters, which would outlive the engine
+    or keep the model alive."""
     for param in params:
         if param.grad is not None:
             param.grad.empty()
             param.grad.guard(None)
-            # The loop may hold the stand-in, and through it the slot: its memory must not live on.
+            # The loop may hold the proxy, and through it the accumulator: its memory must not live
+            # on.
             param.grad.move_to(torch.empty(0, dtype=param.grad.dtype), None)
             param.at_rest.grad = None
         for leaf in (param.gathered, param.at_rest):

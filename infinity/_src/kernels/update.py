@@ -5,8 +5,8 @@
     for index in range(chunks):          # chunks come and go through the same few buffers
         plan.run(index, sections, grad)
 
-native/update.c does the same to a chunk in RAM. Both implementations here take the records of
-infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs
+native/optimizer_kernels.c does the same to a chunk in RAM. Both implementations here take the
+records of infinity/aio/_records.py as they are. infinity/_src/kernels/choice.py says which one runs
 (`update`), and that changes no bit but of a NaN's payload in an fp32 section, which is nobody's
 value. All that a step's updates need besides the chunks is copied to the device once, when the plan
 is made.

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from infinity._src.config import Policy
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.memory.ledger import RAM_SHARE, fair_share, machine, memory_seen
 from infinity._src.sizes import format_size

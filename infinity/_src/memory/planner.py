@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from infinity._src.config import Policy
+from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.slot import NORM_PIECE_NUMEL
 from infinity._src.hooks.activation_store import CHUNK_BYTES
 from infinity._src.memory.ledger import LEDGER, budget_bytes, describe_budget, describe_others
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement

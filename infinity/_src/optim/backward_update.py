@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.slot import SlotState
+from infinity._src.grads.accumulator import AccumulatorState
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
@@ -69,7 +69,7 @@ class BackwardUpdate(DeferredUpdate):
         self._on_nonfinite = on_nonfinite
         # Gradients that are complete; None for one that has spilled.
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}
-        # Bytes of gradients outside of slots, waiting or in flight.
+        # Bytes of gradients outside of accumulators, waiting or in flight.
         self._fresh_bytes = 0
         # Backward may run this far ahead of the updates before it waits for them.
         self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
@@ -139,41 +139,43 @@ class BackwardUpdate(DeferredUpdate):
         if not held or self._accumulating:
             self._grads.accumulate(param, grad)
             return
-        # Bound first: torch reads `p.grad` through the slot's proxy.
-        slot = self._grads.slot(param)
+        # Bound first: torch reads `p.grad` through the accumulator's proxy.
+        accumulator = self._grads.accumulator(param)
         ready = self._ready.setdefault(param.unit, {})
         # Reentrant checkpointing drains a gradient several times in one backward.
         if param in ready:
             if self._windows is not None and param.unit in self._windows:
                 raise _second_gradient(param)
-            # Micro-batches before this one have left a sum in the slot; the update reads it there.
-            if slot.state is SlotState.HELD:
-                slot.accumulate(grad)
+            # Micro-batches before this one have left a sum in the accumulator; the update reads it
+            # there.
+            if accumulator.state is AccumulatorState.HELD:
+                accumulator.accumulate(grad)
             elif (before := ready[param]) is not None:
                 before.add_(grad.reshape(-1))
             return
         self._check_not_updated(param)
-        state = slot.reconcile(param.at_rest.grad)
-        if state is SlotState.CONSUMED:
+        state = accumulator.reconcile(param.at_rest.grad)
+        if state is AccumulatorState.CONSUMED:
             raise RuntimeError(
                 f"a new gradient of {param.name} while the one before, which was applied in "
                 "backward, is still in p.grad: call zero_grad() after opt.step(); with "
                 "update='backward' gradients cannot add up over steps"
             )
-        # The sum of the micro-batches before goes on in the slot, and the update reads it there.
-        if state is SlotState.HELD:
-            slot.accumulate(grad)
-            ready[param] = slot.storage if slot.backing is None else None
+        # The sum of the micro-batches before goes on in the accumulator, and the update reads it
+        # there.
+        if state is AccumulatorState.HELD:
+            accumulator.accumulate(grad)
+            ready[param] = accumulator.storage if accumulator.backing is None else None
         else:
             # Autograd's own tensor, if its dtype is right already: no copy, no memory of the
             # engine.
-            fresh = grad.detach().reshape(-1).to(slot.dtype).contiguous()
+            fresh = grad.detach().reshape(-1).to(accumulator.dtype).contiguous()
             ready[param] = fresh
             self._fresh_bytes += fresh.numel() * fresh.element_size()
             self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes)
-            slot.consume()
+            accumulator.consume()
         # The loop sees that there is a gradient, as clipping or logging expect.
-        param.at_rest.grad = slot.stand_in
+        param.at_rest.grad = accumulator.proxy
 
     def _check_not_updated(self, param: Param) -> None:
         if param in self._updated:
@@ -217,7 +219,9 @@ class BackwardUpdate(DeferredUpdate):
             return
         # Only fresh gradients are on the device; sums lie in host memory.
         self._ready[unit] = self._windows.copy_out(
-            unit, self._ready[unit], lambda param: _slot_state(param) is SlotState.CONSUMED
+            unit,
+            self._ready[unit],
+            lambda param: _accumulator_state(param) is AccumulatorState.CONSUMED,
         )
         while (due := self._windows.next(LAG_UNITS)) is not None:
             self._update(due)
@@ -240,7 +244,9 @@ class BackwardUpdate(DeferredUpdate):
         self._updated.update(ready)
         work = {item.param: item for item in self._work(list(ready))}
         fresh = [
-            grad for param, grad in gradients.items() if _slot_state(param) is SlotState.CONSUMED
+            grad
+            for param, grad in gradients.items()
+            if _accumulator_state(param) is AccumulatorState.CONSUMED
         ]
         # The gathered unit has the parameters: the update reads them there and spares the tier's
         # read.
@@ -255,7 +261,7 @@ class BackwardUpdate(DeferredUpdate):
         )
         for param in ready:
             assert param.grad is not None
-            if param.grad.state is SlotState.HELD:
+            if param.grad.state is AccumulatorState.HELD:
                 guard([param], ticket)
                 param.grad.consume()
         self._unsharder.updated(unit, ticket, in_place=in_place)
@@ -329,7 +335,12 @@ class BackwardUpdate(DeferredUpdate):
             # What torch puts into `p.grad` past the engine (a tensor of another class) is met here
             # first.
             late = next(
-                (param for param in self._updated if _slot_state(param) is SlotState.HELD), None
+                (
+                    param
+                    for param in self._updated
+                    if _accumulator_state(param) is AccumulatorState.HELD
+                ),
+                None,
             )
             if late is not None:
                 raise _late_gradient(late)
@@ -422,6 +433,6 @@ def _late_gradient(param: Param) -> RuntimeError:
     )
 
 
-def _slot_state(param: Param) -> SlotState:
+def _accumulator_state(param: Param) -> AccumulatorState:
     assert param.grad is not None
     return param.grad.state

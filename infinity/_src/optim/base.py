@@ -16,8 +16,8 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
+from infinity._src.grads.accumulator import AccumulatorState
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline, refuse_nonfinite
@@ -298,9 +298,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
         if param.grad is None and param.at_rest.grad is None:
             return False
-        slot = engine.gradients.slot(param)
-        # The loop may have assigned or cleared `p.grad` since backward; the slot follows it here.
-        return slot.reconcile(param.at_rest.grad) is SlotState.HELD
+        accumulator = engine.gradients.accumulator(param)
+        # The loop may have assigned or cleared `p.grad` since backward; the accumulator follows it
+        # here.
+        return accumulator.reconcile(param.at_rest.grad) is AccumulatorState.HELD
 
     # -- single states -----------------------------------------------------------------------------
 

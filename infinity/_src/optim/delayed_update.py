@@ -26,10 +26,10 @@ from typing import NamedTuple
 
 import torch
 
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.grads.buffers import GradBuffers
-from infinity._src.grads.slot import GradSlot, SlotState
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import slot_gradients
+from infinity._src.optim.step import accumulated_gradients
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.delayed_params import DelayedParams
@@ -80,8 +80,8 @@ class DelayedUpdate(DeferredUpdate):
         self._gradients.allocate([flat for flat in flats if flat not in spilled])
 
     def close(self) -> None:
-        """Free the second copies. The memory of gradients goes with the last slot that has it.
-        Nothing may be pending.
+        """Free the second copies. The memory of gradients goes with the last accumulator that has
+        it. Nothing may be pending.
         """
         self._spare.clear()
         self._delayed.close()
@@ -109,35 +109,35 @@ class DelayedUpdate(DeferredUpdate):
                 self._unsharder.renew(unit)
             if work is None:
                 continue
-            self._pipeline.start(unit, work, slot_gradients(work))
+            self._pipeline.start(unit, work, accumulated_gradients(work))
             # From the next step on, the copy is refreshed from the states that this update writes.
             self._delayed.outdated(unit)
             for param in work:
                 assert param.grad is not None
                 param.grad.guard(_Swap(self, param) if param.grad.backing is None else None)
 
-    def swap(self, param: Param, slot: GradSlot) -> None:
-        """Give the parameter's slot the other memory: the update reads the present one."""
-        slot.guard(None)
-        read = slot.tensor
-        # The first swap of a slot takes memory of the second set; later ones take back the memory
-        # of the swap before.
+    def swap(self, param: Param, accumulator: GradAccumulator) -> None:
+        """Give the parameter's accumulator the other memory: the update reads the present one."""
+        accumulator.guard(None)
+        read = accumulator.tensor
+        # The first swap of an accumulator takes memory of the second set; later ones take back the
+        # memory of the swap before.
         spare = param in self._spare
         written = self._spare.pop(param) if spare else self._gradients.shard_of(param)
         # The loop adds to a gradient that it has kept: the sum goes on in the other memory.
-        if slot.state is SlotState.HELD:
+        if accumulator.state is AccumulatorState.HELD:
             written.copy_(read)
-        slot.tensor = written
+        accumulator.tensor = written
         self._spare[param] = read
 
 
 class _Swap(NamedTuple):
-    """Reader of a slot's storage, while the next step writes elsewhere
-    (`infinity._src.grads.slot.SlotReader`).
+    """Reader of an accumulator's storage, while the next step writes elsewhere
+    (`infinity._src.grads.accumulator.AccumulatorReader`).
     """
 
     updates: DelayedUpdate
     param: Param
 
-    def before_write(self, slot: GradSlot) -> None:
-        self.updates.swap(self.param, slot)
+    def before_write(self, accumulator: GradAccumulator) -> None:
+        self.updates.swap(self.param, accumulator)

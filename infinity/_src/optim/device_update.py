@@ -23,7 +23,7 @@ import torch
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.constants import AHEAD_CHUNKS
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import guard, slot_gradients
+from infinity._src.optim.step import accumulated_gradients, guard
 from infinity._src.optim.update_jobs import Submission, Work
 from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.state_store import StateStore
@@ -121,7 +121,7 @@ class DeviceUpdate(DeferredUpdate):
             # A save may still read these chunks.
             self._store.will_write(unit.flats)
             in_place = self._unsharder.can_update_in_place(unit)
-            submission = self._pipeline.jobs_of(unit, work, slot_gradients(work))
+            submission = self._pipeline.jobs_of(unit, work, accumulated_gradients(work))
             stored = list(self._update(self._chunks(unit, submission), in_place=in_place))
             # A unit without work on this rank has nothing to wait for.
             if stored:

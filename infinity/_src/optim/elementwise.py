@@ -273,7 +273,7 @@ class Elementwise(Optimizer):
         # fp32 copies: the class writes into them, and the encoder rounds once at the end.
         values = decode_values(form, sections)
         assert param.grad is not None
-        first = param.flat.layout.shard_range(param.slot_index, engine.states.rank)[1]
+        first = param.flat.layout.shard_range(param.param_index, engine.states.rank)[1]
         grad = param.grad.part(span.element - first, span.numel)
         self._step(param, values[0], grad, values[1:], number)
         step = self.state[param.at_rest].get("step", 0) + 1

@@ -36,8 +36,8 @@ def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies
     unit_sizes: for each unit the bytes of its parameters' gradients. copies: the model computes on
     a device with memory of its own.
     """
-    # Only updates in backward read gradients from windows; others wait in slots. Speculation leaves
-    # them in slots too.
+    # Only updates in backward read gradients from windows; others wait in accumulators. Speculation
+    # leaves them in accumulators too.
     if not (copies and policy.consumes_grads):
         return 0
     return WINDOW_UNITS * max(map(window_bytes, unit_sizes), default=0)
@@ -112,7 +112,7 @@ class GradWindows:
         found: dict[Param, torch.Tensor | None] = {}
         tickets, at = [], 0
         for param, gradient in gradients.items():
-            # A gradient that is not fresh lies in a slot already, in host memory.
+            # A gradient that is not fresh lies in an accumulator already, in host memory.
             found[param] = gradient
             if gradient is None or not fresh(param):
                 continue

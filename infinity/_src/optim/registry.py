@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from infinity._src.config import Policy
+from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import GradRegistry
 from infinity._src.memory.planner import PlacementPlanner
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
@@ -106,7 +106,7 @@ class OptimizerRegistry:
                         # Its optimizer is gone; a new one starts with masters and moments of its
                         # own.
                         start, _, numel = param.flat.layout.shard_range(
-                            param.slot_index, self._rank
+                            param.param_index, self._rank
                         )
                         self._store.forget(param.flat, start, numel)
                 self._allocate_gradients()
@@ -116,7 +116,7 @@ class OptimizerRegistry:
         optimizers_before = dict(self._optimizers)
         self._optimizers.update((param, weakref.ref(optimizer)) for param in params)
         try:
-            # Slots still point into the old memory, which lives as long as they do.
+            # Accumulators still point into the old memory, which lives as long as they do.
             self._rebind_gradients()
         except BaseException:
             # The states stay where they are, and no optimizer holds them.
@@ -254,14 +254,14 @@ class OptimizerRegistry:
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:
-        """Give the slots of registered flats the memory that was made for them, with the values
-        they have.
+        """Give the accumulators of registered flats the memory that was made for them, with the
+        values they have.
         """
         for flat in self._registered:
             for param in flat.params:
                 if param.grad is not None:
-                    self._gradients.place_slot(param)
+                    self._gradients.place_accumulator(param)
                 elif param in self._optimizers:
-                    self._reducer.slot(param)
+                    self._reducer.accumulator(param)
         # The scratch of norms is made here, so that no step allocates it.
         self._grad_registry.reserve()

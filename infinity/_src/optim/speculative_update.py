@@ -2,7 +2,7 @@
 for every loop.
 
     backward of unit k ends, and it is the last micro-batch as far as steps before tell
-        -> UPDATE of unit k to its other place, from the gradients in their slots, which stay
+        -> UPDATE of unit k to its other place, from the gradients in their accumulators, which stay
     opt.step()   it asks for the update that was made          -> the update is part of the step
                  it asks for another one (clipped, another lr) -> withdraw it; update from the old
                  states
@@ -25,10 +25,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.slot import GradSlot, SlotState, wait_through
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, wait_through
 from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.memory.device import Device
-from infinity._src.optim.step import guard, slot_gradients
+from infinity._src.optim.step import accumulated_gradients, guard
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
@@ -159,11 +159,7 @@ class SpeculativeUpdate(DeferredUpdate):
         self._lasts += self._is_last
 
     def unit_released(self, unit: Unit) -> None:
-        if (
-            unit in self._ready
-            and graph_task_id() != NO_TASK
-            and self._passes.all_ended(unit)
-        ):
+        if unit in self._ready and graph_task_id() != NO_TASK and self._passes.all_ended(unit):
             self._ready.discard(unit)
             self._due.append(unit)
             # Waiting for the last one's gradients would let the device run dry.
@@ -171,13 +167,13 @@ class SpeculativeUpdate(DeferredUpdate):
                 self._speculate(self._due.popleft())
 
     def _speculate(self, unit: Unit) -> None:
-        """Submit the unit's update ahead of the step, from the gradients in their slots."""
+        """Submit the unit's update ahead of the step, from the gradients in their accumulators."""
         if not (self._is_last and self.history.speculates) or unit in self._ahead:
             return
         params = [
             param
             for param in unit.params
-            if param.grad is not None and param.grad.state is SlotState.HELD
+            if param.grad is not None and param.grad.state is AccumulatorState.HELD
         ]
         holders = {id(holder): holder for holder in map(self._optimizer_of, params)}
         holder = next(iter(holders.values()), None)
@@ -199,7 +195,9 @@ class SpeculativeUpdate(DeferredUpdate):
         )
         # Before the start: an interrupt must not leave an update that nobody knows of.
         self._ahead[unit] = ahead
-        ahead.ticket = self._pipeline.start(unit, work, slot_gradients(work), targets=targets)
+        ahead.ticket = self._pipeline.start(
+            unit, work, accumulated_gradients(work), targets=targets
+        )
         for param in params:
             assert param.grad is not None
             param.grad.guard(_WithdrawOnWrite(self, unit))
@@ -208,8 +206,8 @@ class SpeculativeUpdate(DeferredUpdate):
     # -- back --------------------------------------------------------------------------------------
 
     def withdraw_unit(self, unit: Unit) -> None:
-        """Undo the unit's update: its gradients are about to change, or a caller reads its values.
-        """
+        """Undo the unit's update: its gradients are about to change, or a caller reads its
+        values."""
         self._states_seen = True
         self._withdraw([unit])
 
@@ -294,14 +292,14 @@ class SpeculativeUpdate(DeferredUpdate):
 
 @dataclasses.dataclass(frozen=True)
 class _WithdrawOnWrite:
-    """Reader of a slot's storage. When the loop changes the gradient, the update was of another
-    one, and is withdrawn.
+    """Reader of an accumulator's storage. When the loop changes the gradient, the update was of
+    another one, and is withdrawn.
     """
 
     updates: SpeculativeUpdate
     unit: Unit
 
-    def before_write(self, _slot: GradSlot) -> None:
+    def before_write(self, _accumulator: GradAccumulator) -> None:
         self.updates.withdraw_unit(self.unit)
 
 

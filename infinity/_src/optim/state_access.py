@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from infinity._src.distributed.collectives import Comm, digest, fingerprinted
+from infinity._src.distributed.communicator import Comm, digest, fingerprinted
+from infinity._src.grads.accumulator import AccumulatorState
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import SlotState
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.params.chunk_pipeline import ChunkBuffer, ParamSpan, spans_of
 from infinity._src.params.delayed_params import DelayedParams
@@ -74,8 +74,8 @@ class States:
         self._buffers: list[ChunkBuffer] = []
 
     def chunk_buffers(self, count: int) -> list[ChunkBuffer]:
-        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in it.
-        """
+        """Return memory for `count` chunks, kept for the next time. Nothing may be in flight in
+        it."""
         while len(self._buffers) < count:
             self._buffers.append(ChunkBuffer(self.store))
         return self._buffers[:count]
@@ -168,10 +168,13 @@ class States:
         if param.grad is None and param.at_rest.grad is None:
             return None
         # Made on demand: the loop may have assigned `p.grad` before any backward.
-        slot = self._gradients.slot(param)
-        if slot.reconcile(param.at_rest.grad) is SlotState.EMPTY and not slot.unreduced:
+        accumulator = self._gradients.accumulator(param)
+        if (
+            accumulator.reconcile(param.at_rest.grad) is AccumulatorState.EMPTY
+            and not accumulator.unreduced
+        ):
             return None
-        return self._whole(param, [slot.part()])
+        return self._whole(param, [accumulator.part()])
 
     def set_full_grad(self, param: Param, tensor: torch.Tensor | None) -> None:
         """Make `tensor` [param.shape] the gradient, rounded to the dtype of waiting gradients; None
@@ -185,17 +188,17 @@ class States:
             self.check_ranks_agree(f"setting the gradient of {param.name}", tensor)
         self._wait()
         if tensor is None:
-            self._gradients.slot(param).empty()
+            self._gradients.accumulator(param).empty()
             param.at_rest.grad = None
             return
         # Each rank stores the part that it would have got from a reduce_scatter.
-        _, element, numel = param.flat.layout.shard_range(param.slot_index, self.rank)
+        _, element, numel = param.flat.layout.shard_range(param.param_index, self.rank)
         part = tensor.detach().to("cpu").reshape(-1)[element : element + numel]
         self._gradients.replace(param, part)
 
     def _whole(self, param: Param, part: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole tensor of which the ranks have parts, fp32 [param.shape]."""
-        _, element, _ = param.flat.layout.shard_range(param.slot_index, self.rank)
+        _, element, _ = param.flat.layout.shard_range(param.param_index, self.rank)
         mine = torch.cat([piece.reshape(-1) for piece in part]) if part else torch.empty(0)
         return self._comm.all_gather_vector(mine, element, param.numel).view(param.shape)
 
@@ -287,8 +290,8 @@ def sections_with(form: Format, value: int) -> list[int]:
 
 
 def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
-    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable bytes.
-    """
+    """Return the span's part of every section of the buffer's chunk, but `grad`, as writable
+    bytes."""
     return [
         buffer.section(index, span.start, span.numel)
         for index in range(buffer.records.format.written_count)

@@ -8,7 +8,8 @@
     next forward                  opens the gate of each unit with its buffers as targets
 
 Units are submitted in the order in which the next forward wants them. A gradient's memory belongs
-to the update until its ticket is done: whoever wants to change it earlier waits (`GradSlot.guard`).
+to the update until its ticket is done: whoever wants to change it earlier waits
+(`GradAccumulator.guard`).
 
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
@@ -28,9 +29,9 @@ import numpy as np
 import torch
 
 from infinity._src._torch_compat import profiled
-from infinity._src.distributed.collectives import Comm
+from infinity._src.distributed.communicator import Comm
+from infinity._src.grads.accumulator import ReadByUpdate
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import ReadByUpdate
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.optim.step_consensus import Grouped, describe_step
@@ -458,7 +459,7 @@ class StepPipeline:
         return ticket
 
 
-def slot_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
+def accumulated_gradients(work: Mapping[Param, Work]) -> dict[Param, torch.Tensor]:
     """Return the gradients of these parameters that lie in slots; spilled ones are left out."""
     gradients = {}
     for param in work:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity._src.distributed.collectives import digest_of_text, fingerprinted
+from infinity._src.distributed.communicator import digest_of_text, fingerprinted
 from infinity._src.params.unit import Param
 
 

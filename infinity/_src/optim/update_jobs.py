@@ -128,9 +128,9 @@ def jobs_of_unit(
         grads = np.zeros(len(flat.params), dtype=_GRAD)
         for param in flat.params:
             if param in work:
-                rows[param.slot_index] = len(hypers)
+                rows[param.param_index] = len(hypers)
                 hypers.append(work[param].hyper)
-                grads[param.slot_index] = _grad_of(gradients.get(param))
+                grads[param.param_index] = _grad_of(gradients.get(param))
         job, seg = _filter(plan, rows, seg_count)
         job["base"] = base
         taken = rows[plan.owner] >= 0

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 import torch
 
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.optim.step import StepPipeline, guard, slot_gradients
+from infinity._src.optim.step import StepPipeline, accumulated_gradients, guard
 from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.params.prefetch_schedule import Phase
@@ -216,10 +216,10 @@ class DeferredUpdate(UpdateMode):
         """Nothing: the update comes with the step."""
 
     def backward_end(self) -> None:
-        """Nothing: gradients wait in their slots."""
+        """Nothing: gradients wait in their accumulators."""
 
     def backward_aborted(self) -> None:
-        """Nothing: gradients that came are in their slots, and the loop clears them."""
+        """Nothing: gradients that came are in their accumulators, and the loop clears them."""
 
     def before_assign(self, param: Param) -> None:
         """Nothing: gradients may be replaced until the step."""
@@ -239,9 +239,9 @@ class DeferredUpdate(UpdateMode):
             # States may be read ahead now. The update itself waits until the gate opens, when the
             # unit has memory, or escapes.
             gate = self._pipeline.gate()
-            ticket = self._pipeline.start(unit, work, slot_gradients(work), gate=gate)
-            # The loop may clear or refill gradients right after the step; the slots wait for the
-            # update that reads them.
+            ticket = self._pipeline.start(unit, work, accumulated_gradients(work), gate=gate)
+            # The loop may clear or refill gradients right after the step; the accumulators wait for
+            # the update that reads them.
             guard(work, ticket)
             self._unsharder.hand_over(unit, ticket, gate)
 

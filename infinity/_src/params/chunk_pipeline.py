@@ -211,7 +211,7 @@ class ParamSpan:
 
 def spans_of(param: Param, rank: int) -> Iterator[ParamSpan]:
     """Yield the parts of a parameter in the chunks of this rank's shard, in order."""
-    for chunk, start, element, numel in param.flat.layout.spans(param.slot_index, rank):
+    for chunk, start, element, numel in param.flat.layout.spans(param.param_index, rank):
         yield ParamSpan(param, chunk, start, element, numel)
 
 

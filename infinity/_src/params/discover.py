@@ -387,8 +387,8 @@ def build(
                 unit, len(unit.flats), dtype, trainable, layout, empty_flat(layout, dtype, device)
             )
             unit.flats.append(flat)
-            for slot_index, entry in enumerate(entries):
-                flat.params.append(_make_param(entry, flat, slot_index))
+            for param_index, entry in enumerate(entries):
+                flat.params.append(_make_param(entry, flat, param_index))
         # Parameters are numbered in registration order, not flat by flat.
         placed = {param.name: param for flat in unit.flats for param in flat.params}
         for entry in spec.entries:
@@ -408,7 +408,7 @@ def _entries_of(spec: UnitSpec, kind: tuple[torch.dtype, bool]) -> list[FoundPar
     ]
 
 
-def _make_param(entry: FoundParameter, flat: Flat, slot_index: int) -> Param:
+def _make_param(entry: FoundParameter, flat: Flat, param_index: int) -> Param:
     return Param(
         index=-1,
         name=entry.names[0],
@@ -417,10 +417,10 @@ def _make_param(entry: FoundParameter, flat: Flat, slot_index: int) -> Param:
         shape=entry.parameter.shape,
         dtype=flat.dtype,
         numel=entry.parameter.numel(),
-        offset=flat.layout.offsets[slot_index],
+        offset=flat.layout.offsets[param_index],
         flat=flat,
         unit=flat.unit,
-        slot_index=slot_index,
+        param_index=param_index,
     )
 
 

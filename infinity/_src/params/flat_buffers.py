@@ -52,7 +52,7 @@ class FlatBuffers:
 
         Raises: MemoryError, before anything has changed; DeviceCopyError.
         """
-        # Memory that exists never moves: gradient slots hold views of it.
+        # Memory that exists never moves: gradient accumulators hold views of it.
         fresh = [flat for flat in flats if flat not in self._tensors]
         size_bytes = sum(self.bytes_of(flat) for flat in fresh)
         if not size_bytes:

@@ -19,7 +19,7 @@ from infinity._src.kernels.tiling.tiled_module import Tile, TilePlace, whole_nam
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
-    from infinity._src.grads.slot import GradSlot
+    from infinity._src.grads.accumulator import GradAccumulator
     from infinity._src.params.sharded_param import ShardedParameter
     from infinity._src.params.unsharded_param import UnshardedParameter
 
@@ -85,12 +85,12 @@ class Param:
     offset: int  # elements from the start of its flat
     flat: Flat
     unit: Unit
-    slot_index: int  # position in flat.params
+    param_index: int  # position in flat.params
     # `hooks.module_params.install` sets both, when the values are on their tier.
     at_rest: ShardedParameter = dataclasses.field(init=False)
     gathered: UnshardedParameter = dataclasses.field(init=False)
     # None until `GradReducer.slot` is first asked for it.
-    grad: GradSlot | None = None
+    grad: GradAccumulator | None = None
 
     # Without tensors: to print one without storage would crash the interpreter.
     def __repr__(self) -> str:

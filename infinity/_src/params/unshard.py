@@ -38,8 +38,8 @@ import torch
 
 from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.cleanup import cancel_and_wait
-from infinity._src.distributed.collectives import Comm, digest, fingerprinted
-from infinity._src.distributed.exchange import Exchange
+from infinity._src.distributed.collectives import Collectives
+from infinity._src.distributed.communicator import Comm, digest, fingerprinted
 from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
@@ -600,7 +600,7 @@ class Unsharder:
         # A read under way would bring the old value over the new one.
         self._finish_pending(param.unit)
         layout = param.flat.layout
-        start, source, numel = layout.shard_range(param.slot_index, self._comm.rank)
+        start, source, numel = layout.shard_range(param.param_index, self._comm.rank)
         # A rank may hold no part of a small parameter.
         if numel:
             values = flat_value[source : source + numel]
@@ -745,10 +745,10 @@ class PendingUnshards:
         # Shards of this rank alone come from all ranks; those of a whole node, from within it.
         across = len(self.secondary.ranks) == 1
 
-        def work(exchange: Exchange) -> None:
+        def work(collectives: Collectives) -> None:
             with torch.no_grad():
                 load()
-                exchange.all_gather([_parts(flat) for flat in flats], across=across)
+                collectives.all_gather([_parts(flat) for flat in flats], across=across)
 
         op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
         self._by_unit[unit] = PendingUnshard((), op)
@@ -787,12 +787,12 @@ class PendingUnshards:
         coded = [flat for flat in unit.flats if quantized and flat.dtype in DTYPES]
         plain = [flat for flat in unit.flats if flat not in coded]
 
-        def work(exchange: Exchange) -> None:
+        def work(collectives: Collectives) -> None:
             for ticket in tickets:
                 ticket.wait_filled()
             with torch.no_grad():
-                exchange.all_gather([_parts(flat) for flat in plain])
-                exchange.all_gather_quantized([_parts(flat) for flat in coded])
+                collectives.all_gather([_parts(flat) for flat in plain])
+                collectives.all_gather_quantized([_parts(flat) for flat in coded])
                 if store is not None:
                     store()
 

@@ -81,7 +81,7 @@ def test_traffic_is_told_in_units_of_the_parameters_beside_the_formula(
 def test_the_arms_of_the_link_are_those_that_a_rank_knows_and_scales_weigh_what_the_wire_has(
     bench: Any,
 ) -> None:
-    from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
+    from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
     from infinity._src.kernels.comm_codec import wire_bytes
 
     hosts, many = bench("hosts"), 1 << 20

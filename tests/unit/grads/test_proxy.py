@@ -1,4 +1,4 @@
-"""Gradient stand-ins against plain fp32 gradients: norms, scaling, accumulation, and what must
+"""Gradient proxies against plain fp32 gradients: norms, scaling, accumulation, and what must
 raise."""
 
 from __future__ import annotations
@@ -13,39 +13,40 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.grads import slot as grad_slot
+from infinity._src.grads import accumulator as grad_slot
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, GradRegistry
 from infinity._src.grads.proxy import GradProxy
-from infinity._src.grads.slot import GradRegistry, GradSlot, SlotState
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
 
 
 def make_params(
     dtype: torch.dtype = torch.bfloat16, grad_dtype: torch.dtype | None = None
-) -> tuple[list[torch.nn.Parameter], list[GradSlot]]:
-    """Parameters without values and the slots of their gradients."""
+) -> tuple[list[torch.nn.Parameter], list[GradAccumulator]]:
+    """Parameters without values and the accumulators of their gradients."""
     book = GradRegistry(GradProxy.of)
-    params, slots = [], []
+    params, accumulators = [], []
     for index, shape in enumerate(SHAPES):
         size = torch.Size(shape)
         storage = torch.full((size.numel(),), float("nan"), dtype=grad_dtype or dtype)
-        slots.append(book.add(f"layer.{index}.weight", size, storage, torch.device("cpu")))
+        accumulators.append(book.add(f"layer.{index}.weight", size, storage, torch.device("cpu")))
         param = torch.nn.Parameter(torch.zeros(size, dtype=dtype))
         param.grad_dtype = grad_dtype
         params.append(param)
     book.reserve()
-    return params, slots
+    return params, accumulators
 
 
 def accumulate(
-    params: list[torch.nn.Parameter], slots: list[GradSlot], scale: float = 1.0
+    params: list[torch.nn.Parameter], accumulators: list[GradAccumulator], scale: float = 1.0
 ) -> list[torch.Tensor]:
-    """Put fresh random gradients into the slots, as the end of a backward does; returns them."""
+    """Put fresh random gradients into the accumulators, as the end of a backward does; returns
+    them."""
     grads = [(torch.randn(param.shape) * scale).to(param.dtype) for param in params]
-    for param, slot, grad in zip(params, slots, grads, strict=True):
-        slot.reconcile(param.grad)
-        slot.accumulate(grad)
-        param.grad = slot.stand_in
+    for param, accumulator, grad in zip(params, accumulators, grads, strict=True):
+        accumulator.reconcile(param.grad)
+        accumulator.accumulate(grad)
+        param.grad = accumulator.proxy
     return grads
 
 
@@ -57,10 +58,10 @@ def plain(grads: list[torch.Tensor]) -> list[torch.nn.Parameter]:
     return params
 
 
-def assert_same(slots: list[GradSlot], params: list[torch.nn.Parameter]) -> None:
-    for slot, param in zip(slots, params, strict=True):
+def assert_same(accumulators: list[GradAccumulator], params: list[torch.nn.Parameter]) -> None:
+    for accumulator, param in zip(accumulators, params, strict=True):
         assert param.grad is not None
-        assert torch.equal(slot.materialize(), param.grad), slot.name
+        assert torch.equal(accumulator.materialize(), param.grad), accumulator.name
 
 
 @pytest.mark.parametrize("foreach", [None, True, False])
@@ -70,28 +71,28 @@ def test_clip_grad_norm_equals_clipping_of_fp32_gradients(
     foreach: bool | None, dtype: torch.dtype, norm_type: float
 ) -> None:
     torch.manual_seed(0)
-    params, slots = make_params(dtype)
-    reference = plain(accumulate(params, slots))
+    params, accumulators = make_params(dtype)
+    reference = plain(accumulate(params, accumulators))
     for max_norm in (0.5, 100.0, 0.1):  # the second one clips nothing
         ours = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, foreach=foreach)
         theirs = torch.nn.utils.clip_grad_norm_(reference, max_norm, norm_type, foreach=foreach)
         assert torch.equal(ours, theirs)
         assert ours.dtype == torch.float32
-        assert_same(slots, reference)
+        assert_same(accumulators, reference)
 
 
 def test_clips_with_a_norm_computed_apart() -> None:
-    params, slots = make_params()
-    reference = plain(accumulate(params, slots))
+    params, accumulators = make_params()
+    reference = plain(accumulate(params, accumulators))
     for each in (params, reference):
         total = torch.nn.utils.get_total_norm([param.grad for param in each])
         torch.nn.utils.clip_grads_with_norm_(each, 0.25, total)
-    assert_same(slots, reference)
+    assert_same(accumulators, reference)
 
 
 def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
-    params, slots = make_params()
-    reference = plain(accumulate(params, slots))
+    params, accumulators = make_params()
+    reference = plain(accumulate(params, accumulators))
     for param in (*params, *reference):
         assert param.grad is not None
         param.grad *= 1.7
@@ -103,7 +104,7 @@ def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
     torch._foreach_div_([param.grad for param in reference], 1.1)
     torch._foreach_mul_([param.grad for param in params], [0.5, 0.6, 0.7, 0.8, 0.9])
     torch._foreach_mul_([param.grad for param in reference], [0.5, 0.6, 0.7, 0.8, 0.9])
-    assert_same(slots, reference)
+    assert_same(accumulators, reference)
     assert torch.equal(params[2].grad.norm(), reference[2].grad.norm())
     assert torch.equal(params[2].grad.data.norm(2), reference[2].grad.norm())
     assert torch.equal(
@@ -113,39 +114,39 @@ def test_scaling_by_numbers_and_tensors_is_replayed_in_fp32() -> None:
 
 def test_accumulates_in_the_dtype_of_the_slot() -> None:
     for grad_dtype in (torch.bfloat16, torch.float32):
-        params, slots = make_params(torch.bfloat16, grad_dtype)
-        expected = [grad.to(grad_dtype) for grad in accumulate(params, slots)]
+        params, accumulators = make_params(torch.bfloat16, grad_dtype)
+        expected = [grad.to(grad_dtype) for grad in accumulate(params, accumulators)]
         for _ in range(3):
-            for total, grad in zip(expected, accumulate(params, slots), strict=True):
+            for total, grad in zip(expected, accumulate(params, accumulators), strict=True):
                 total.add_(grad)
         assert all(
-            torch.equal(slot.tensor.view(slot.shape), total)
-            for slot, total in zip(slots, expected, strict=True)
+            torch.equal(accumulator.tensor.view(accumulator.shape), total)
+            for accumulator, total in zip(accumulators, expected, strict=True)
         )
-        assert slots[2].norm() == torch.linalg.vector_norm(expected[2].float()).item()
+        assert accumulators[2].norm() == torch.linalg.vector_norm(expected[2].float()).item()
 
 
 def test_a_drain_after_scaling_scales_only_what_was_there() -> None:
-    params, slots = make_params()
-    first = accumulate(params, slots)
+    params, accumulators = make_params()
+    first = accumulate(params, accumulators)
     torch.nn.utils.clip_grad_norm_(params, 0.5)
-    coefficient = slots[0].log[0][1]
-    second = accumulate(params, slots)
-    for slot, one, two in zip(slots, first, second, strict=True):
+    coefficient = accumulators[0].log[0][1]
+    second = accumulate(params, accumulators)
+    for accumulator, one, two in zip(accumulators, first, second, strict=True):
         expected = (one.float() * coefficient).bfloat16() + two
-        assert slot.log == []
-        assert torch.equal(slot.tensor.view(slot.shape), expected)
-        assert slot.norm() == torch.linalg.vector_norm(expected.float()).item()
+        assert accumulator.log == []
+        assert torch.equal(accumulator.tensor.view(accumulator.shape), expected)
+        assert accumulator.norm() == torch.linalg.vector_norm(expected.float()).item()
 
 
 def test_grad_scaler_unscales_and_reports_what_is_not_finite() -> None:
     for poison in (None, float("inf"), float("nan")):
-        params, slots = make_params()
-        grads = accumulate(params, slots, scale=1000.0)
+        params, accumulators = make_params()
+        grads = accumulate(params, accumulators, scale=1000.0)
         if poison is not None:
             grads[2][3, 4] = poison
-            slots[2].empty()
-            slots[2].accumulate(grads[2])
+            accumulators[2].empty()
+            accumulators[2].accumulate(grads[2])
         reference = plain(grads)
         states = []
         for each in (params, reference):
@@ -163,86 +164,90 @@ def test_grad_scaler_unscales_and_reports_what_is_not_finite() -> None:
             )
         assert states[0] == states[1] == (0.0 if poison is None else 1.0)
         if poison is None:
-            assert_same(slots, reference)
+            assert_same(accumulators, reference)
 
 
 def test_finite_is_exact_where_the_norm_overflows() -> None:
-    params, slots = make_params(torch.bfloat16)
-    accumulate(params, slots, scale=1e30)
-    assert math.isinf(slots[2].norm())
-    assert slots[2].finite()
-    slots[2].scale("mul", 1e10)
-    assert not slots[2].finite()
-    slots[0].scale("mul", math.nan)
-    assert not slots[0].finite()
+    params, accumulators = make_params(torch.bfloat16)
+    accumulate(params, accumulators, scale=1e30)
+    assert math.isinf(accumulators[2].norm())
+    assert accumulators[2].finite()
+    accumulators[2].scale("mul", 1e10)
+    assert not accumulators[2].finite()
+    accumulators[0].scale("mul", math.nan)
+    assert not accumulators[0].finite()
 
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_zero_grad_zeros_or_empties(foreach: bool) -> None:
-    params, slots = make_params()
+    params, accumulators = make_params()
     optimizer = torch.optim.SGD(params, lr=0.1, foreach=foreach)
-    accumulate(params, slots)
-    slots[0].scale("mul", 0.5)
+    accumulate(params, accumulators)
+    accumulators[0].scale("mul", 0.5)
     optimizer.zero_grad(set_to_none=False)
     assert all(
-        slot.state is SlotState.HELD and not slot.tensor.any() and slot.norm() == 0.0
-        for slot in slots
+        accumulator.state is AccumulatorState.HELD
+        and not accumulator.tensor.any()
+        and accumulator.norm() == 0.0
+        for accumulator in accumulators
     )
-    grads = accumulate(params, slots)
-    assert_same(slots, plain(grads))
+    grads = accumulate(params, accumulators)
+    assert_same(accumulators, plain(grads))
     optimizer.zero_grad()
     assert all(
-        slot.reconcile(param.grad) is SlotState.EMPTY
-        for slot, param in zip(slots, params, strict=True)
+        accumulator.reconcile(param.grad) is AccumulatorState.EMPTY
+        for accumulator, param in zip(accumulators, params, strict=True)
     )
     module = torch.nn.ParameterList(params)
-    grads = accumulate(params, slots)
-    assert_same(slots, plain(grads))
+    grads = accumulate(params, accumulators)
+    assert_same(accumulators, plain(grads))
     module.zero_grad()
     assert all(param.grad is None for param in params)
 
 
 def test_the_same_stand_in_serves_every_step() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     before = [id(param.grad) for param in params]
     for param in params:
         param.grad = None
-    accumulate(params, slots)
+    accumulate(params, accumulators)
     assert before == [id(param.grad) for param in params]
 
 
 def test_an_ordinary_tensor_in_grad_replaces_the_gradient() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     mine = torch.randn(SHAPES[2]).bfloat16()
     params[2].grad = mine
-    assert slots[2].reconcile(params[2].grad) is SlotState.HELD
-    assert torch.equal(slots[2].materialize(), mine.float())
+    assert accumulators[2].reconcile(params[2].grad) is AccumulatorState.HELD
+    assert torch.equal(accumulators[2].materialize(), mine.float())
     with pytest.raises(
         RuntimeError, match=r"layer\.0\.weight\.grad was set to the gradient of layer\.1\.weight"
     ):
-        slots[0].reconcile(slots[1].stand_in)
+        accumulators[0].reconcile(accumulators[1].proxy)
     with pytest.raises(
         RuntimeError, match=r"layer\.1\.weight\.grad was replaced by a tensor of shape \(3,\)"
     ):
-        slots[1].reconcile(torch.zeros(3))
+        accumulators[1].reconcile(torch.zeros(3))
 
 
 def test_a_write_waits_for_the_update_that_reads() -> None:
-    params, slots = make_params()
+    params, accumulators = make_params()
     waited: list[str] = []
-    accumulate(params, slots)
-    for slot in slots:
-        slot.guard(SimpleNamespace(before_write=lambda slot: waited.append(slot.name)))
+    accumulate(params, accumulators)
+    for accumulator in accumulators:
+        accumulator.guard(
+            SimpleNamespace(before_write=lambda accumulator: waited.append(accumulator.name))
+        )
     torch.nn.utils.clip_grad_norm_(params, 0.1)
-    slots[0].norm()
-    slots[0].empty()
+    accumulators[0].norm()
+    accumulators[0].empty()
     assert waited == []
-    accumulate(params, slots)
-    assert waited == [slot.name for slot in slots]
-    slots[1].zero()
-    assert waited[-1] == slots[1].name
+    accumulate(params, accumulators)
+    assert waited == [accumulator.name for accumulator in accumulators]
+    accumulators[1].zero()
+    assert waited[-1] == accumulators[1].name
 
 
 @pytest.mark.parametrize(
@@ -282,41 +287,41 @@ def test_a_write_waits_for_the_update_that_reads() -> None:
     ],
 )
 def test_what_a_stand_in_cannot_do_raises_and_names_the_parameter(operation) -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
-    before = slots[2].materialize()
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
+    before = accumulators[2].materialize()
     with pytest.raises(RuntimeError, match=r"layer\.2\.weight\.grad"):
         operation(params[2].grad)
-    assert torch.equal(slots[2].materialize(), before)
+    assert torch.equal(accumulators[2].materialize(), before)
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("foreach", [False, True])
 def test_a_torch_optimizer_raises_and_changes_nothing(name: str, foreach: bool) -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     optimizer = getattr(torch.optim, name)(params, lr=0.1, foreach=foreach)
     with pytest.raises(RuntimeError, match=r"layer\.0\.weight\.grad"):
         optimizer.step()
 
 
 def test_clip_grad_value_raises_and_says_what_works() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     for foreach in (True, False):
         with pytest.raises(RuntimeError, match="clip_grad_norm_"):
             torch.nn.utils.clip_grad_value_(params, 0.1, foreach=foreach)
     params[0].grad = params[0].grad.materialize().clamp(-0.1, 0.1).to(params[0].dtype)
-    slots[0].reconcile(params[0].grad)
-    assert slots[0].materialize().abs().max() <= 0.101
+    accumulators[0].reconcile(params[0].grad)
+    assert accumulators[0].materialize().abs().max() <= 0.101
 
 
 def test_a_stand_in_kept_past_its_gradient_raises() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     stale = params[0].grad
     params[0].grad = None
-    slots[0].reconcile(None)
+    accumulators[0].reconcile(None)
     for operation in (
         lambda: stale.norm(),
         lambda: stale.mul_(2),
@@ -328,8 +333,8 @@ def test_a_stand_in_kept_past_its_gradient_raises() -> None:
 
 
 def test_more_scalings_than_the_kernels_replay_raise() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     for _ in range(grad_slot.LOG_MAX):
         params[0].grad *= 0.5
     with pytest.raises(RuntimeError, match="multiply the factors first"):
@@ -337,14 +342,14 @@ def test_more_scalings_than_the_kernels_replay_raise() -> None:
 
 
 def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
-    params, slots = make_params(torch.float32)
-    grads = accumulate(params, slots)
+    params, accumulators = make_params(torch.float32)
+    grads = accumulate(params, accumulators)
     adapter = torch.nn.Parameter(torch.zeros(4, 4))
     adapter.grad = torch.randn(4, 4)
     reference = plain([grad.clone() for grad in (*grads, adapter.grad)])
     ours = torch.nn.utils.clip_grad_norm_([*params, adapter], 0.5, foreach=True)
     assert torch.equal(ours, torch.nn.utils.clip_grad_norm_(reference, 0.5, foreach=True))
-    assert_same(slots, reference[:-1])
+    assert_same(accumulators, reference[:-1])
     assert torch.equal(adapter.grad, reference[-1].grad)
 
 
@@ -360,28 +365,30 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
     )
     for rank, book in enumerate(books):
         for index, grad in enumerate(grads):
-            slot = book.add(
+            accumulator = book.add(
                 str(index), torch.Size((8, 8)), torch.empty(32).bfloat16(), torch.device("cpu")
             )
-            slot.accumulate(grad[rank * 32 : rank * 32 + 32])
-    books[0].slots[0].norm()
-    for slot, grad in zip(books[1].slots, grads, strict=True):
-        assert slot.norm() == pytest.approx(torch.linalg.vector_norm(grad.float()).item(), rel=1e-6)
-        assert slot.stand_in.norm().item() == slot.norm()
+            accumulator.accumulate(grad[rank * 32 : rank * 32 + 32])
+    books[0].accumulators[0].norm()
+    for accumulator, grad in zip(books[1].accumulators, grads, strict=True):
+        assert accumulator.norm() == pytest.approx(
+            torch.linalg.vector_norm(grad.float()).item(), rel=1e-6
+        )
+        assert accumulator.proxy.norm().item() == accumulator.norm()
     assert len(said) == 1
     assert len(said[0]) == 5
     with pytest.raises(RuntimeError, match="inf-norm"):
-        books[1].norms(books[1].slots, math.inf)
+        books[1].norms(books[1].accumulators, math.inf)
     with pytest.raises(RuntimeError, match="split over ranks"):
-        books[1].slots[0].materialize()
+        books[1].accumulators[0].materialize()
 
 
 def test_a_part_of_no_elements_counts_nothing() -> None:
     book = GradRegistry(GradProxy.of, lambda parts: parts)
-    slot = book.add("w", torch.Size((8,)), torch.empty(0), torch.device("cpu"))
-    slot.accumulate(torch.empty(0))
-    assert slot.norm() == 0.0
-    assert slot.finite()
+    accumulator = book.add("w", torch.Size((8,)), torch.empty(0), torch.device("cpu"))
+    accumulator.accumulate(torch.empty(0))
+    assert accumulator.norm() == 0.0
+    assert accumulator.finite()
 
 
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,23 +396,25 @@ def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.Monk
     monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
     monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
     book = GradRegistry(GradProxy.of)
-    slot = book.add("w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu"))
+    accumulator = book.add(
+        "w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu")
+    )
     assert book.scratch_bytes == 4000
     grad = torch.randn(50, 101).bfloat16()
-    slot.accumulate(grad)
-    slot.scale("mul", 0.7)
-    assert slot.norm() == pytest.approx((grad.float() * 0.7).norm().item(), rel=1e-6)
-    slot.accumulate(grad)
+    accumulator.accumulate(grad)
+    accumulator.scale("mul", 0.7)
+    assert accumulator.norm() == pytest.approx((grad.float() * 0.7).norm().item(), rel=1e-6)
+    accumulator.accumulate(grad)
     assert torch.equal(
-        slot.tensor.view(50, 101), (grad.float() * torch.tensor(0.7)).bfloat16() + grad
+        accumulator.tensor.view(50, 101), (grad.float() * torch.tensor(0.7)).bfloat16() + grad
     )
     assert book.scratch(1000).numel() == 1000
     assert book._scratch.numel() == 1000
 
 
 def test_repr_and_metadata_need_no_values() -> None:
-    params, slots = make_params()
-    accumulate(params, slots)
+    params, accumulators = make_params()
+    accumulate(params, accumulators)
     grad = params[2].grad
     assert isinstance(grad, GradProxy)
     assert "layer.2.weight" in repr(grad)
@@ -439,16 +448,16 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
     follows a scaling."""
     torch.manual_seed(seed)
     book = GradRegistry(GradProxy.of)
-    slot = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
+    accumulator = book.add("w", torch.Size((6, 7)), torch.empty(42).bfloat16(), torch.device("cpu"))
     param = torch.nn.Parameter(torch.zeros(6, 7).bfloat16())
     truth: torch.Tensor | None = None
     for kind, value in operations:
         if kind == "accumulate":
             grad = torch.randn(6, 7).bfloat16()
             truth = grad.float() if truth is None else (truth.bfloat16() + grad).float()
-            slot.reconcile(param.grad)
-            slot.accumulate(grad)
-            param.grad = slot.stand_in
+            accumulator.reconcile(param.grad)
+            accumulator.accumulate(grad)
+            param.grad = accumulator.proxy
         elif kind == "none":
             param.grad, truth = None, None
         elif param.grad is None or truth is None:
@@ -458,19 +467,19 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
             truth.zero_()
         elif kind == "norm":
             assert torch.equal(param.grad.norm(), truth.norm())
-        elif len(slot.log) < grad_slot.LOG_MAX and kind == "clip":
+        elif len(accumulator.log) < grad_slot.LOG_MAX and kind == "clip":
             plain_param = torch.nn.Parameter(torch.zeros(6, 7))
             plain_param.grad = truth
             ours = torch.nn.utils.clip_grad_norm_([param], value)
             assert torch.equal(ours, torch.nn.utils.clip_grad_norm_([plain_param], value))
-        elif len(slot.log) < grad_slot.LOG_MAX:
+        elif len(accumulator.log) < grad_slot.LOG_MAX:
             getattr(param.grad, f"{kind}_")(value)
             getattr(truth, f"{kind}_")(value)
-    slot.reconcile(param.grad)
-    assert (slot.state is SlotState.EMPTY) == (truth is None)
+    accumulator.reconcile(param.grad)
+    assert (accumulator.state is AccumulatorState.EMPTY) == (truth is None)
     if truth is not None:
-        assert torch.equal(slot.materialize(), truth)
-        assert slot.norm() == truth.norm().item()
+        assert torch.equal(accumulator.materialize(), truth)
+        assert accumulator.norm() == truth.norm().item()
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0, float("inf"), float("nan"), 1e38])
@@ -480,12 +489,12 @@ def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(
     kind: str, factor: float, value: float
 ) -> None:
     book = GradRegistry(GradProxy.of)
-    slot = book.add(
+    accumulator = book.add(
         "w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu")
     )
     grad = torch.full((64,), value, dtype=torch.bfloat16)
     grad[0] = 0.0
-    slot.accumulate(grad)
-    slot.scale(kind, factor)
+    accumulator.accumulate(grad)
+    accumulator.scale(kind, factor)
     scaled = grad.float() * factor if kind == "mul" else grad.float() / factor
-    assert slot.finite() == bool(scaled.isfinite().all())
+    assert accumulator.finite() == bool(scaled.isfinite().all())

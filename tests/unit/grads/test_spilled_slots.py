@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.grads.slot import GradRegistry, GradSlot, SlotState
 from infinity._src.grads.spill import SpilledGradients
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit
@@ -99,7 +99,7 @@ class Drive:
 
 
 class Model:
-    """Units with one flat each, and their slots: spilled (`drive`) or in memory."""
+    """Units with one flat each, and their accumulators: spilled (`drive`) or in memory."""
 
     def __init__(self, units: int, drive: Drive | None, windows: int = 3) -> None:
         self.registry = GradRegistry(GradProxy.of)
@@ -118,8 +118,8 @@ class Model:
             layout = plan_flat(numels, 2)
             flat = Flat(unit, 0, torch.bfloat16, True, layout, torch.empty(0, dtype=torch.bfloat16))
             unit.flats.append(flat)
-            for slot, shape in enumerate(SHAPES):
-                name = f"{unit.name}.{slot}"
+            for accumulator, shape in enumerate(SHAPES):
+                name = f"{unit.name}.{accumulator}"
                 size = torch.Size(shape)
                 param = Param(
                     len(self.params),
@@ -129,10 +129,10 @@ class Model:
                     size,
                     torch.bfloat16,
                     size.numel(),
-                    layout.offsets[slot],
+                    layout.offsets[accumulator],
                     flat,
                     unit,
-                    slot,
+                    accumulator,
                 )
                 param.at_rest = SimpleNamespace(grad=None)  # type: ignore[assignment]
                 flat.params.append(param)
@@ -146,7 +146,7 @@ class Model:
             param.grad = self.registry.add(
                 param.name, param.shape, self.memory.shard_of(param), torch.device("cpu")
             )
-            self.memory.place_slot(param)
+            self.memory.place_accumulator(param)
         self.registry.reserve()
 
     @property
@@ -155,21 +155,21 @@ class Model:
         assert found is not None
         return found
 
-    def slot(self, index: int) -> GradSlot:
+    def accumulator(self, index: int) -> GradAccumulator:
         found = self.params[index % len(self.params)].grad
         assert found is not None
         return found
 
     def accumulate(self, index: int, seed: int) -> None:
-        param, slot = self.params[index % len(self.params)], self.slot(index)
+        param, accumulator = self.params[index % len(self.params)], self.accumulator(index)
         grad = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        slot.reconcile(param.at_rest.grad)
-        slot.accumulate(grad)
-        param.at_rest.grad = slot.stand_in
+        accumulator.reconcile(param.at_rest.grad)
+        accumulator.accumulate(grad)
+        param.at_rest.grad = accumulator.proxy
 
     def do(self, what: str, index: int, seed: int) -> Any:
         """One operation; what it returns is compared."""
-        param, slot = self.params[index % len(self.params)], self.slot(index)
+        param, accumulator = self.params[index % len(self.params)], self.accumulator(index)
         unit = self.units[index % len(self.units)]
         told: dict[str, Callable[[], None]] = {
             "prefetch": lambda: self.grads.prefetch([unit]),
@@ -197,35 +197,35 @@ class Model:
             param.at_rest.grad = None
         elif what == "assign":
             param.at_rest.grad = torch.full(param.shape, float(seed % 7)).bfloat16()
-            slot.reconcile(param.at_rest.grad)
-            param.at_rest.grad = slot.stand_in
+            accumulator.reconcile(param.at_rest.grad)
+            param.at_rest.grad = accumulator.proxy
         elif param.at_rest.grad is not None:
-            return self.use(what, slot, seed)
+            return self.use(what, accumulator, seed)
         return None
 
     @staticmethod
-    def use(what: str, slot: GradSlot, seed: int) -> Any:
+    def use(what: str, accumulator: GradAccumulator, seed: int) -> Any:
         """What a loop does with a gradient that is there."""
         if what == "zero":
-            slot.zero()
-        elif what == "scale" and len(slot.log) < 4:
-            slot.scale("mul", 0.5 + seed % 3)
+            accumulator.zero()
+        elif what == "scale" and len(accumulator.log) < 4:
+            accumulator.scale("mul", 0.5 + seed % 3)
         elif what == "norm":
-            return slot.norm(1.0 if seed % 2 else 2.0)
+            return accumulator.norm(1.0 if seed % 2 else 2.0)
         elif what == "finite":
-            return slot.finite()
+            return accumulator.finite()
         elif what == "read":
-            return slot.materialize().flatten().tolist()
+            return accumulator.materialize().flatten().tolist()
         return None
 
     def held(self) -> list[Any]:
         """Every gradient that there is, and its norm."""
         return [
-            (slot.norm(), slot.materialize().flatten().tolist())
+            (accumulator.norm(), accumulator.materialize().flatten().tolist())
             for param in self.params
             if param.at_rest.grad is not None
-            and (slot := param.grad) is not None
-            and slot.state is SlotState.HELD
+            and (accumulator := param.grad) is not None
+            and accumulator.state is AccumulatorState.HELD
         ]
 
 
@@ -327,13 +327,13 @@ def test_norms_and_clipping_need_no_values() -> None:
 def test_a_gradient_that_was_put_aside_is_no_silent_zero() -> None:
     model = Model(5, Drive())
     model.do("backward", 0, 7)
-    slot = model.slot(12)
+    accumulator = model.accumulator(12)
     kept, model.params[12].at_rest.grad = model.params[12].at_rest.grad, None
     for index in (13, 14):
         model.params[index].at_rest.grad = None
     model.do("backward", 0, 4)  # without a gradient for the first parameter of each flat
     with pytest.raises(RuntimeError, match="put back after other gradients came"):
-        slot.reconcile(kept)
+        accumulator.reconcile(kept)
 
 
 def test_a_write_that_fails_is_raised_and_its_window_keeps_the_values() -> None:
@@ -351,7 +351,7 @@ def test_a_write_that_fails_is_raised_and_its_window_keeps_the_values() -> None:
         model.grads.flush_spilled()
     with pytest.raises(AioError):  # and again, as long as it lasts
         model.grads.flush_spilled()
-    assert model.slot(14).materialize().equal(plain.slot(14).materialize())
+    assert model.accumulator(14).materialize().equal(plain.accumulator(14).materialize())
     drive.broken = False
     model.grads.flush_spilled()
     assert model.held() == plain.held()
@@ -365,6 +365,6 @@ def test_a_read_that_fails_names_the_unit_and_can_be_tried_again() -> None:
     model.grads.flush_spilled()
     drive.broken = True
     with pytest.raises(AioError, match=r"gradients of unit\.4 cannot be read back"):
-        model.slot(14).materialize()
+        model.accumulator(14).materialize()
     drive.broken = False
     assert model.held() == plain.held()

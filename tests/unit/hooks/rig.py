@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class DrainedGrad(torch.Tensor):
-    """Stands for the stand-in: an accumulated gradient that is not a plain tensor."""
+    """Stands for the proxy: an accumulated gradient that is not a plain tensor."""
 
 
 class RamUnsharder:

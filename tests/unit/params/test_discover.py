@@ -176,7 +176,7 @@ def test_build_lays_out_flats_by_dtype_and_trainability() -> None:
         assert flat.layout.numel % (2 * 2048) == 0
         assert flat.tensor.untyped_storage().size() == 0
         for index, param in enumerate(flat.params):
-            assert param.slot_index == index
+            assert param.param_index == index
             assert param.offset * flat.layout.itemsize % 256 == 0
             assert param.flat is flat
     assert [param.index for unit in units for param in unit.params] == list(

@@ -36,7 +36,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from infinity._src.grads.slot import NORM_PIECE_NUMEL
+from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
     AHEAD,
     AHEAD_CHUNKS,

@@ -39,7 +39,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infinity._src.distributed.exchange import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
+from infinity._src.distributed.collectives import GRADIENT_BITS, SCALE_GROUP_NUMEL, WEIGHT_BITS
 from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan

@@ -1,6 +1,6 @@
-/* What collectives carry, on pointers: one body (wire_body.h) per instruction set, chosen at run
- * time as update.c's is. */
-#include "wire.h"
+/* What collectives carry, on pointers: one body (comm_codec_kernels.h) per instruction set, chosen at run
+ * time as optimizer_kernels.c's is. */
+#include "comm_codec.h"
 
 #include "float_bits.h"
 #include "fp_mode.h"
@@ -50,7 +50,7 @@ INF_INLINE void wire_values_ahead(const void *source, int32_t dtype, int64_t fir
     wire_ahead(source, first * itemsize, numel * itemsize);
 }
 
-#define INF_BODY "wire_body.h"
+#define INF_BODY "comm_codec_kernels.h"
 #include "each_isa.h"
 
 typedef struct {

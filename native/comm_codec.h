@@ -1,5 +1,5 @@
 #ifndef INF_WIRE_H
 #define INF_WIRE_H
 #include <stdint.h>
-#include "wire.cdef.h"
+#include "comm_codec.cdef.h"
 #endif

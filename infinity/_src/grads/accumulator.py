@@ -1,17 +1,17 @@
-"""Gradient slots: storage of accumulated gradients, their norms, and the log of scalings.
+"""Gradient accumulators: storage of accumulated gradients, their norms, and the log of scalings.
 
-    GradSlot       one parameter's gradient (this rank's part) in CPU memory, with a log of in-place
+    GradAccumulator       one parameter's gradient (this rank's part) in CPU memory, with a log of in-place
                    scalings; or, spilled, on NVMe, from where its `GradBacking` reads it
-    GradRegistry   the slots of one model: the scratch that they share, and norms over all ranks
+    GradRegistry   the accumulators of one model: the scratch that they share, and norms over all ranks
 
 Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
 the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for
 bit what torch computes there, for parameters of up to `NORM_PIECE_NUMEL` elements; larger ones take
 the norm of the norms of pieces (a fixed rule, it bounds the scratch).
 
-The one rounding: a further gradient for a slot with a log first replays the log in fp32 and rounds
-the result to the slot's dtype, because a sum cannot be scaled afterwards by a factor that was meant
-for its first part.
+The one rounding: a further gradient for an accumulator with a log first replays the log in fp32 and
+rounds the result to the accumulator's dtype, because a sum cannot be scaled afterwards by a factor
+that was meant for its first part.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
 
 
 def norm_there(gradient: torch.Tensor) -> torch.Tensor:
-    """Compute the norm of a gradient by the rule of `GradSlot`, as a scalar on its device. Launches
-    kernels and waits for none."""
+    """Compute the norm of a gradient by the rule of `GradAccumulator`, as a scalar on its device.
+    Launches kernels and waits for none."""
     if gradient.numel() <= NORM_PIECE_NUMEL:
         norm: torch.Tensor = torch.linalg.vector_norm(gradient.float())
         return norm
@@ -61,7 +61,7 @@ def to_fp32(value: float) -> float:
 
 
 def raise_unsupported(name: str, operation: str) -> NoReturn:
-    """Raise the error of an operation that a stand-in cannot answer, with the way that works."""
+    """Raise the error of an operation that a proxy cannot answer, with the way that works."""
     if "clamp" in operation or "clip" in operation:
         way = (
             "clip by norm (torch.nn.utils.clip_grad_norm_), or assign "
@@ -89,8 +89,8 @@ _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead o
 LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of native/infinity.h)
 
 
-class SlotState(enum.Enum):
-    """Whether a slot holds a gradient."""
+class AccumulatorState(enum.Enum):
+    """Whether an accumulator holds a gradient."""
 
     EMPTY = "empty"  # what torch calls `p.grad is None`
     HELD = "held"
@@ -98,33 +98,33 @@ class SlotState(enum.Enum):
 
 
 class GradBacking(Protocol):
-    """Storage of the gradients of several slots outside of memory of their own:
+    """Storage of the gradients of several accumulators outside of memory of their own:
     `infinity._src.grads.spill` implements it on NVMe."""
 
-    def read(self, slot: GradSlot) -> torch.Tensor:
-        """Return the slot's values [this rank's part], valid until the next call. Blocks. Raises:
-        AioError."""
+    def read(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the accumulator's values [this rank's part], valid until the next call. Blocks.
+        Raises: AioError."""
 
-    def read_for_write(self, slot: GradSlot) -> torch.Tensor:
-        """Return the memory that the caller is about to write. Holds the slot's values; undefined
-        bytes for an empty slot. Blocks. Raises: AioError."""
+    def read_for_write(self, accumulator: GradAccumulator) -> torch.Tensor:
+        """Return the memory that the caller is about to write. Holds the accumulator's values;
+        undefined bytes for an empty accumulator. Blocks. Raises: AioError."""
 
 
-class SlotReader(Protocol):
-    """Reader of a slot's storage, asked before the storage is written: an update that is under way,
-    or one that may be taken back and done again from it."""
+class AccumulatorReader(Protocol):
+    """Reader of an accumulator's storage, asked before the storage is written: an update that is
+    under way, or one that may be taken back and done again from it."""
 
-    def before_write(self, slot: GradSlot, /) -> None:
-        """Return when the slot may be written. Blocks for as long as that takes."""
+    def before_write(self, accumulator: GradAccumulator, /) -> None:
+        """Return when the accumulator may be written. Blocks for as long as that takes."""
 
 
 class ReadByUpdate:
-    """Reader that is a running update. One object serves all slots that the update reads."""
+    """Reader that is a running update. One object serves all accumulators that the update reads."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
 
-    def before_write(self, _slot: GradSlot) -> None:
+    def before_write(self, _accumulator: GradAccumulator) -> None:
         """Block until the update is done."""
         # Nearly always it is done, and this spares a call.
         if not self._ticket.done:
@@ -139,17 +139,17 @@ def wait_through(ticket: Ticket) -> None:
             ticket.wait()
 
 
-class GradSlot:
+class GradAccumulator:
     """Accumulated gradient of one parameter, and the log of scalings that the loop applied to it.
 
-    `tensor` is the slot's storage, 1-D CPU, of the gradient dtype: this rank's part of the
+    `tensor` is the accumulator's storage, 1-D CPU, of the gradient dtype: this rank's part of the
     parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
     that is asked before the storage is written, so that a pending update has read the gradient
-    first. A slot with a `backing` has its values there: `tensor` asks it each time. Updates read a
-    backing by themselves, so such a slot needs no reader.
+    first. An accumulator with a `backing` has its values there: `tensor` asks it each time. Updates
+    read a backing by themselves, so such an accumulator needs no reader.
     """
 
-    stand_in: torch.Tensor  # what `p.grad` is while the slot holds a gradient
+    proxy: torch.Tensor  # what `p.grad` is while the accumulator holds a gradient
 
     def __init__(
         self,
@@ -165,9 +165,9 @@ class GradSlot:
         self.shape = shape
         self.backing: GradBacking | None = None
         self.tensor = tensor
-        self.state = SlotState.EMPTY
+        self.state = AccumulatorState.EMPTY
         self.log: list[LogEntry] = []
-        self._reader: SlotReader | None = None
+        self._reader: AccumulatorReader | None = None
         self._d2h: Ticket | None = None  # the copy from the device that fills the storage
         self._offloaded_in = -1  # number of the backward whose gradient was copied out last
         # The sum that `prefetch_to_device` copies, and that the next gradient is added to.
@@ -177,19 +177,20 @@ class GradSlot:
         self._part_norm: float | None = None  # this rank's part
         # 2-norm of this rank's part before the log; valid while there is a log.
         self._raw_norm: float | None = None
-        self._accumulations = 0  # since the slot was last empty
-        self._accumulations_before = 1  # the count the slot reached when it was last emptied
-        # Whether this rank's whole sum waits for a reduction, besides the values of the slot.
+        self._accumulations = 0  # since the accumulator was last empty
+        self._accumulations_before = 1  # the count the accumulator reached when it was last emptied
+        # Whether this rank's whole sum waits for a reduction, besides the values of the
+        # accumulator.
         self.unreduced = False
         self._on_zero = on_zero  # sets that sum to zeros
-        self._overwritten = False  # the loop may still have the stand-in of the lost values
+        self._overwritten = False  # the loop may still have the proxy of the lost values
 
     @property
     def tensor(self) -> torch.Tensor:
         """Storage [part of the parameter]. May be set to one of the same size, which the caller has
         filled with the values.
 
-        Spilled: read back if need be, and valid until another slot's is asked for.
+        Spilled: read back if need be, and valid until another accumulator's is asked for.
         """
         # The copy from the device may still be filling the storage.
         self.wait_d2h()
@@ -208,19 +209,20 @@ class GradSlot:
         """Whether a reader is asked before the storage is written."""
         return self._reader is not None
 
-    def guard(self, reader: SlotReader | None) -> None:
+    def guard(self, reader: AccumulatorReader | None) -> None:
         """Ask `reader` before the storage is written, from now on; None: ask nobody."""
         self._reader = reader
 
     @property
     def storage(self) -> torch.Tensor:
-        """Storage of a slot without backing. A copy from the device may still be filling it."""
+        """Storage of an accumulator without backing. A copy from the device may still be filling
+        it."""
         return self._tensor
 
     @property
     def _shaped(self) -> torch.Tensor:
-        """Storage in the parameter's shape where the slot has all of it. Reductions of torch may
-        order a 2-D sum differently from a 1-D one, and norms must match to the bit."""
+        """Storage in the parameter's shape where the accumulator has all of it. Reductions of torch
+        may order a 2-D sum differently from a 1-D one, and norms must match to the bit."""
         self.wait_d2h()
         if self.backing is None:
             return self._own_shaped
@@ -231,7 +233,7 @@ class GradSlot:
         """Change to other memory of the same size, or to a backing (`tensor` then is on the meta
         device). Values go along."""
         # Read before the backing changes: `tensor` asks the one that is set.
-        values = self.tensor if self.state is SlotState.HELD else None
+        values = self.tensor if self.state is AccumulatorState.HELD else None
         self.backing, self.tensor = backing, tensor
         if values is not None:
             (tensor if backing is None else backing.read_for_write(self)).copy_(values)
@@ -248,21 +250,21 @@ class GradSlot:
 
     # -- filling -----------------------------------------------------------------------------------
 
-    def reconcile(self, current: torch.Tensor | None) -> SlotState:
-        """Make the slot agree with what the user left in `p.grad`. Called before a gradient is
-        accumulated, and at the step.
+    def reconcile(self, current: torch.Tensor | None) -> AccumulatorState:
+        """Make the accumulator agree with what the user left in `p.grad`. Called before a gradient
+        is accumulated, and at the step.
 
-        None empties the slot; the stand-in (or a detached alias of it) keeps it; an ordinary tensor
-        is copied in, as the gradient that the user wants.
+        None empties the accumulator; the proxy (or a detached alias of it) keeps it; an ordinary
+        tensor is copied in, as the gradient that the user wants.
 
-        Raises: RuntimeError if `current` is the stand-in of another parameter.
+        Raises: RuntimeError if `current` is the proxy of another parameter.
         """
         # Nearly every call: the loop has left `p.grad` alone.
-        if current is self.stand_in and not self._overwritten:
+        if current is self.proxy and not self._overwritten:
             return self.state
         if current is None:
             self.empty()
-        elif isinstance(other := getattr(current, "slot", None), GradSlot):
+        elif isinstance(other := getattr(current, "accumulator", None), GradAccumulator):
             if other is not self:
                 raise RuntimeError(
                     f"{self.name}.grad was set to the gradient of {other.name}; assign "
@@ -270,7 +272,7 @@ class GradSlot:
                 )
         else:
             self._assign(current)
-        # Still set: `current` is the old stand-in or an alias, since anything else has cleared it.
+        # Still set: `current` is the old proxy or an alias, since anything else has cleared it.
         if self._overwritten:
             raise RuntimeError(
                 f"{self.name}.grad was taken away, and put back after other gradients came: it had "
@@ -292,7 +294,8 @@ class GradSlot:
         self.wait_d2h()
 
     def accumulate(self, grad: torch.Tensor) -> None:
-        """Take one fresh gradient: the first is copied, later ones are added in the slot's dtype.
+        """Take one fresh gradient: the first is copied, later ones are added in the accumulator's
+        dtype.
 
         grad: `shape`, or this rank's part as a 1-D tensor. Blocks until it has been copied.
         """
@@ -300,7 +303,7 @@ class GradSlot:
         source = grad.detach() if grad.requires_grad else grad
         # An update that is under way may still read the gradient before this one.
         self._before_write()
-        if self.registry.grad_offload is not None and source.device == self.stand_in.device:
+        if self.registry.grad_offload is not None and source.device == self.proxy.device:
             self._accumulate_on_device(source, self.registry.grad_offload)
             return
         # This gradient is added in CPU memory: the sum on the device would miss it.
@@ -308,10 +311,10 @@ class GradSlot:
         target = self._shaped
         if source.shape != target.shape:
             source = source.reshape(target.shape)
-        if self.state is SlotState.EMPTY:
+        if self.state is AccumulatorState.EMPTY:
             # Copied, not added to zeros: clearing a gradient costs no pass over memory.
             target.copy_(source)
-            self.state = SlotState.HELD
+            self.state = AccumulatorState.HELD
             self._accumulations = 1
         else:
             # A sum cannot be scaled afterwards by a factor meant for its first part.
@@ -326,7 +329,7 @@ class GradSlot:
             self._part_norm = self._compute_norm(2.0)
 
     def _refuse_consumed(self) -> None:
-        if self.state is SlotState.CONSUMED:
+        if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
                 f"a new gradient of {self.name} while the one before, which was applied in "
                 "backward, is still in p.grad: call zero_grad() after opt.step(); with "
@@ -335,7 +338,7 @@ class GradSlot:
 
     def expect_reduction(self, current: torch.Tensor | None) -> bool:
         """Note a gradient of this rank that is reduced later. current: the value of `p.grad`.
-        Returns whether it is the first one since the slot was cleared or reduced."""
+        Returns whether it is the first one since the accumulator was cleared or reduced."""
         # Before `empty`, which clears the mark.
         first = not self.unreduced or current is None
         if current is None:
@@ -347,9 +350,9 @@ class GradSlot:
     def _accumulate_on_device(self, source: torch.Tensor, offload: GradOffload) -> None:
         """Accumulate on a device with memory of its own: add and take the norm there, then start
         copying the sum to the storage."""
-        if self.state is SlotState.EMPTY:
+        if self.state is AccumulatorState.EMPTY:
             total = source.to(self.dtype)
-            self.state, self._accumulations = SlotState.HELD, 1
+            self.state, self._accumulations = AccumulatorState.HELD, 1
         else:
             if self.log:
                 self._apply_log()
@@ -373,19 +376,20 @@ class GradSlot:
 
     def prefetch_to_device(self, offload: GradOffload) -> None:
         """Start copying the sum so far to the device, where backward adds the next gradient. Does
-        nothing for a slot with a backing or a log, and after this backward's gradient has come."""
+        nothing for an accumulator with a backing or a log, and after this backward's gradient has
+        come."""
         # After this backward's gradient another one is unlikely, and the copy out is under way.
         came = self._offloaded_in == offload.backward_count
         if (
             came
             or self._h2d is not None
-            or self.state is not SlotState.HELD
+            or self.state is not AccumulatorState.HELD
             or self.backing is not None
             or self.log
         ):
             return
         source = self.tensor
-        there = torch.empty(self.numel, dtype=self.dtype, device=self.stand_in.device)
+        there = torch.empty(self.numel, dtype=self.dtype, device=self.proxy.device)
         ticket = offload.device.copy(
             there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True
         )
@@ -409,36 +413,37 @@ class GradSlot:
         still read it."""
         # `accumulate` takes the norm with the last gradient of a step, and learns from this count
         # which one that is.
-        if self.state is SlotState.HELD:
+        if self.state is AccumulatorState.HELD:
             self._accumulations_before = max(1, self._accumulations)
         self.cancel_prefetch()
-        # The unreduced sum goes, too: `GradReducer` drops it for a slot that is not `unreduced`.
-        self.state, self.unreduced = SlotState.EMPTY, False
+        # The unreduced sum goes, too: `GradReducer` drops it for an accumulator that is not
+        # `unreduced`.
+        self.state, self.unreduced = AccumulatorState.EMPTY, False
         self._accumulations = 0
         self.log.clear()
         self._forget_norms()
         self._overwritten = False
 
     def mark_overwritten(self) -> None:
-        """Empty a spilled slot that is in no `p.grad`, because other gradients take its place.
-        Putting its old stand-in back into `p.grad` is an error from then on."""
+        """Empty a spilled accumulator that is in no `p.grad`, because other gradients take its
+        place. Putting its old proxy back into `p.grad` is an error from then on."""
         self.empty()
         self._overwritten = True
 
     def consume(self) -> None:
-        """Empty the slot for an update that has taken the gradient. The stand-in stays in `p.grad`,
-        and raises when it is asked for values."""
+        """Empty the accumulator for an update that has taken the gradient. The proxy stays in
+        `p.grad`, and raises when it is asked for values."""
         self.empty()
-        self.state = SlotState.CONSUMED
+        self.state = AccumulatorState.CONSUMED
 
     def zero(self) -> None:
         """Set the gradient to zeros; it stays one that the optimizer steps with, as in torch."""
         if self.unreduced:
             self.unreduced = False
-            self.state = SlotState.HELD
+            self.state = AccumulatorState.HELD
             if self._on_zero is not None:
                 self._on_zero()
-        if self.state is SlotState.EMPTY:
+        if self.state is AccumulatorState.EMPTY:
             return
         self._require_held("zero_")
         self.cancel_prefetch()
@@ -477,7 +482,11 @@ class GradSlot:
 
     def finite(self) -> bool:
         """Whether every element of this rank's part is finite after the log. Never communicates."""
-        if self.state is not SlotState.HELD or self._bounded() or math.isfinite(self.part_norm()):
+        if (
+            self.state is not AccumulatorState.HELD
+            or self._bounded()
+            or math.isfinite(self.part_norm())
+        ):
             return True
         # Squares overflow from 1.8e19 on, so an infinite norm does not yet condemn the gradient.
         with self.registry.scratch_lock:
@@ -533,7 +542,7 @@ class GradSlot:
     # -- inside ------------------------------------------------------------------------------------
 
     def _require_held(self, operation: str) -> None:
-        if self.state is SlotState.CONSUMED:
+        if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
                 f"{operation} on the gradient of {self.name}: with Policy(update='backward') the "
                 "update took it during backward. Clipping by norm, GradScaler and changing "
@@ -545,10 +554,10 @@ class GradSlot:
                 "handle.no_sync() and is not reduced over the ranks yet: run the last micro-batch "
                 "of a step outside of no_sync()"
             )
-        if self.state is SlotState.EMPTY:
+        if self.state is AccumulatorState.EMPTY:
             raise RuntimeError(
                 f"{operation} on a stale gradient of {self.name}: it was cleared (p.grad = None) "
-                "and this stand-in is an old reference; read p.grad again"
+                "and this proxy is an old reference; read p.grad again"
             )
 
     def _before_write(self) -> None:
@@ -558,7 +567,7 @@ class GradSlot:
             self.backing.read_for_write(self)
 
     def _apply_log(self) -> None:
-        """Replay the log on the storage: in fp32, then rounded to the slot's dtype."""
+        """Replay the log on the storage: in fp32, then rounded to the accumulator's dtype."""
         # The copy on the device has no log applied, and cannot be the sum any more.
         self.cancel_prefetch()
         with self.registry.scratch_lock:
@@ -597,27 +606,27 @@ class GradSlot:
 
 
 SumReduce = Callable[[list[float]], list[float]]
-StandInOf = Callable[[GradSlot, torch.device], torch.Tensor]
+StandInOf = Callable[[GradAccumulator, torch.device], torch.Tensor]
 
 
 class GradRegistry:
-    """Gradient slots of one model: the fp32 scratch that they share, and their norms over all
-    ranks.
+    """Gradient accumulators of one model: the fp32 scratch that they share, and their norms over
+    all ranks.
 
-    stand_in_of: makes the tensor that is `p.grad` for a slot on a device. reduce_sum: adds a list
-    of floats over the ranks in a fixed order, and is called with the same length on all; None on
-    one rank. grad_offload: copies gradients from a device with memory of its own.
+    proxy_of: makes the tensor that is `p.grad` for an accumulator on a device. reduce_sum: adds a
+    list of floats over the ranks in a fixed order, and is called with the same length on all; None
+    on one rank. grad_offload: copies gradients from a device with memory of its own.
     """
 
     def __init__(
         self,
-        stand_in_of: StandInOf,
+        proxy_of: StandInOf,
         reduce_sum: SumReduce | None = None,
         *,
         grad_offload: GradOffload | None = None,
     ) -> None:
-        self._stand_in_of = stand_in_of
-        self.slots: list[GradSlot] = []
+        self._stand_in_of = proxy_of
+        self.accumulators: list[GradAccumulator] = []
         self.scratch_lock = threading.Lock()  # autograd has one thread per device
         self.grad_offload = grad_offload  # where the device has memory of its own
         self._reduce_sum = reduce_sum
@@ -632,18 +641,21 @@ class GradRegistry:
         device: torch.device,
         *,
         on_zero: Callable[[], None] | None = None,
-    ) -> GradSlot:
-        """Make the slot of one parameter, with its stand-in. All ranks add the same parameters in
-        the same order. on_zero: see `GradSlot`."""
-        slot = GradSlot(self, name, shape, tensor, on_zero=on_zero)
-        slot.stand_in = self._stand_in_of(slot, device)
-        self.slots.append(slot)
-        return slot
+    ) -> GradAccumulator:
+        """Make the accumulator of one parameter, with its proxy. All ranks add the same parameters
+        in the same order. on_zero: see `GradAccumulator`."""
+        accumulator = GradAccumulator(self, name, shape, tensor, on_zero=on_zero)
+        accumulator.proxy = self._stand_in_of(accumulator, device)
+        self.accumulators.append(accumulator)
+        return accumulator
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of the scratch that the largest slot needs; `reserve` allocates them."""
-        return 4 * min(NORM_PIECE_NUMEL, max((slot.numel for slot in self.slots), default=0))
+        """Bytes of the scratch that the largest accumulator needs; `reserve` allocates them."""
+        return 4 * min(
+            NORM_PIECE_NUMEL,
+            max((accumulator.numel for accumulator in self.accumulators), default=0),
+        )
 
     def reserve(self) -> None:
         """Allocate the scratch, so that no step does."""
@@ -660,38 +672,42 @@ class GradRegistry:
             self._scratch = torch.empty(numel, dtype=torch.float32)
         return self._scratch[:numel]
 
-    def norms(self, slots: Sequence[GradSlot], order: float = 2.0) -> list[float]:
+    def norms(self, accumulators: Sequence[GradAccumulator], order: float = 2.0) -> list[float]:
         """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all
-        slots are reduced together and cached, so asking for one norm at a time costs one reduction,
-        too.
+        accumulators are reduced together and cached, so asking for one norm at a time costs one
+        reduction, too.
 
         Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several
         ranks inf).
         """
         if not order > 0:
-            raise_unsupported(slots[0].name, f"a norm of order {order}")
+            raise_unsupported(accumulators[0].name, f"a norm of order {order}")
         # One rank: the part is the whole.
         if self._reduce_sum is None:
-            return [slot.part_norm(order) for slot in slots]
+            return [accumulator.part_norm(order) for accumulator in accumulators]
         if math.isinf(order):
-            raise_unsupported(slots[0].name, "an inf-norm while it is split over ranks")
+            raise_unsupported(accumulators[0].name, "an inf-norm while it is split over ranks")
         if order != 2.0:
-            sums = self._reduce_sum([slot.part_norm(order) ** order for slot in slots])
+            sums = self._reduce_sum(
+                [accumulator.part_norm(order) ** order for accumulator in accumulators]
+            )
             return [to_fp32(total ** (1.0 / order)) for total in sums]
-        if any(slot._norm is None for slot in slots):
-            # All slots, also the empty ones: the reduction then has the same length on every rank.
+        if any(accumulator._norm is None for accumulator in accumulators):
+            # All accumulators, also the empty ones: the reduction then has the same length on every
+            # rank.
             parts = [
-                slot.part_norm() if slot.state is SlotState.HELD else 0.0 for slot in self.slots
+                accumulator.part_norm() if accumulator.state is AccumulatorState.HELD else 0.0
+                for accumulator in self.accumulators
             ]
-            for slot, total in zip(
-                self.slots, self._reduce_sum([part * part for part in parts]), strict=True
+            for accumulator, total in zip(
+                self.accumulators, self._reduce_sum([part * part for part in parts]), strict=True
             ):
-                slot._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
-        return [slot._norm for slot in slots if slot._norm is not None]
+                accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
+        return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
 
-    def finite(self, slots: Sequence[GradSlot]) -> bool:
+    def finite(self, accumulators: Sequence[GradAccumulator]) -> bool:
         """Whether these gradients are finite on every rank. With several ranks a collective."""
-        mine = all(slot.finite() for slot in slots)
+        mine = all(accumulator.finite() for accumulator in accumulators)
         if self._reduce_sum is None:
             return mine
         return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0

@@ -1,4 +1,4 @@
-/* Quantised wire buffers and sums in the order of ranks; for cffi, and included by wire.h, so that
+/* Quantised wire buffers and sums in the order of ranks; for cffi, and included by comm_codec.h, so that
  * there is one text. No preprocessor here.
  *
  * A wire: int8 codes, or int4 codes two to a byte (the element with the even number in the low

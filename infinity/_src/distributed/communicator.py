@@ -1,0 +1,371 @@
+"""Collectives of one model's ranks: agreements, all_gather of weights, reduce_scatter of gradients.
+
+    control lane   flags, small sums, messages    the caller waits
+    gather lane    shards of weights              after this rank's shard was read, ahead of compute
+    reduce lane    gradients of a unit            while backward goes on
+
+Each lane is a thread with a process group of its own. Work runs in the order of submission, which
+is the order of the program, and so the same on every rank. One rank alone calls nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, uint8
+
+from infinity._src._torch_compat import all_gather_single
+from infinity._src.distributed.collectives import Collectives, Volume
+from infinity._src.distributed.lanes import Lane, PendingCollective
+from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.topology import Topology, default_store
+from infinity._src.distributed.watchdog import Watchdog
+from infinity.errors import EngineClosed
+
+# Ranks may run on unlike processors, which round differently: numbers may differ by this part.
+_ROUNDING = 1e-5
+# A relative tolerance alone would call 0.0 and 1e-17 different.
+_ROUNDING_NEAR_ZERO = 1e-15
+
+
+class Comm:
+    """Communicator of this rank: its topology, and the lanes to the other ranks of the model.
+
+    The constructor alone makes a communicator without lanes, as one rank needs it. `open` adds
+    them.
+    """
+
+    def __init__(self, topology: Topology | None = None) -> None:
+        self.topology = topology or Topology.alone()
+        self.world, self.rank = self.topology.world, self.topology.rank
+        self.watchdog: Watchdog | None = None
+        # One lane for each kind: a gather that waits for its rank's read holds no reduction up.
+        self._control: Lane | None = None
+        self._gather: Lane | None = None
+        self._reduce: Lane | None = None
+        self._collectives: dict[str, Collectives] = {}
+        self._timeout_s = 0.0
+        self._groups: list[dist.ProcessGroup] = []
+        self._forks: list[Lane] = []
+        self._owns_watchdog = True
+
+    @classmethod
+    def open(
+        cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str
+    ) -> Comm:
+        """Make a communicator with lanes, for a model that computes on `device`. Collective;
+        blocks.
+
+        name: the engine's, the same on all ranks and used once: the records of its heartbeat stay
+        in the store under it.
+        """
+        comm = cls(Topology.find(mesh, timeout_s=timeout_s))
+        if comm.world == 1:
+            return comm
+        comm._timeout_s = timeout_s
+        # Before the lanes: making a group waits for all ranks, and only the watchdog names a dead
+        # one.
+        comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
+        try:
+            comm.watchdog.wait_for_all_ranks()
+            device = device or torch.device("cpu")
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            # Small values that the caller reads at once: on the CPU whatever the model computes on.
+            comm._control = comm._open_lane("control", "gloo", torch.device("cpu"))
+            comm._gather = comm._open_lane("gather", backend, device)
+            comm._reduce = comm._open_lane("reduce", backend, device)
+        except BaseException as error:
+            # Before close(): the others may wait for this rank in the making of a lane.
+            comm.report_failure(error)
+            comm.close()
+            raise
+        return comm
+
+    def _open_lane(self, name: str, backend: str, device: torch.device) -> Lane:
+        """Make a lane with its process groups and its `Collectives`. Collective; blocks."""
+        assert self.watchdog is not None
+        # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
+        group, *beside = self._make_groups(
+            name, [backend] if backend == "gloo" else [backend, "gloo"], device
+        )
+        check = beside[0] if beside else None
+        self._collectives[name] = Collectives(self.topology, group, device, check_group=check)
+        return Lane(name, group=group, watchdog=self.watchdog, device=device, beside=check)
+
+    def _make_groups(
+        self, name: str, backends: Sequence[str], device: torch.device
+    ) -> list[dist.ProcessGroup]:
+        """Make the process groups of a lane, in a thread that can be given up.
+
+        new_group() waits for all ranks with no way to stop it, also for one that has failed.
+        """
+        assert self.watchdog is not None
+        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog, device=device)
+
+        def make(_group: Any) -> None:
+            for backend in backends:
+                group = make_group(timeout_s=self._timeout_s, backend=backend)
+                assert group is not None
+                self._groups.append(group)
+
+        try:
+            maker.submit(f"the making of the {name} lane", make, numbered=False).wait()
+        except BaseException as error:
+            # Before close(), which would wait for the rank that does not come.
+            self.report_failure(error)
+            raise
+        finally:
+            maker.close()
+        return self._groups[-len(backends) :]
+
+    def fork(self) -> Comm:
+        """Make a communicator of the same ranks with a control lane of its own, for another thread.
+
+        Collective; blocks.
+        """
+        other = Comm(self.topology)
+        if self.world > 1:
+            assert self.watchdog is not None
+            # One watchdog for both: a rank that fails has failed for every lane.
+            other.watchdog, other._timeout_s, other._owns_watchdog = (
+                self.watchdog,
+                self._timeout_s,
+                False,
+            )
+            # Destroyed by the communicator that owns the watchdog.
+            other._groups = self._groups
+            other._control = other._open_lane("fork", "gloo", torch.device("cpu"))
+            self._forks.append(other._control)
+        return other
+
+    # -- weights and gradients ---------------------------------------------------------------------
+
+    def submit_all_gather(
+        self, what: str, work: Callable[[Collectives], None]
+    ) -> PendingCollective:
+        """Submit `work` to the gather lane. Never blocks. what: its name, the same on all ranks."""
+        assert self._gather is not None
+        return self._gather.submit(what, self._checked("gather", what, work))
+
+    def submit_reduce_scatter(
+        self, what: str, work: Callable[[Collectives], None]
+    ) -> PendingCollective:
+        """Submit `work` to the reduce lane. Never blocks. what: its name, the same on all ranks."""
+        assert self._reduce is not None
+        return self._reduce.submit(what, self._checked("reduce", what, work))
+
+    def _checked(
+        self, lane: str, what: str, work: Callable[[Collectives], None]
+    ) -> Callable[[Any], None]:
+        """Wrap `work` so that it begins once all ranks have come to the same collective."""
+        collectives = self._collectives[lane]
+
+        def checked(_group: Any) -> None:
+            # First: without it, ranks that differ would take each other's data for what they
+            # expect.
+            collectives.check_same_collective(what)
+            work(collectives)
+
+        return checked
+
+    def volume(self, lane: str) -> Volume:
+        """Bytes that this rank has sent in a lane ("gather", "reduce")."""
+        found = self._collectives.get(lane)
+        return found.volume if found is not None else Volume()
+
+    # -- control -----------------------------------------------------------------------------------
+
+    def _run_control(self, what: str, work: Callable[[Any], object]) -> None:
+        """Run a collective in the control lane, once all ranks have come to the same. Blocks.
+
+        Raises: EngineClosed; RanksDiverged.
+        """
+        if self._control is None:
+            raise EngineClosed(
+                f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
+            )
+        collectives = self._collectives["control" if self._owns_watchdog else "fork"]
+
+        def checked(group: Any) -> None:
+            collectives.check_same_collective(what)
+            work(group)
+
+        # A fork is used beside the main thread, so its collectives have no place in the numbering.
+        self._control.submit(what, checked, numbered=self._owns_watchdog).wait()
+
+    def check_same_collective(self, what: Callable[[], str]) -> None:
+        """Wait until all ranks have come here with the same `what`. Blocks. Raises: RanksDiverged.
+
+        what: called with several ranks only, since a name may take a digest to make.
+        """
+        if self.world > 1:
+            self._run_control(what(), lambda _group: None)
+
+    def check_same_numbers(self, what: str, numbers: Sequence[float], names: Sequence[str]) -> None:
+        """Wait until all ranks have come here with the same `what` and the same numbers, but for
+        rounding.
+
+        Blocks. names: the name of each number, for the message.
+        Raises: RanksDiverged; ValueError on all ranks where numbers differ, and all may go on.
+        """
+        if self.world == 1:
+            return
+        rows = self._all_gather_rows(what, torch.tensor(numbers, dtype=torch.float64))
+        found = (
+            ~torch.isclose(rows, rows[0], rtol=_ROUNDING, atol=_ROUNDING_NEAR_ZERO, equal_nan=True)
+        ).nonzero()
+        if len(found):
+            rank, place = found[0].tolist()
+            raise ValueError(
+                f"rank {rank} has come to {what} with {names[place]} {rows[rank, place]:.10g}, and "
+                f"rank 0 with {names[place]} {rows[0, place]:.10g}: all ranks must come to it with "
+                "the same numbers, but for rounding (a learning rate that follows the loss of one "
+                "rank? a norm of its part?)"
+            )
+
+    def _all_gather_rows(self, what: str, mine: torch.Tensor) -> torch.Tensor:
+        """All-gather `mine` [len], of one length and dtype on all ranks, into [world, len].
+        Blocks."""
+        everyone = torch.empty(self.world * mine.numel(), dtype=mine.dtype)
+        self._run_control(
+            # The length is in the name: ranks that differ in it would send messages that do not
+            # fit.
+            f"{what} of {mine.numel()}",
+            lambda group: all_gather_single(everyone, mine, group=group),
+        )
+        return everyone.view(self.world, -1)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """All-gather bytes of any length but 0, which may differ by rank. Blocks. Returns them by
+        rank."""
+        if self.world == 1:
+            return [data]
+        sizes = self._all_gather_rows("object sizes", torch.tensor([len(data)]))[:, 0].tolist()
+        # Padded to the longest: an all_gather wants one length on all ranks.
+        mine = torch.frombuffer(bytearray(data.ljust(max(sizes), b"\0")), dtype=torch.uint8)
+        rows = self._all_gather_rows("object bytes", mine)
+        return [row[:size].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def all_gather_vector(self, part: torch.Tensor, start: int, numel: int) -> torch.Tensor:
+        """All-gather an fp32 vector [numel] of which every rank holds one part, from `start` on.
+        Blocks.
+
+        Bits are kept, those of NaN and of -0.0 too. Parts may be empty, and differ in length.
+        """
+        if part.numel() == numel:
+            start = 0
+        whole = torch.zeros(numel, dtype=torch.float32)
+        whole[start : start + part.numel()] = part
+        if self.world > 1:
+            # Every element is one rank's and zero bits elsewhere: an integer sum copies them, while
+            # a sum of floats would turn -0.0 into 0.0.
+            bits = whole.view(torch.int32)
+            self._run_control(
+                f"a whole of {numel} from its parts",
+                lambda group: dist.all_reduce(bits, group=group),
+            )
+        return whole
+
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Sum each value over ranks, in double. Blocks. The result has the same bits on every
+        rank."""
+        if self.world == 1:
+            return list(values)
+        # Gathered and added in the order of ranks: an all_reduce may add in another order on each
+        # rank.
+        total = torch.zeros(len(values), dtype=torch.float64)
+        for row in self._all_gather_rows("sums", torch.tensor(values, dtype=torch.float64)):
+            total += row
+        return [float(value) for value in total]
+
+    def all_reduce_any(self, flags: Sequence[bool]) -> list[bool]:
+        """Combine flags over ranks: each is set in the result if any rank has set it. Blocks."""
+        if self.world == 1 or not flags:
+            return list(flags)
+        return [
+            bool(flag)
+            for flag in self._all_gather_rows(
+                "agreement", torch.tensor(list(flags), dtype=torch.uint8)
+            ).any(dim=0)
+        ]
+
+    def differing_indices(self, values: Sequence[int]) -> list[int]:
+        """Compare whole numbers below 2^63 over ranks. Blocks. Returns the indices of those that
+        differ."""
+        if self.world == 1 or not values:
+            return []
+        rows = self._all_gather_rows("comparison", torch.tensor(values, dtype=torch.int64))
+        return [int(place) for place in (rows != rows[0]).any(dim=0).nonzero()]
+
+    # -- failures and the end ----------------------------------------------------------------------
+
+    def report_exception(self, where: str, error: BaseException) -> None:
+        """Tell ranks that wait for this one that its forward or backward broke off. Never
+        blocks."""
+        if self.watchdog is not None:
+            self.watchdog.report_exception(where, error)
+
+    def report_failure(self, error: BaseException) -> None:
+        """End the engine on all ranks, and publish why this one cannot go on. Never blocks."""
+        if self.watchdog is not None:
+            self.watchdog.report_failure(error)
+
+    def check(self) -> None:
+        """Raise RankFailed if a rank is known to have failed."""
+        if self.watchdog is not None:
+            self.watchdog.check()
+
+    def close(self, *, ok: bool = True) -> None:
+        """Close the lanes, and publish that this rank leaves. Idempotent.
+
+        Blocks until what was submitted has ended, if all ranks live.
+        """
+        lanes = [self._control, self._gather, self._reduce, *self._forks]
+        for lane in lanes:
+            if lane is not None:
+                lane.close()
+        self._control = self._gather = self._reduce = None
+        self._forks.clear()
+        self._collectives.clear()
+        if self.watchdog is not None and self._owns_watchdog:
+            failed = self.watchdog.failure is not None
+            # After the lanes, which still need its verdict on ranks that do not come.
+            self.watchdog.close(ok)
+            while self._groups:
+                group = self._groups.pop()
+                # An aborted group has no peers to part from, and destroying it would wait for a
+                # call that is stuck in it.
+                if not failed and dist.is_initialized():
+                    dist.destroy_process_group(group)
+        self.watchdog = None
+
+
+def digest(values: Tensor) -> int:
+    """Digest of a tensor's bits, below 2^63. Copies a tensor that is not on the CPU or not
+    contiguous.
+
+    Ranks compare digests before values have an effect. Each rank keeps only its part of them, and
+    parts of different values would make a whole that no rank has. No loss would show that.
+    """
+    return (
+        xxhash.xxh3_64_intdigest(
+            values.detach().to("cpu").contiguous().reshape(-1).view(uint8).numpy().data
+        )
+        # Shifted by one, so that it fits the int64 in which ranks compare it.
+        >> 1
+    )
+
+
+def digest_of_text(text: str) -> int:
+    """Digest of a text, below 2^63."""
+    return xxhash.xxh3_64_intdigest(text.encode()) >> 1
+
+
+def fingerprinted(what: str, number: int) -> str:
+    """Name of a collective with the digest of its values, for `Comm.check_same_collective`."""
+    # At the end of the name: only the end of a long name travels.
+    return f"{what} (digest {number:016x})"
