@@ -1,5 +1,5 @@
-/* What collectives carry, on pointers: one body (comm_codec_kernels.h) per instruction set, chosen at run
- * time as optimizer_kernels.c's is. */
+/* What collectives carry, on pointers: one body (comm_codec_kernels.h) per instruction set, chosen
+ * at run time as optimizer_kernels.c's is. */
 #include "comm_codec.h"
 
 #include "float_bits.h"

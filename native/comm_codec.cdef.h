@@ -1,5 +1,5 @@
-/* Quantised wire buffers and sums in the order of ranks; for cffi, and included by comm_codec.h, so that
- * there is one text. No preprocessor here.
+/* Quantised wire buffers and sums in the order of ranks; for cffi, and included by comm_codec.h, so
+ * that there is one text. No preprocessor here.
  *
  * A wire: int8 codes, or int4 codes two to a byte (the element with the even number in the low
  * half), padded with zeros to a multiple of 64 bytes; then a bf16 scale per group of `group_numel`

@@ -1,4 +1,5 @@
-/* The loops of comm_codec.c, included once per instruction set with INF_ISA(name) naming the functions.
+/* The loops of comm_codec.c, included once per instruction set with INF_ISA(name) naming the
+ * functions.
  * No include guard.
  *
  * Every operation rounds once to fp32, in one order; with -ffp-contract=off each instruction set

@@ -1,5 +1,6 @@
 /* Scalars between encodings, on bits. Always inlined and free of library calls, so that a loop over
- * them vectorises in every instruction set (see optimizer_kernels.c), with the same result in each. */
+ * them vectorises in every instruction set (see optimizer_kernels.c), with the same result in
+ * each. */
 #ifndef INFINITY_FLOAT_BITS_H
 #define INFINITY_FLOAT_BITS_H
 

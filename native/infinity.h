@@ -284,7 +284,7 @@ int64_t inf_chunk_update_undo(const inf_chunk *chunk, const inf_chunk *to,
                               uint32_t *sums_scratch, uint8_t *undo);
 size_t inf_undo_bytes(const inf_chunk *chunk);
 
-/* ---- kernels (optimizer_kernels.c) ---------------------------------------------------------------------- */
+/* ---- kernels (optimizer_kernels.c) ----------------------------------------------------------- */
 
 /* The kernels' instruction set: "portable", "avx2" or "avx512"; the best the machine has unless
  * selected. */

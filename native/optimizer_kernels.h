@@ -1,9 +1,9 @@
-/* The update loops of optimizer_kernels.c, included once per instruction set with INF_ISA(name) naming the
- * functions.
+/* The update loops of optimizer_kernels.c, included once per instruction set with INF_ISA(name)
+ * naming the functions.
  *
- * No include guard: optimizer_kernels.c includes this file inside `#pragma GCC target` regions. Every
- * operation rounds once to fp32, in one order (below); with -ffp-contract=off each instruction set
- * then gives the same bits, and so does the reference in infinity/ops:
+ * No include guard: optimizer_kernels.c includes this file inside `#pragma GCC target` regions.
+ * Every operation rounds once to fp32, in one order (below); with -ffp-contract=off each
+ * instruction set then gives the same bits, and so does the reference in infinity/ops:
  *
  *   g = float(grad); for (kind, value) in log: g = g * value or g / value
  *   AdamW  p = p * decay

@@ -1,5 +1,5 @@
-/* How states come out of their sections and go back: the part of optimizer_kernels.c that knows encodings,
- * once per instruction set.
+/* How states come out of their sections and go back: the part of optimizer_kernels.c that knows
+ * encodings, once per instruction set.
  *
  * No include guard (see optimizer_kernels.h). infinity/_src/kernels/state_codec.py does the same in
  * numpy, bit for bit, and says why it is done so. All work on a block of at most INF_BLOCK_NUMEL

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 def turning_bytes_max(gathered_bytes: float, update: str, micro_batches: int) -> float:
-    """The most that turning points can save: at each, up to `gathered_bytes` of gathered units need no
-    second read.
+    """The most that turning points can save: at each, up to `gathered_bytes` of gathered units
+    need no second read.
 
     A forward turns into its backward M times, a backward into the next micro-batch's forward M - 1
     times. After the last backward comes an update, which moves every state whatever stays gathered;

@@ -1,8 +1,8 @@
 """Gradient accumulators: storage of accumulated gradients, their norms, and the log of scalings.
 
-    GradAccumulator       one parameter's gradient (this rank's part) in CPU memory, with a log of in-place
-                   scalings; or, spilled, on NVMe, from where its `GradBacking` reads it
-    GradRegistry   the accumulators of one model: the scratch that they share, and norms over all ranks
+    GradAccumulator   one parameter's gradient (this rank's part) in CPU memory, with a log of
+                      in-place scalings; or, spilled, on NVMe, from where its `GradBacking` reads it
+    GradRegistry      the accumulators of one model: their scratch, and norms over all ranks
 
 Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
 the gradients and loses no bits. A norm is that of the fp32 gradient with the log replayed, bit for

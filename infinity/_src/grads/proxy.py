@@ -1,9 +1,10 @@
-"""Gradient proxies: what sits in `p.grad` while the gradient itself rests in an accumulator.
+"""Gradient proxies in `p.grad`: clipping, unscaling and zeroing of gradients that rest elsewhere.
 
-    backward -> GradAccumulator.accumulate(grad)           the gradient is copied (or added) into the accumulator
-    p.grad   -> GradProxy (shape, dtype, device, no storage), one per accumulator, reused every step
-    loop     -> clip, unscale, `p.grad *= s`        norms are cached; scalings go into a log
-    step     -> raise to fp32, replay the log       the bits of the same loop on fp32 gradients
+    backward -> GradAccumulator.accumulate(grad)   the gradient is copied, or added to the sum
+    p.grad   -> GradProxy                          shape, dtype, device, and no storage; one per
+                                                   accumulator, reused every step
+    loop     -> clip, unscale, `p.grad *= s`       norms are cached; scalings go into a log
+    step     -> raise to fp32, replay the log      the bits of the same loop on fp32 gradients
 
 A proxy answers or raises: no operation on it is ever skipped.
 """

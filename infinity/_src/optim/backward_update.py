@@ -363,16 +363,14 @@ class BackwardUpdate(DeferredUpdate):
                 "forward and backward again"
             )
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         """Submit the updates that backward did not take (gradients that the loop assigned, say)."""
         # The next backward begins a new step, also when this one raises below.
         self._passes.step_taken()
-        stepping = self._pipeline.stepping
-        assert stepping is not None
         # Backward updated with these values. A scheduler that steps between backward and opt.step()
         # would be one step late, unseen.
-        captured = self._captured.pop(stepping, None)
-        if captured is not None and captured != values_of(stepping):
+        captured = self._captured.pop(optimizer, None)
+        if captured is not None and captured != values_of(optimizer):
             self._pipeline.set_fault(
                 StateInvalid(
                     "lr, betas or another value of a parameter group changed between backward and "
@@ -383,9 +381,9 @@ class BackwardUpdate(DeferredUpdate):
             self._pipeline.raise_fault()
         # What other optimizers hold waits for their step: without one, its next gradient raises.
         self._updated = {
-            param for param in self._updated if self._optimizer_of(param) not in (None, stepping)
+            param for param in self._updated if self._optimizer_of(param) not in (None, optimizer)
         }
-        super().submit(by_unit)
+        super().submit(by_unit, optimizer)
 
     def backward_aborted(self) -> None:
         self._ready.clear()

@@ -30,6 +30,7 @@ from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients
+from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.delayed_params import DelayedParams
@@ -87,14 +88,14 @@ class DelayedUpdate(DeferredUpdate):
         self._delayed.close()
         self._gradients.close()
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         # A skipped step is no step: the delay does not advance.
         if not by_unit:
             return
         # Counted here and not in `count_step`: only steps that update something end the warm-up.
         self._taken += 1
         if self._taken <= self._warmup:
-            super().submit(by_unit)
+            super().submit(by_unit, optimizer)
             return
         self._delayed.active = True
         # All units, also those without work: each takes over the result of the update before.

@@ -24,6 +24,7 @@ from infinity._src.kernels.update import UpdatePlan
 from infinity._src.memory.constants import AHEAD_CHUNKS
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients, guard
+from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.update_jobs import Submission, Work
 from infinity._src.optim.update_mode import DeferredUpdate
 from infinity._src.params.state_store import StateStore
@@ -114,7 +115,7 @@ class DeviceUpdate(DeferredUpdate):
         """Free the windows. Nothing may be pending."""
         self._windows.clear()
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
         self._make_windows([flat for unit in by_unit for flat in unit.flats])
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]

@@ -29,6 +29,7 @@ from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, w
 from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients, guard
+from infinity._src.optim.step_consensus import Grouped
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import Work
 from infinity._src.optim.update_mode import DeferredUpdate
@@ -259,7 +260,7 @@ class SpeculativeUpdate(DeferredUpdate):
 
     # -- the step ----------------------------------------------------------------------------------
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         self._passes.step_taken()
         left, wrong = dict(by_unit), []
         for unit, ahead in self._ahead.items():
@@ -287,7 +288,7 @@ class SpeculativeUpdate(DeferredUpdate):
             )
         self._expected, self._backwards, self._marked, self._lasts = self._backwards, 0, False, 0
         # Units without an update ahead, and those withdrawn, are submitted as deferred.
-        super().submit(left)
+        super().submit(left, optimizer)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ class StepHooks(Protocol):
         taken.
         """
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         """Submit the updates of `opt.step()`."""
 
     def withdraw(self) -> None:
@@ -117,7 +117,6 @@ class StepPipeline:
         # True: the fault stays, since no rollback mends it.
         self._final = False
         self._counts = {"steps": 0}
-        self.stepping: Grouped | None = None  # the optimizer whose step is being submitted
         self.transaction = transaction
         # Units that were updated ahead of their step: those whose update the step kept, and those
         # whose update was withdrawn.
@@ -299,18 +298,15 @@ class StepPipeline:
         else:
             self.raise_fault()
         self.step_begins()
-        self.stepping = optimizer
         try:
             with profiled("infinity: step"):
-                self._mode.submit(by_unit)
+                self._mode.submit(by_unit, optimizer)
         except BaseException as error:
             # Some units are submitted and others are not. StepUndone has restored the states
             # already.
             if by_unit and not isinstance(error, StepUndone):
                 self.set_fault(half_done(error))
             raise
-        finally:
-            self.stepping = None
         self.count_step()
         # The next forward starts with reads, and Python has time between the steps.
         self._unsharder.prefetch_ahead()

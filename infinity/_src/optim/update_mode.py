@@ -103,11 +103,11 @@ class UpdateMode(UpdateHooks):
         """
 
     @abc.abstractmethod
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], optimizer: Grouped) -> None:
         """Submit the updates of `opt.step()`. Updates of the step before have ended. Does not block
         on I/O.
 
-        Called within the step of `StepPipeline.stepping`, also without any update.
+        optimizer: takes this step. Called also without any update.
         """
 
     @abc.abstractmethod
@@ -232,7 +232,7 @@ class DeferredUpdate(UpdateMode):
     def before_step(self) -> None:
         """Nothing: a step may be taken whenever the loop asks for one."""
 
-    def submit(self, by_unit: dict[Unit, dict[Param, Work]]) -> None:
+    def submit(self, by_unit: dict[Unit, dict[Param, Work]], _optimizer: Grouped) -> None:
         # In the order in which the next forward opens the gates.
         for unit in self._pipeline.next_order(list(by_unit)):
             work = by_unit[unit]
