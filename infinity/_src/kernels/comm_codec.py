@@ -1,4 +1,6 @@
 """Codec of the collectives: values in groups laid into flat bytes, and sums in the order of ranks.
+The quantized collectives are `Collectives.all_gather_quantized` and its like, in
+infinity/_src/distributed/collectives.py.
 
     wire = torch.empty(wire_bytes(shard.numel(), 8, 256), dtype=torch.uint8)
     encode(shard, wire, bits=8, group_numel=256)                  # qwZ: then all_gather the bytes

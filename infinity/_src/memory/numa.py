@@ -4,7 +4,8 @@
     CPU     the ranks of a machine are divided among its nodes; one rank alone is bound to none
 
 Nodes are read from /sys, under a root that tests may write themselves. On a machine with one node
-nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out.
+nothing is chosen, and nothing is called. `infinity.aio._numa_node` carries the choice out, by mbind
+and affinity calls in native/numa.c.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ in force.
 Pools are allocated once, and spilled gradients are chosen once, both for all parameters that
 require a gradient when the model is offloaded. An optimizer that holds fewer leaves budget, which
 goes to resident sections.
+
+The budget itself is `memory.ledger`; the plan that fits into it is computed by `memory.placement`.
 """
 
 from __future__ import annotations

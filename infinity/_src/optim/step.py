@@ -11,6 +11,9 @@ Units are submitted in the order in which the next forward wants them. A gradien
 to the update until its ticket is done: whoever wants to change it earlier waits
 (`GradAccumulator.guard`).
 
+Clipping and unscaling come before the step: the loop calls torch's own functions, `p.grad` answers
+them (`infinity._src.grads.proxy`), and updates replay the scalings.
+
 That is update="deferred". Other modes submit at other times (`infinity._src.optim.update_mode`).
 
 A fault in the background is sticky: it is raised by the next call that meets the engine. The
