@@ -349,7 +349,9 @@ def pack(written: Path, archive: Path) -> None:
 def unpack(archive: Path, written: Path) -> Path:
     """Unpack an archive of `pack`. The archives are this project's own: links may lead anywhere."""
     with tarfile.open(archive) as tar:
-        tar.extractall(written, filter="fully_trusted")
+        # Python 3.10.11 and 3.11.3 know no filters, and later ones warn without one.
+        trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "data_filter") else {}
+        tar.extractall(written, **trusted)
     return written
 
 

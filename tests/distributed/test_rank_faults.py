@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed import collectives
+from infinity._src.distributed import communicator
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed
@@ -344,14 +344,14 @@ def test_a_failure_at_the_end_of_backward_leaves_nothing(
 def cannot_make_groups(rank: int, place: Path) -> tuple[str, str, list[str]]:
     """Rank 0 has no descriptors for the second lane, when the others are about to meet it there."""
     if rank == 0:
-        before, calls = collectives.make_group, itertools.count()
+        before, calls = communicator.make_group, itertools.count()
 
         def make_group(**values: Any) -> Any:
             if next(calls):
                 raise OSError("too many open files")
             return before(**values)
 
-        collectives.make_group = make_group
+        communicator.make_group = make_group
     with pytest.raises((OSError, RankFailed)) as caught:
         inf.offload(Net(), inf.Policy(params="cpu", optim="cpu", rank_timeout_s=60.0))
     threads = [

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infinity._src.grads import accumulator as grad_slot
+from infinity._src.grads import accumulator as grad_accumulator
 from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, GradRegistry
 from infinity._src.grads.proxy import GradProxy
 
@@ -335,7 +335,7 @@ def test_a_stand_in_kept_past_its_gradient_raises() -> None:
 def test_more_scalings_than_the_kernels_replay_raise() -> None:
     params, accumulators = make_params()
     accumulate(params, accumulators)
-    for _ in range(grad_slot.LOG_MAX):
+    for _ in range(grad_accumulator.LOG_MAX):
         params[0].grad *= 0.5
     with pytest.raises(RuntimeError, match="multiply the factors first"):
         params[0].grad *= 0.5
@@ -392,9 +392,9 @@ def test_a_part_of_no_elements_counts_nothing() -> None:
 
 
 def test_norms_of_large_gradients_use_a_bounded_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grad_slot, "_SMALL_NUMEL", 0)
-    monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
-    monkeypatch.setattr(grad_slot, "NORM_PIECE_NUMEL", 1000)
+    monkeypatch.setattr(grad_accumulator, "_SMALL_NUMEL", 0)
+    monkeypatch.setattr(grad_accumulator, "NORM_PIECE_NUMEL", 1000)
+    monkeypatch.setattr(grad_accumulator, "NORM_PIECE_NUMEL", 1000)
     book = GradRegistry(GradProxy.of)
     accumulator = book.add(
         "w", torch.Size((50, 101)), torch.empty(5050).bfloat16(), torch.device("cpu")
@@ -467,12 +467,12 @@ def test_any_sequence_of_operations_is_the_fp32_gradient_that_a_loop_would_hold(
             truth.zero_()
         elif kind == "norm":
             assert torch.equal(param.grad.norm(), truth.norm())
-        elif len(accumulator.log) < grad_slot.LOG_MAX and kind == "clip":
+        elif len(accumulator.log) < grad_accumulator.LOG_MAX and kind == "clip":
             plain_param = torch.nn.Parameter(torch.zeros(6, 7))
             plain_param.grad = truth
             ours = torch.nn.utils.clip_grad_norm_([param], value)
             assert torch.equal(ours, torch.nn.utils.clip_grad_norm_([plain_param], value))
-        elif len(accumulator.log) < grad_slot.LOG_MAX:
+        elif len(accumulator.log) < grad_accumulator.LOG_MAX:
             getattr(param.grad, f"{kind}_")(value)
             getattr(truth, f"{kind}_")(value)
     accumulator.reconcile(param.grad)
