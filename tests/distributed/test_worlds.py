@@ -25,6 +25,7 @@ from tests.distributed.rank_models import (
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses, named, on_ranks
 from tests.harness import Result, Training
 
+THREE = pytest.param(3, marks=pytest.mark.ranks)
 FOUR = pytest.param(4, marks=pytest.mark.ranks)
 STAGES: tuple[dict[str, Any], ...] = (
     {"zero": 3, "params": "nvme", "optim": "nvme", "ram": "min"},
@@ -121,7 +122,7 @@ TRAININGS: tuple[Training, ...] = (
 )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, THREE])
 def test_every_stage_is_ddp_with_the_same_update_within_rounding(
     tmp_path: Path, world: int
 ) -> None:
