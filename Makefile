@@ -52,12 +52,11 @@ demo: $(DEMO)
 	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
-# Three at a time, since on two cores two wait for drives, timeouts and each other 40 % of the time.
-# Whole files each, one thread of torch each: a file shares what it computed once (reference runs).
-# In their order, in which those that train come first: by the number of tests (the default) some of
-# the longest would be last.
+# Two at a time, whole files each, one thread of torch each: a file shares what it computed once
+# (reference runs). In their order, in which those that train come first: by the number of tests
+# (the default) some of the longest would be last. Three at a time were hardly faster on two cores.
 test: lint types $(DEMO)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

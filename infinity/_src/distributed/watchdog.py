@@ -700,6 +700,8 @@ def relayed_error(me: int, teller: int, culprit: int | None, text: str) -> RankF
         return RankFailed(
             shorten(f"rank {teller} gave up on this rank ({me}): {text}"), rank=teller
         )
+    # Here it is another rank's.
+    text = text.replace(f"this rank ({teller})", f"rank {teller}")
     # Named once, by the rank that found it, however many relay it.
     if culprit != teller and "(found by rank" not in text:
         text = f"{text} (found by rank {teller})"

@@ -138,6 +138,8 @@ def test_a_culprit_that_another_rank_names_is_kept() -> None:
     )
     assert relayed_error(0, 1, 0, "no sign of life").rank == 1
     assert relayed_error(0, 1, 1, "rank 1 failed: e").rank == 1
+    broke_off = "this rank (1) broke off (e), and rank 0 went on"
+    assert str(relayed_error(0, 1, 1, broke_off)) == "rank 1 broke off (e), and rank 0 went on"
     assert relayed_error(0, 1, None, "a connection broke").rank is None
 
 
