@@ -41,7 +41,7 @@ def link_bytes(link: str) -> int:
 
 
 def engine_counts(handle: Any) -> dict[str, float]:
-    """What the engine counts of communication, on this rank, since set-up."""
+    """Return the engine's counts of communication, on this rank, since set-up."""
     return {name: float(value) for name, value in dataclasses.asdict(handle.stats()).items()
             if name.startswith("comm_") and isinstance(value, (int, float))}  # fmt: skip
 
@@ -72,8 +72,8 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         return total / len(batches)
 
     def counts() -> tuple[int, dict[str, float]]:
-        """What was sent, when no rank sends: what the engine gathers ahead of the next forward goes
-        on after a step."""
+        """Return the counts of bytes sent, when no rank sends: gathers ahead of the next forward
+        go on after a step."""
         before = -SMALL_BYTES
         while link_bytes(link) - before >= SMALL_BYTES:
             before = link_bytes(link)

@@ -86,8 +86,8 @@ def counters(handle: Any) -> dict[str, float]:
 
 
 def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
-    """What a step has to move, by update mode, from what rests on NVMe: without what withdrawn
-    updates moved in vain."""
+    """Return the bytes that a step must move, by update mode, for the states on NVMe; moves of
+    withdrawn updates are left out."""
     plan, params, optim, grads = handle.parts.tiers.planner.plan, 0, 0, 0
     for flat, state_format, masks in zip(
         handle.parts.split.flats, plan.formats, plan.nvme_masks, strict=True

@@ -92,7 +92,7 @@ def ours(state: str, numel: int, threads: int) -> Update:
 
 
 def verified(numel: int, threads: int) -> Update:
-    """What the executor runs on `exact` states: verify, update, sum anew, piece by piece."""
+    """Return the executor's pass on `exact` states: verify, update, sum anew, piece by piece."""
     from infinity._src.kernels.hyper import hyper_row_adamw
     from infinity._src.native import ffi, lib
     from infinity.aio import CHUNK, SEG, Format, GradDtype

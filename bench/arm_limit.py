@@ -1,4 +1,4 @@
-"""What a step of R1 cannot beat on this machine now: forward and backward alone, and the memory's
+"""Limit of a step of R1 on this machine now: forward and backward alone, and the memory's
 bandwidth; one JSON line."""
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def describe(machine: Machine, ram_bytes: int) -> Machine:
 
 
 def told(found: Prediction, workload: r1.Workload) -> dict[str, Any]:
-    """What the planner says, for the results."""
+    """Return the planner's figures, for the results."""
     total = found.moved.total
     return {
         "predicted_s": found.step_s,

@@ -1,5 +1,5 @@
-"""What a save of R1 costs under infinity while it trains on, and what restoring takes in a fresh
-engine; one JSON line.
+"""Cost of a save of R1 under infinity while it trains on, and of restoring in a fresh engine; one
+JSON line.
 
     --stage save      steps alone, then steps with a save under way, as often as asked for; two
     losses after the last save
@@ -38,7 +38,8 @@ def timed(step: Any) -> tuple[float, float]:
 
 
 def stall_s(call_s: float, steps: list[float], alone: list[float]) -> float:
-    """What training lost: the call and the steps beside it, less as many steps alone.
+    """Return the time that training lost: the call and the steps beside it, less as many steps
+    alone.
 
     The call waits for the update before it, which the step after it would have waited for: neither
     is counted twice.

@@ -1,4 +1,4 @@
-"""What `save_checkpoint` and `load_checkpoint` of R1 cost under DeepSpeed ZeRO-3; one JSON line.
+"""Cost of `save_checkpoint` and `load_checkpoint` of R1 under DeepSpeed ZeRO-3; one JSON line.
 
 Runs in DeepSpeed's own environment, tuned as in arm_deepspeed.py. Training stands still for all of
 a save.

@@ -1,4 +1,4 @@
-"""What `torch.save` and `torch.load` of R1's states cost a plain loop that has everything in RAM;
+"""Cost of `torch.save` and `torch.load` of R1's states to a plain loop that has everything in RAM;
 one JSON line.
 
 The same states as infinity's: bf16 parameters, fp32 masters, both moments. Saved to the drive that

@@ -1,5 +1,4 @@
-"""How fast the update kernels and the checksums are, beside torch, DeepSpeed and what the memory
-allows.
+"""Speed of the update kernels and the checksums, beside torch, DeepSpeed and the memory's limit.
 
     python bench/bench_kernels.py                 # a table
     python bench/bench_kernels.py --json          # one JSON line

@@ -1,4 +1,4 @@
-"""How fast the Triton kernels are beside torch's best, on a GPU.
+"""Speed of the Triton kernels beside torch's best, on a GPU.
 
     python bench/bench_ops.py                           # a table
     python bench/bench_ops.py --ops update tile_matmul

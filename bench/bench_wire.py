@@ -1,5 +1,4 @@
-"""How fast values become what collectives carry and back, on one CPU thread, beside torch and what
-the memory allows.
+"""Speed of the codec of collectives on one CPU thread, beside torch and the memory's limit.
 
     python bench/bench_wire.py                 # a table
     python bench/bench_wire.py --json          # one JSON line
@@ -39,7 +38,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured. traffic: bytes read and written per element."""
+    """One measured case. traffic: bytes read and written per element."""
 
     name: str
     traffic: float

@@ -72,7 +72,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What every rank does: the cases, the model, the ranks as nodes x ranks of a node."""
+    """Work of every rank: the cases, the model, the ranks as nodes x ranks of a node."""
 
     cases: tuple[str, ...]
     workload: r1.Workload
@@ -94,7 +94,7 @@ Said = tuple[dict[str, TierBytes], tuple[int, int]]
 
 
 def predicted(case: str, task: Task) -> Said:
-    """What the planner says of one rank, without what is no state."""
+    """Return the planner's bytes of one rank, states only."""
     policy = inf.Policy(**policy_of(case), nvme=["."])  # no directory is opened
     machine = describe_machine(
         gpus=0,
@@ -126,7 +126,7 @@ def model_of(workload: r1.Workload) -> torch.nn.Module:
 
 
 def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, TierBytes]:
-    """What this rank's engine has allocated, by the planner's names."""
+    """Return the bytes that this rank's engine has allocated, by the planner's names."""
     handle: Any = inf.handle(model)
     found: dict[str, TierBytes] = defaultdict(TierBytes)
     sections, extents = 0, 0
@@ -229,7 +229,7 @@ def rank_main(rank: int, task: Task, place: str) -> None:
 
 
 def measure(task: Task) -> list[dict[str, Said]]:
-    """What rank 0 and the last rank counted, by case. Blocks until all ranks have ended."""
+    """Return the counts of rank 0 and the last rank, by case. Blocks until all ranks have ended."""
     with tempfile.TemporaryDirectory() as place:
         mp.spawn(rank_main, (task, place), nprocs=task.world)
         return [

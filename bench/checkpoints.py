@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the time that training stands still, the time until it is on the drive,
+"""Cost of a checkpoint: the time that training stands still, the time until it is on the drive,
 bytes, and restoring it.
 
     python bench/checkpoints.py --dir /mnt/nvme0

@@ -1,4 +1,4 @@
-"""What checksums cost: verify="full", "sample" and "off" beside each other, alternating.
+"""Cost of checksums: verify="full", "sample" and "off" beside each other, alternating.
 
     python bench/cost_of_verify.py --dir /mnt/nvme0                      # both parts
     python bench/cost_of_verify.py --dir /mnt/nvme0 --part executor      # CPU and time per GB of

@@ -1,5 +1,5 @@
-"""What the drive gives now. It drifts by a factor of two between minutes, so it is measured beside
-every arm, not once."""
+"""Bandwidth of the drive now. It drifts by a factor of two between minutes, so it is measured
+beside every arm, not once."""
 
 from __future__ import annotations
 

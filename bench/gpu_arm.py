@@ -64,7 +64,7 @@ def loss_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: int) -> float:
-    """What `infinity plan` says that one GPU must have."""
+    """Return the bytes that one GPU needs by `infinity plan`."""
     from infinity._src.perf.plan.machine import describe_machine
     from infinity._src.perf.plan.predict import predict
     from infinity._src.perf.plan.workload import Job

@@ -1,4 +1,4 @@
-"""What the engine's copies reach of what the bus gives, both measured in turns in one run.
+"""Share of the bus's rate that the engine's copies reach, both measured in turns in one run.
 
     to the device     a forward without gradients, params="cpu": every unit is gathered
     from the device   a backward, params="device": every gradient leaves, nothing is gathered

@@ -47,7 +47,7 @@ def newest(records: Sequence[Record], key: Callable[[Record], Any]) -> list[Reco
 
 
 def stages(records: Sequence[Record]) -> list[str]:
-    """What ran, how long, how it ended."""
+    """Return the table of stages: name, time, end."""
     mine = newest([one for one in records if one.get("script") == "stage"], lambda one: one["name"])
     ends = {0: "ok", 124: "out of time", 137: "out of time"}
     return table(

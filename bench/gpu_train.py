@@ -68,7 +68,7 @@ class ArmFailed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-    """What there is, at the start: bytes of RAM and drive, and when all must be done (monotonic
+    """Budget at the start: bytes of RAM and drive, and when all must be done (monotonic
     seconds)."""
 
     ram_bytes: float
@@ -106,7 +106,7 @@ class Plan:
 
 
 def plan_arm(arm: str, shape: str, sequence: int, swap: Path, budget: Budget) -> Plan:
-    """Where its states go on this machine, and whether there is room."""
+    """Place the arm's states on this machine, or say that there is no room."""
     fields = {**SHAPES[shape], "tokens": sequence}
     parameters = r1.Workload(**fields).parameters
     ram = budget.ram_bytes - FIXED_BYTES

@@ -237,7 +237,7 @@ def now() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge numbers, and nothing that names a host."""
+    """Describe the machine, as far as figures need it; nothing names a host."""
     model = "unknown"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

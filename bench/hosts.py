@@ -262,7 +262,7 @@ class Hosts:
         return self.start(0, [*launch, *script], env)
 
     def output(self, process: subprocess.Popen[bytes]) -> str:
-        """What a process has written so far."""
+        """Return the text that a process has written so far."""
         path = next(path for one, path in self._running if one is process)
         return path.read_text(errors="replace")
 
@@ -317,8 +317,8 @@ class Hosts:
         _ip("-n", self.nodes[1], "link", "set", LINK, "up")
 
     def counted(self) -> list[dict[str, int]]:
-        """What each node has sent over the link since it was made: bytes, packets and drops of the
-        interface, and `wire_bytes` of the token bucket."""
+        """Return each node's counts of the link since it was made: bytes, packets and drops of
+        the interface, and `wire_bytes` of the token bucket."""
         found = []
         for name in self.nodes:
             paths = [f"/sys/class/net/{LINK}/statistics/{each}" for each in _COUNTED]
@@ -336,7 +336,7 @@ class Hosts:
 def sent(
     before: Sequence[Mapping[str, int]], after: Sequence[Mapping[str, int]]
 ) -> list[dict[str, int]]:
-    """What each node sent between two counts."""
+    """Return the bytes that each node sent between two counts."""
     return [{name: b[name] - a[name] for name in b} for a, b in zip(before, after, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""What one arm of a comparison measures about itself: wall time, NVMe bytes and peak memory.
+"""Measurements of one arm about itself: wall time, NVMe bytes and peak memory.
 
 Imports the standard library only: it also runs in the environments of other engines.
 """

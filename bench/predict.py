@@ -1,5 +1,5 @@
-"""What `infinity plan` predicts beside what is measured: s/step of R1 in many configurations, and
-the error of each.
+"""Predictions of `infinity plan` beside measurements: s/step of R1 in many configurations, and the
+error of each.
 
     python bench/predict.py --dir /mnt/nvme0                                   # 3 rounds of 13
     configurations: half an hour or more

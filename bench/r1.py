@@ -21,7 +21,8 @@ INIT_STD = 0.02
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained and for how long. Sizes other than R1's keep its proportions."""
+    """Model, batch and number of steps of a training. Sizes other than R1's keep its
+    proportions."""
 
     hidden: int = 1024
     layers: int = 12

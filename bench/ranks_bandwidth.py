@@ -1,5 +1,5 @@
-"""What ranks and drives add up to: the units of a model gathered once around, forward only, nothing
-resident.
+"""Bandwidth that ranks and drives add up to: the units of a model gathered once around, forward
+only, nothing resident.
 
     python bench/ranks_bandwidth.py --dir /mnt/nvme0                                   # 1, 2, 4
     ranks x 1, 2, 4 drives python bench/ranks_bandwidth.py --dir /mnt/nvme0 --ranks 1,2 --drives 1,2

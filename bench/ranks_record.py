@@ -1,4 +1,4 @@
-"""What one rank of R1 computes, and what the ranks of an arm make of their records. Runs in either
+"""Work of one rank of R1, and the one record that the ranks of an arm make. Runs in either
 engine's environment."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What each switch of ZeRO++ does to training: loss curves on real text at four ranks, two nodes of
+"""Effect of each switch of ZeRO++ on training: loss curves on real text at four ranks, two nodes of
 two, over several seeds.
 
     python bench/zeropp_curves.py                                   # 6 arms x 3 seeds x 300 steps:
