@@ -153,8 +153,8 @@ def linear_cross_entropy(device: torch.device, smoke: bool) -> Iterator[Case]:
 
 
 def _large(device: torch.device) -> bool:
-    """Whether there is room for the references' many copies of large values; on a consumer's GPU
-    there is not."""
+    """True when the device has room for the references' many copies of large values. A consumer's
+    GPU has not."""
     return device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > 40e9
 
 

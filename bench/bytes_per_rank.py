@@ -274,8 +274,8 @@ def rows_of(task: Task, ranks: list[dict[str, Said]]) -> list[dict[str, Any]]:
 
 
 def differs(row: dict[str, Any]) -> bool:
-    """Whether a row is not as predicted: to the byte, but for peaks of what is gathered, which the
-    prediction bounds."""
+    """True when a row differs from its prediction. Counts must match to the byte; the prediction of
+    gathered parameters is an upper bound of their peak."""
     bound = row["state"] == "parameters gathered, at most"
     return any(
         value > row["predicted"] or (value != row["predicted"] and not bound)

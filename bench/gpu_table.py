@@ -42,7 +42,7 @@ def read(file: Path) -> list[Record]:
 
 
 def newest(records: Sequence[Record], key: Callable[[Record], Any]) -> list[Record]:
-    """Of records with the same key the last, where the first was."""
+    """Return the last of the records with each key, at the place of the first."""
     return list({key(record): record for record in records}.values())
 
 

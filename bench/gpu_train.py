@@ -314,7 +314,8 @@ class Bench:
         yield process
 
     def _measure(self, process: Process, tokens: int, number: int) -> bool:
-        """Whether the arm can go on."""
+        """Measure steps of `tokens` tokens and record them. Returns False when the arm failed and
+        cannot go on."""
         if self.budget.left_s < 5:
             self.record(process.plan, {"tokens": tokens, "failed": "no time was left"})
             return True

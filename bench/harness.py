@@ -161,8 +161,8 @@ def commit() -> str:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without the variables that would leak one Python's packages into
-    another."""
+    """Return the environment of this process with `changes`, less the variables that would leak one
+    Python's packages into another."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
 

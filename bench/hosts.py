@@ -69,7 +69,7 @@ DEFAULT = r1.Workload(hidden=512, layers=6, vocab=4096, tokens=32, warmup=3, ste
 
 
 def missing() -> str:
-    """Why two nodes cannot be made here; empty when they can."""
+    """Return the reason why two nodes cannot be made here; empty when they can."""
     if os.geteuid() != 0:
         return "network namespaces need root: run it as root (sudo)"
     tools = [tool for tool in ("ip", "tc", "unshare", "setpriv") if shutil.which(tool) is None]
@@ -79,7 +79,8 @@ def missing() -> str:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in clock ticks since boot; None when there is no such process."""
+    """Return the start time of a process, in clock ticks since boot; None when there is no such
+    process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,5 @@
-"""What every test leaves behind: nothing, also when it fails."""
+"""Set-up of every test run. Prepares hypothesis, Triton and signals, reports I/O backends that no
+test has seen, and closes models that a failed test left open."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ from infinity.aio import Seam
 
 STEPS = 50
 CALLS = ("fsync", "replace", "rename", "unlink", "write", "open", "posix_fallocate")
-"""What a commit, a save and a beginning do to files, besides the executor's reads and writes."""
+"""Calls on files that a commit, a save and a beginning make, besides the executor's reads and
+writes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Job:
 
     @property
     def source(self) -> Path:
-        """What is restored."""
+        """Directory that is restored."""
         return self.directory / ("saved" if self.saves else "drive")
 
 
@@ -194,7 +195,7 @@ def train(job: Job, pipe: Any) -> None:
 
 @dataclasses.dataclass
 class Life:
-    """What the ranks of one life told: reports by rank."""
+    """Reports that the ranks of one life have sent, by rank."""
 
     told: list[list[tuple[Any, ...]]]
 

@@ -1,4 +1,4 @@
-"""What an executor would count, made up: drives with the windows and bytes that a test wants, and
+"""Made-up statistics of an executor: drives with the windows and bytes that a test wants, and
 nothing else."""
 
 from __future__ import annotations

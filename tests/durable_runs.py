@@ -37,7 +37,7 @@ def close(model: Any) -> None:
 
 
 def die(model: Any) -> None:
-    """What a killed process leaves: files that are let go of, and nothing more."""
+    """End a model as a killed process does: release its files, and commit nothing."""
     inf.handle(model).end(commit=False)
 
 

@@ -36,7 +36,8 @@ compared."""
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What is trained, and how. Hashable: reference runs are cached."""
+    """Description of a training: model, data, optimizer and loop. Hashable: reference runs are
+    cached."""
 
     factory: Callable[[], nn.Module]
     steps: int = 3
@@ -127,7 +128,7 @@ class Training:
 
 @dataclasses.dataclass
 class Result:
-    """What a training gave."""
+    """Results of a training: losses, norms, values seen in the loop, final parameters, stats."""
 
     losses: list[float]
     norms: list[float]

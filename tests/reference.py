@@ -36,8 +36,8 @@ def round_ties_away(master: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass
 class State:
-    """What an optimizer keeps for one parameter: AdamW all, SGD and Lion one moment, a class of
-    torch its own."""
+    """Optimizer state of one parameter. AdamW uses all fields, SGD and Lion one moment; a class of
+    torch keeps its own in `inner`."""
 
     master: torch.Tensor
     exp_avg: torch.Tensor
@@ -126,8 +126,8 @@ class ReferenceAdamW:
         return total
 
     def _norm(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-        """Of one gradient: taken where it was made, unless it was changed since; a scalar on the
-        parameter's device."""
+        """Return the norm of one gradient, a scalar on the parameter's device. The norm is taken on
+        the device where the gradient was made, unless it was changed since."""
         source = grad.to(param.device) if self._clipped is None else grad
         return torch.linalg.vector_norm(source).to(param.device)
 

@@ -74,7 +74,7 @@ class Simulated:
         self._sim.sim_fail(ctypes.c_int(nth))
 
     def races(self) -> list[str]:
-        """What was not ordered."""
+        """Return the descriptions of the races found, at most 64: accesses that nothing orders."""
         return [
             self._sim.sim_race(index).decode() for index in range(min(self._sim.sim_races(), 64))
         ]

@@ -1,4 +1,5 @@
-"""What docs/architecture.md draws and lists is what the code has."""
+"""Comparison of docs/architecture.md with the code: the code has all that the page draws and
+lists."""
 
 from __future__ import annotations
 

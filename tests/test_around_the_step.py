@@ -1,5 +1,5 @@
-"""What loops do between forward, backward and step: nothing of it may change numbers, or it says
-what is wrong."""
+"""Calls of training loops between forward, backward and step. None changes numbers without an error
+that says what is wrong."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_step_that_cannot_compute_its_numbers_has_not_been_taken(
 
 
 def test_a_scheduler_may_be_made_between_backward_and_step(tmp_path: Path) -> None:
-    """It writes `initial_lr` into the groups, which no update takes."""
+    """Making a scheduler writes `initial_lr` into the groups, which no update takes."""
 
     def schedule(index: int, optimizer: Any) -> None:
         if index == 1:

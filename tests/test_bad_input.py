@@ -1,4 +1,5 @@
-"""What the user or the machine gets wrong: an error that names it and the fix, and nothing lost."""
+"""Mistakes of the user and faults of the machine: an error names the cause and the fix, and nothing
+is lost."""
 
 from __future__ import annotations
 
@@ -516,7 +517,8 @@ def test_a_drive_that_keeps_failing_raises_at_every_call_and_close_returns(
 
 
 def held_in(directory: Path) -> list[str]:
-    """What this process has open there, also what no name leads to any more."""
+    """Return the targets of this process's descriptors in a directory, also of files without a
+    name."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -542,8 +544,8 @@ def rooted(place: Path, **values: Any) -> tuple[Any, inf.AdamW]:
 
 
 def break_backward(model: nn.Module, nth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What follows when a Use has ended fails, at the nth of one backward: those of `Rooted` are of
-    its blocks, from the last on, and of itself, and the last two end with the backward."""
+    """Make the nth `unit_done` of a backward fail. `Rooted` has one for each block, from the last
+    on, and one for itself; the last two end with the backward."""
     unsharder, fails = inf.handle(model).unsharder, failing("no such luck", after=nth)
     before = unsharder.unit_done
     monkeypatch.setattr(unsharder, "unit_done", lambda unit: (fails(), before(unit)))

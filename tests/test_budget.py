@@ -185,7 +185,7 @@ def test_what_is_freed_and_kept_for_reuse_stays_within_its_allowance(tmp_path: P
 
 
 def rss_bytes() -> int:
-    """What this process holds in RAM now."""
+    """Return the bytes of RAM that this process holds now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 

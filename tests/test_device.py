@@ -54,8 +54,8 @@ def train(
 
 
 def alike(given: dict[str, Any]) -> harness.Training:
-    """What this policy can train: update="backward" alone neither clips nor adds up without
-    `no_sync`."""
+    """Return a training that this policy can do: update="backward" alone neither clips nor adds up
+    without `no_sync`."""
     early = given.get("update") == "backward" and "generations" not in given
     options = {"max_norm": None, "accumulation": 1} if early else {}
     return harness.Training(models.llama, steps=3, **options)

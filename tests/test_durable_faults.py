@@ -130,8 +130,8 @@ def test_a_commit_that_is_interrupted_is_made_up_for(
 def test_states_stay_when_the_first_commit_is_interrupted(
     tmp_path: Path, wanted: list[str]
 ) -> None:
-    """Where a manifest has its name, the process that ends leaves what it names; wherever
-    `inf.restore` breaks off."""
+    """A process that ends leaves the files that a manifest names, once the manifest has its name,
+    wherever `inf.restore` breaks off."""
     for name in ("replace", "fsync", "unlink"):
         for nth in range(12):
             place = tmp_path / f"{name}{nth}"

@@ -41,14 +41,14 @@ from tests import forks, models
 from tests.turning import turning_bytes_max
 
 KERNEL_SLACK_BYTES = 1 << 20
-"""What the interpreter itself reads meanwhile (a module that is imported late, a page of a
+"""Bytes that the interpreter itself may read meanwhile (a module that is imported late, a page of a
 library)."""
 
 STEPS = 2
 LAYERS, HIDDEN = 5, 256
 ROWS, LENGTH = 2, 64
-"""Of batches whose boundary activations are large enough to be put away, and whole blocks of 4096
-bytes."""
+"""Rows and tokens of a batch. Boundary activations of this size are large enough to be put away,
+and whole blocks of 4096 bytes."""
 STATES = ("exact", "bf16", "compact")
 UPDATES = ("deferred", "backward", "delayed")
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -89,14 +89,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def kernel_bytes() -> tuple[int, int]:
-    """What this process has read from storage and written to it."""
+    """Return the bytes that this process has read from storage and written to it."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
 def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
-    """What rests on NVMe by kind, each section of a chunk in whole blocks of 4096 bytes, from the
-    engine's records."""
+    """Return the bytes at rest on NVMe by kind, each section of a chunk in whole blocks of 4096
+    bytes, from the engine's records."""
     found = AtRest()
     for flat in (flat for unit in units for flat in unit.flats):
         shard = handle.parts.tiers.store[flat]
@@ -113,8 +113,8 @@ def on_nvme(handle: Any, units: Iterable[Unit]) -> AtRest:
 
 
 def kept_bytes(handle: Any, order: Iterable[Unit]) -> float:
-    """What a pass in this order need not read because the pass before it ended there: of its first
-    units, as many as may be gathered at once, what rests on NVMe of them."""
+    """Return the bytes on NVMe that a pass in this order need not read because the pass before it
+    ended there: the parameters of its first units, as many as may be gathered at once."""
     sizes = itertools.accumulate(unit.size_bytes for unit in order)
     count = sum(size <= handle.unsharder.gathered_bytes_max for size in sizes)
     return on_nvme(handle, list(order)[:count]).params

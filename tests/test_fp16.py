@@ -133,7 +133,7 @@ def test_updates_in_backward_are_the_loops_bits_without_a_scaler(
 def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(
     grad_dtype: torch.dtype | None, tmp_path: Path
 ) -> None:
-    """What is divided by the scale is the rate."""
+    """The learning rate is divided by the scale, instead of the gradients."""
     scale = 256.0
     training = Training(
         models.llama,

@@ -157,9 +157,9 @@ def test_a_closed_engine_holds_nothing_beside_its_model(tmp_path: Path) -> None:
 
 
 class Allocations:
-    """What is prepared for transfers in this process: memory that forked children do not get (all
-    that the engine pins, native code included), pages that are locked or pinned, and how many slabs
-    were ever made, those that were freed again included."""
+    """Memory prepared for transfers in this process: bytes that forked children do not get (all
+    that the engine pins, native code included), bytes locked or pinned, and the number of slabs
+    ever made, freed ones included."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made = 0

@@ -65,7 +65,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def masks_of(model: nn.Module) -> dict[str, list[list[int]]]:
-    """What rests on NVMe of each unit."""
+    """Return bit masks of the sections that rest on NVMe, by unit, flat and chunk."""
     handle = inf.handle(model)
     return {
         unit.name: [handle.parts.tiers.store._masks_of(flat) for flat in unit.flats]
@@ -121,8 +121,8 @@ def attempt(handle: Any, result: Placed, place: Any) -> None:
 def taken_later(
     how: str, chosen: inf.Policy, seam: Seam | None = None, *, early: bool = False
 ) -> Placed:
-    """What is held of the second half is said before the first backward (early), or between its
-    micro-batches and the step."""
+    """Train while an optimizer takes the second half of the parameters late: before the first
+    backward (early), or between the micro-batches and the step."""
     result = Placed()
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=seam)
@@ -272,7 +272,7 @@ def accumulated_in_ram() -> Placed:
 
 @functools.cache
 def requests_meanwhile() -> dict[str, range]:
-    """Of a drive that does not fail, while gradients get memory."""
+    """Return the requests that a drive gets while gradients get memory, when none fails."""
     with tempfile.TemporaryDirectory() as directory:
         return accumulated(policy(Path(directory), ram=between(), update="backward")).requests
 

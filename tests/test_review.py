@@ -1,5 +1,5 @@
-"""What a review found: optimizers that come and go, parameters at the edges, what is left after
-close and after errors."""
+"""Findings of a review: optimizers that come and go, parameters at the edges, leftovers after close
+and after errors."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def policy(directory: Path, **values: Any) -> inf.Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What one step counted, from the backward before it to its own."""
+    """Counts of one step, from the backward before it to its own."""
 
     demands: int
     demand_reads: int
@@ -132,7 +132,7 @@ def test_two_forwards_that_take_turns_are_both_followed(tmp_path: Path) -> None:
 
 
 def with_memory(handle: Any) -> int:
-    """How many units have memory now."""
+    """Count the units that have memory now."""
     return sum(unit.state is not UnitState.SHARDED for unit in handle.units)
 
 

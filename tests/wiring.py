@@ -128,7 +128,7 @@ def _is_record(node: ast.ClassDef) -> bool:
 
 
 class Project:
-    """What classes declare, by name."""
+    """Declarations of classes, by name."""
 
     def __init__(self, modules: dict[str, ast.Module]) -> None:
         classes = [
@@ -183,13 +183,13 @@ class Project:
         self.methods -= self._data
 
     def is_behaviour_type(self, annotation: ast.expr | None) -> bool:
-        """Whether an annotation names a Callable, or an object of the project that does
+        """True when an annotation names a Callable, or an object of the project that does
         something."""
         names = _types(annotation)
         return bool(names & (self._functions | self._services | self._wired))
 
     def field_is_behaviour(self, annotation: ast.expr | None, attr: str) -> bool:
-        """Whether a field is behaviour: by its class where the annotation names one, else by
+        """True when a field is behaviour: by its class where the annotation names one, else by
         name."""
         known = [self._fields[name] for name in _types(annotation) if name in self._fields]
         found = [fields[attr] for fields in known if attr in fields]
@@ -319,8 +319,8 @@ class Scope:
         }
 
     def brings_behaviour(self, value: ast.expr | None) -> bool:
-        """Whether a value is, or has inside, what somebody else will call: a lambda, a function, a
-        bound method, a partial, the object itself."""
+        """True when a value is, or has inside, something that others will call: a lambda, a
+        function, a bound method, a partial, the object itself."""
         if isinstance(value, ast.IfExp):
             return self.brings_behaviour(value.body) or self.brings_behaviour(value.orelse)
         if isinstance(value, ast.BoolOp):
@@ -342,8 +342,8 @@ class Scope:
         return isinstance(value, ast.Lambda)
 
     def takes_behaviour(self, value: ast.expr | None) -> bool:
-        """Whether a value comes from outside by a parameter that is a function or a service, or is
-        a field of a parameter that is."""
+        """True when a value comes from outside: by a parameter that is a function or a service, or
+        by a field of a parameter that is declared as one."""
         if isinstance(value, ast.Name):
             return value.id in self.given
         if isinstance(value, ast.Attribute):
@@ -361,7 +361,7 @@ class Scope:
         return False
 
     def is_own(self, target: ast.expr) -> bool:
-        """Whether a target belongs to what this function makes, or is a local of it."""
+        """True when a target belongs to an object that this function makes, or is a local of it."""
         while isinstance(target, (ast.Subscript, ast.Attribute)):
             target = target.value
         # In capitals: the weak sets of a module, by which exit and fork find what is open.

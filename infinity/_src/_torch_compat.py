@@ -522,7 +522,8 @@ def _tell_of_reentrant(function_class: Any) -> Callable[[], None]:
 
 
 def _keeps_plainly() -> bool:
-    """Whether saved tensors stay until backward, and no saved-tensor hooks of others take them."""
+    """True when saved tensors stay until backward, and no saved-tensor hooks of others take
+    them."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None
 

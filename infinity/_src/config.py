@@ -329,23 +329,23 @@ class Policy:
 
     @property
     def consumes_grads(self) -> bool:
-        """Whether the last micro-batch's gradients are used up in backward, by its updates."""
+        """True when the last micro-batch's gradients are used up in backward, by its updates."""
         # A speculative update may be redone by the step, so its gradients wait for that.
         return self.update == "backward" and not self.speculates
 
     @property
     def delays(self) -> bool:
-        """Whether a step's updates run beside the next step's passes."""
+        """True when a step's updates run beside the next step's passes."""
         return self.update == "delayed"
 
     @property
     def updates_in_step(self) -> bool:
-        """Whether all updates are submitted by `opt.step()`, which no pass reads ahead of."""
+        """True when all updates are submitted by `opt.step()`, which no pass reads ahead of."""
         return self.update == "deferred"
 
     @property
     def last_unit_first(self) -> bool:
-        """Whether the updates of a step begin with the last unit."""
+        """True when the updates of a step begin with the last unit."""
         return self.update == "backward"
 
     @property

@@ -1,12 +1,12 @@
-"""What training on N ranks must come to, in plain torch, twice.
+"""References for training on N ranks, in plain torch, in two forms.
 
-`modelled`   one process that plays all ranks with one model: every rank's gradient is raised to
-fp32, they are summed in the
-             order of ranks, divided by their number and rounded once; then the reference update.
-             The engine equals it bit for bit, but for the norm that clips: the ranks add up squares
-             of their own parts first.
-`Ddp`        torch's own DistributedDataParallel over gloo with the same update: equal within what
-its reduction rounds.
+`modelled`: one process plays all ranks with one model. Every rank's gradient is raised to fp32; the
+gradients are summed in the order of ranks, divided by their number and rounded once; then the
+reference update follows. The engine equals it bit for bit, but for the norm that clips: the ranks
+add up squares of their own parts first.
+
+`Ddp`: torch's own DistributedDataParallel over gloo with the same update. The engine equals it
+within the rounding of DDP's reduction.
 
 Shares no code with the engine but the quantized formats, which have tests of their own.
 """
@@ -36,11 +36,11 @@ NORM_TOLERANCE = 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How the ranks exchange what they have.
+    """Rules by which the ranks exchange parameters and gradients.
 
     local: micro-batches add up on their rank, and the last is reduced with them. wire: the dtype in
-    which gradients travel. nodes: that the ranks, in order, are those of; sums of nodes travel too.
-    qwz, qgz, feedback: ZeRO++.
+    which gradients travel. nodes: the number of nodes that the ranks, in order, belong to; sums of
+    nodes travel too. qwz, qgz, feedback: ZeRO++.
     """
 
     local: bool = False
@@ -52,7 +52,7 @@ class Rules:
 
 
 def coarse(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """What groups of 64 codes stand for, fp32."""
+    """Quantize the values to `bits` bits in groups of 64 and return them dequantized, fp32."""
     return dequantize(quantize(values, bits=bits, group_numel=64), dtype=torch.float32)
 
 

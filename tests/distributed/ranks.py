@@ -36,17 +36,18 @@ from tests import forks, harness, models
 from tests.harness import Result, Training
 
 Job = Callable[[int, Path], Any]
-"""What a rank does: given its number and a directory that all ranks see. Picklable."""
+"""Work of one rank, given its number and a directory that all ranks see. Picklable."""
 
 TIMEOUT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a job ended on one rank.
+    """End of a job on one rank.
 
     error: the traceback of what it raised; kind: the name of that error's type; exit_code: of a
-    process that ended without an answer (-9: killed); stack: where it was when its time was up.
+    process that ended without an answer (-9: killed); stack: the stacks of its threads when its
+    time was up.
     """
 
     rank: int
@@ -58,7 +59,7 @@ class Outcome:
 
     @property
     def well(self) -> bool:
-        """Whether there is a result."""
+        """True when the job returned a result."""
         return not (self.error or self.stack) and self.exit_code is None
 
 
@@ -82,8 +83,8 @@ def ends_of(
     timeout_s: float = TIMEOUT_S,
     leave: bool = False,
 ) -> list[Outcome]:
-    """How the job ended on each rank, whatever that was; what has not ended after `timeout_s` is
-    killed.
+    """Run the job on all ranks and return the outcome of each, also of those that failed. Ranks
+    that have not ended after `timeout_s` are killed.
 
     leave: the processes end after the job, as an interpreter does, and one that does not get to its
     end is an outcome too.
@@ -175,8 +176,8 @@ class _Pool:
         )
 
     def _stack(self, rank: int, directory: Path) -> str:
-        """Where the threads of a rank are. It writes that in the handler of a signal, also while it
-        holds the GIL."""
+        """Return the stacks of a rank's threads. The rank writes them in the handler of a signal,
+        also while it holds the GIL."""
         told = directory / f"stack{rank}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._ranks[rank][0].pid, signal.SIGUSR1)
@@ -241,8 +242,8 @@ def _joined(job: Job, place: Path, rank: int, world: int, meet: str) -> Outcome:
 
 
 def store_of(place: Path, rank: int, world: int, meet: str) -> dist.Store:
-    """Where the ranks of a job meet: at a port that the system chooses for rank 0, which writes it
-    down; or at a file."""
+    """Open the store at which the ranks of a job meet: at a port that the system chooses for rank
+    0, which writes it down; or at a file."""
     if meet == "file":
         return dist.FileStore(str(place / "meeting"), world)
     port = place / "port"

@@ -41,7 +41,7 @@ def build(place: Path, **chosen: Any) -> tuple[Any, Any, inf.AdamW]:
 
 @contextlib.contextmanager
 def raising(handle: inf.Handle, kind: type[Exception] = RankFailed) -> Iterator[list[str]]:
-    """What is inside raises this, and then the engine is closed. Gives the list that will hold the
+    """Assert that the body raises `kind`, then close the engine. Yields a list that gets the
     message."""
     told: list[str] = []
     try:
@@ -127,8 +127,9 @@ MODES: list[dict[str, Any]] = [
 
 
 def other_rate_of_a_group(rank: int, place: Path) -> tuple[str, list[torch.Tensor]]:
-    """Of a group that backward comes to last: nothing is updated before it is refused, and all may
-    go on."""
+    """Train with a rate that differs between the ranks, in the group that backward comes to last.
+    The engine refuses it before any update, and all may go on. Returns the refusal and the
+    weights."""
     model, handle = offloaded(place, update="backward", on_nonfinite="ignore")
     embedding, *others = model.parameters()
     optimizer = inf.AdamW([{"params": others}, {"params": [embedding], "lr": 1e-3}], lr=1e-2)
@@ -441,8 +442,8 @@ def test_one_rank_may_evaluate_alone_where_it_has_all_weights(tmp_path: Path) ->
 
 
 def restores(rank: int, place: Path) -> list[float]:
-    """What rounding took from gradients of steps that were given up does not come into the steps
-    after a restore."""
+    """Return the norm of the same gradients after each of two restores. Rounding errors of the
+    steps given up before must not be fed back after a restore."""
     model, handle, optimizer = build(place, qgz=True, error_feedback=True)
     saved = place / "saved"
     for index in range(2):

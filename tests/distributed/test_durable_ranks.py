@@ -26,8 +26,8 @@ def no_room(*_: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
-    """What ranks do with one run: its digests, and how long an exit took that nobody else came
-    to."""
+    """Job of several ranks with one durable run. Returns its digests, and the seconds of an exit
+    that only rank 0 makes."""
 
     top: Path
 

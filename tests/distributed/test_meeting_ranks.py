@@ -22,7 +22,8 @@ def told(comm: Comm) -> list[list[dict[str, Any]]]:
 
 
 def one_fails(comm: Comm, culprits: tuple[int, ...], rounds: int) -> str:
-    """What comes of a meeting that these ranks leave after so many rounds."""
+    """Leave a meeting on the ranks `culprits` after so many rounds. Returns the error that this
+    rank gets, with its type, or "well"."""
     try:
         with Rendezvous(comm, "trying") as meeting:
             for number in range(3):

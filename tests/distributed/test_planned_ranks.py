@@ -1,5 +1,5 @@
-"""What is planned of several ranks beside the engine: what each holds, to the byte, and what it
-sends to reduce gradients."""
+"""Plans of several ranks, compared with the engine: bytes that each rank holds, exactly, and bytes
+that it sends to reduce gradients."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SPECULATING: dict[str, Any] = {**STAGE3, "update": "backward", "generations": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a rank's training ended."""
+    """End of a rank's training: the errors that it met, and the files and threads left after it."""
 
     kind: str
     text: str
@@ -127,7 +127,8 @@ class Struck:
 
 
 def open_in(directory: Path) -> tuple[str, ...]:
-    """What this process has open there, also what no name leads to any more."""
+    """Return the targets of this process's descriptors in a directory, also of files without a
+    name."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -276,7 +277,8 @@ def test_errors_that_all_ranks_meet_alike_end_nothing(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AtTheEnd:
-    """What befalls rank 0 while rank 1 ends a backward, or rank 1 itself there."""
+    """Job in which rank 0 is killed while rank 1 ends a backward, or a drive of rank 1 fails
+    there."""
 
     how: str  # "kill": rank 0; "drive": rank 1
     values: tuple[tuple[str, Any], ...] = tuple(STAGE2.items())

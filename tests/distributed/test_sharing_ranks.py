@@ -42,7 +42,7 @@ def trained(model: nn.Module, rank: int) -> list[torch.Tensor]:
 
 
 def outcome(build: Any) -> str:
-    """What building something came to; closed again, if it is a model."""
+    """Build a model and close it. Returns "well", or the type and text of the error."""
     try:
         inf.handle(build()).close()
     except Exception as error:
@@ -51,7 +51,8 @@ def outcome(build: Any) -> str:
 
 
 def by_pattern(rank: int, place: Path) -> tuple[list[str], list[str], list[torch.Tensor]]:
-    """Where the swap of a rank lies, and what it trains."""
+    """Train on directories that are named by patterns. Returns the directories of this rank's swap
+    files, those of its policy, and the trained values."""
     for number in range(2):
         for name in ("drive", "local"):
             (place / f"{name}{number}").mkdir(exist_ok=True)
@@ -84,7 +85,8 @@ def wrong_places(rank: int, place: Path) -> list[str]:
 
 
 def shared(rank: int, place: Path) -> dict[str, Any]:
-    """What a rank has of a drive and of the memory."""
+    """Return the bandwidths and depth that a rank has of a drive, its default bytes of memory, and
+    its number among the ranks that share them."""
     names = {"nvme": [place], "io": {"depth": 20, "bandwidths": {str(place): [6e9, 3e9]}}}
     model = offloaded(**names)
     handle = inf.handle(model)
@@ -266,8 +268,9 @@ class Wide(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Fill:
-    """What two ranks get of a drive with room for so many MiB: at offload, and when an optimizer is
-    built."""
+    """Job of two ranks that share a drive with so many MiB of room, for each of `room_mib`. Returns
+    the outcome of offload, that of building an optimizer, and the bytes free on the drive in the
+    end."""
 
     drive: str
     room_mib: tuple[int, ...]

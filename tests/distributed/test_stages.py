@@ -87,7 +87,7 @@ DEEP = dataclasses.replace(LLAMA, accumulation=3, no_sync=True)
 def test_micro_batches_without_reduction_add_up_in_shards_or_on_their_rank(
     tmp_path: Path, world: int
 ) -> None:
-    """Which of the two is a choice, of the numbers too. Stage 1 adds up on its rank unless told
+    """Numbers depend on the choice between the two. Stage 1 adds up on its rank unless told
     otherwise."""
     unclipped = dataclasses.replace(DEEP, max_norm=None)
     wide = dataclasses.replace(DEEP, grad_dtype=torch.float32)

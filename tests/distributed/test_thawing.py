@@ -267,8 +267,8 @@ def test_thawed_after_the_optimizer_was_built_it_is_refused_as_on_one_rank(tmp_p
 
 
 def memory(_rank: int, _place: Path) -> list[int]:
-    """What the parts of several ranks hold and the plan counts, before and after an optimizer holds
-    what was thawed."""
+    """Return the bytes by which `whole_grad_bytes`, `feedback_bytes` and `scratch_bytes` grow when
+    an optimizer takes thawed parameters."""
     chosen: dict[str, Any] = {"accumulate": "local", **FEEDBACK}
     model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
     before = handle.stats()

@@ -35,7 +35,7 @@ STAGES: tuple[dict[str, Any], ...] = (
 
 
 def whole(results: Sequence[Result]) -> Result:
-    """What the ranks did, as one run of the global batches."""
+    """Merge the results of the ranks, which must agree, into one run of the global batches."""
     assert_ranks_agree(results)
     return dataclasses.replace(results[0], losses=mean_losses(results))
 

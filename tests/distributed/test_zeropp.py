@@ -54,8 +54,8 @@ def trained(
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_secondary_shards_change_no_bit(tmp_path: Path, mesh: tuple[int, int]) -> None:
-    """They hold what was gathered until the weights change: several micro-batches, recomputed
-    forwards, updates during backward."""
+    """Secondary shards hold gathered values until the weights change: over several micro-batches,
+    recomputed forwards, and updates during backward."""
     trainings = [
         LLAMA,
         dataclasses.replace(LLAMA, accumulation=3, no_sync=True),
@@ -226,8 +226,8 @@ ROW, COLUMNS, WRITTEN = 1, slice(3, 7), 0.15625
 
 @dataclasses.dataclass
 class Shown:
-    """What a window, a read and an export show of the weights, and what a partial write made of the
-    masters."""
+    """Weights as a window, a read and an export show them, and masters before and after a partial
+    write."""
 
     window: Weights
     read: Weights
@@ -392,9 +392,10 @@ def test_error_feedback_keeps_the_sum_of_gradients_true(tmp_path: Path) -> None:
 def test_volume_across_nodes_is_what_the_paper_counts(
     tmp_path: Path, mesh: tuple[int, int]
 ) -> None:
-    """Of one step, in units of what a reduction of bf16 sends: int8 halves a gather, hpz spares
-    that of backward, int4 quarters the reduction. Scales of 64 values take 2 bytes. A step is what
-    three send more than two: so what the state dict gathers at the end, exact, does not count."""
+    """Traffic of one step, in units of a reduction in bf16: int8 halves a gather, hpz spares the
+    gather of backward, int4 quarters the reduction. Scales of 64 values take 2 bytes. The traffic
+    of a step is that of three steps less that of two, so the exact gather of the state dict at the
+    end does not count."""
     switches: list[dict[str, Any]] = [
         {}, {"qwz": True}, {"hpz": "cpu"}, {"qgz": True}, {"qwz": True, "hpz": "cpu", "qgz": True},
     ]  # fmt: skip

@@ -31,8 +31,8 @@ Job = Callable[["Ranks"], Any]
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How a rank ended: `exit_code` is the process's, `result` what its job returned, `error` what
-    it raised."""
+    """End of a rank: `exit_code` of its process, `result` that its job returned, `error` that it
+    raised."""
 
     exit_code: int
     result: Any
@@ -46,7 +46,8 @@ class End:
 
 @dataclasses.dataclass
 class Ranks:
-    """What a job gets."""
+    """Argument of a job: the rank, the world, a directory, and the rank's watchdog, lane and
+    group."""
 
     rank: int
     world: int
@@ -165,13 +166,14 @@ def ends(processes: list[Any], place: Path) -> list[End]:
 
 
 def run(job: Job, place: Path, world: int, **options: Any) -> list[End]:
-    """What became of every rank."""
+    """Run the job on every rank and return how each ended."""
     with started(job, place, world, **options) as processes:
         return ends(processes, place)
 
 
 def descriptors() -> list[str]:
-    """What this process has open, less what differs between two looks by itself."""
+    """Return the targets of this process's descriptors, less the numbers in them that change by
+    themselves."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

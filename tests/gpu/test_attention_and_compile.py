@@ -1,5 +1,5 @@
-"""What users switch on in the model itself: attention kernels, generation with its caches, compiled
-blocks."""
+"""Features that users switch on in the model itself: attention kernels, generation with its caches,
+compiled blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ IDS = models.token_batches(1, seed=7)[0]["input_ids"]
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """What other tests compiled is forgotten, and what this one does is not left to them."""
+    """Forget compiled code before and after a test, so that tests do not share it."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

@@ -100,7 +100,7 @@ def close_all() -> Iterator[list[Rig]]:
 
 
 def planned_bytes(made: Rig, chosen: inf.Policy) -> float:
-    """What `infinity plan` says that the GPU must have, for micro-batches of 2 rows."""
+    """Return the bytes of GPU memory that `infinity plan` asks for, for micro-batches of 2 rows."""
     job = Job(chosen, tokens=2 * LENGTH, sequence=LENGTH)
     machine = describe_machine(gpus=1, gpu_mem_bytes=80 << 30, drives=1)
     return predict(made.shape, machine, job).gpu.bytes

@@ -60,7 +60,7 @@ class Arm:
         self.optimizer.zero_grad()
 
     def result(self) -> harness.Result:
-        """What came of it."""
+        """Return the losses, norms, final state and stats of the training."""
         names = [name for name, _ in self.model.named_parameters()]
         state = self.model.state_dict()
         stats = inf.handle(self.model).stats()

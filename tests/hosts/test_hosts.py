@@ -88,7 +88,8 @@ def test_training_over_two_nodes_has_the_bits_of_four_ranks_on_one(
 def survivors_learn(
     two: Any, place: Path, survivors: tuple[int, ...], break_it: Callable[[list[Any]], None]
 ) -> list[str]:
-    """What RankFailed says on each survivor after `break_it`, in the midst of training."""
+    """Call `break_it` in the midst of training, and return the text of RankFailed on each
+    survivor."""
     processes = two.torchrun([JOB, "endless", str(place)])
     until(
         lambda: all((place / f"goes{rank}").exists() for rank in range(4)), START_S, two, processes

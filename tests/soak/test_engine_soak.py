@@ -1,4 +1,4 @@
-"""What takes minutes, asserts times, or needs root: `make soak`, by hand, on a machine that does
+"""Tests that take minutes, assert times, or need root: `make soak`, by hand, on a machine that does
 nothing else."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the comparison scripts make of what they measured; the scripts themselves are run by
+"""Figures that the comparison scripts make of their measurements; the scripts themselves are run by
 hand."""
 
 from __future__ import annotations

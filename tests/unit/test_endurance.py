@@ -37,7 +37,8 @@ def second(start_s: float, rate: float, *, reads: float = 0.0, busy_s: float = 1
 
 
 def feed(endurance: Endurance, windows: Sequence[Window], *, at_once: int = 5) -> list[Notice]:
-    """What the executor's 64 newest seconds would have shown, looked at every few seconds."""
+    """Show `endurance` the 64 newest seconds of an executor every `at_once` seconds. Returns its
+    notices."""
     found: list[Notice] = []
     for index in range(0, len(windows), at_once):
         shown = windows[: index + at_once][-64:]

@@ -1,4 +1,4 @@
-"""What `handle.stats()` tells of the drives, and what `infinity train` shows of it."""
+"""Figures of `handle.stats()` about the drives, and the report of `infinity train` about them."""
 
 from __future__ import annotations
 

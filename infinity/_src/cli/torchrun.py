@@ -30,8 +30,8 @@ _JOIN_S = 300.0
 
 @dataclasses.dataclass(frozen=True)
 class Joined:
-    """This process among the ranks that train together. device: the one it computes on. store: the
-    group's; None for one rank.
+    """Place of this process among the ranks that train together. device: the one it computes on.
+    store: the group's; None for one rank.
     """
 
     rank: int = 0

@@ -90,7 +90,7 @@ LOG_MAX = 8  # entries that the update kernels replay (`hyper.log_kind` of nativ
 
 
 class AccumulatorState(enum.Enum):
-    """Whether an accumulator holds a gradient."""
+    """State of an accumulator's gradient: absent, held, or taken by an update."""
 
     EMPTY = "empty"  # what torch calls `p.grad is None`
     HELD = "held"
@@ -206,7 +206,7 @@ class GradAccumulator:
 
     @property
     def guarded(self) -> bool:
-        """Whether a reader is asked before the storage is written."""
+        """True when a reader is asked before the storage is written."""
         return self._reader is not None
 
     def guard(self, reader: AccumulatorReader | None) -> None:
@@ -481,7 +481,8 @@ class GradAccumulator:
         return self.registry.norms([self], order)[0]
 
     def finite(self) -> bool:
-        """Whether every element of this rank's part is finite after the log. Never communicates."""
+        """True when every element of this rank's part is finite after the log. Never
+        communicates."""
         if (
             self.state is not AccumulatorState.HELD
             or self._bounded()
@@ -493,9 +494,9 @@ class GradAccumulator:
             return all(bool(piece.isfinite().all()) for piece in self._replayed())
 
     def _bounded(self) -> bool:
-        """Whether the norm before the log, and the factors, prove every element finite. No element
-        is larger than the norm, and rounding is monotone: what stays finite for the norm stays
-        finite for all. Saves a pass over gradients that were clipped."""
+        """True when the norm before the log, and the factors, prove every element finite. No
+        element is larger than the norm, and rounding is monotone, so an element stays finite if the
+        norm does. Saves a pass over gradients that were clipped."""
         if not self.log or self._raw_norm is None:
             return False
         # Rounded as the elements are, so that the bound holds for each of them.
@@ -706,7 +707,7 @@ class GradRegistry:
         return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
 
     def finite(self, accumulators: Sequence[GradAccumulator]) -> bool:
-        """Whether these gradients are finite on every rank. With several ranks a collective."""
+        """True when these gradients are finite on every rank. With several ranks a collective."""
         mine = all(accumulator.finite() for accumulator in accumulators)
         if self._reduce_sum is None:
             return mine

@@ -79,7 +79,7 @@ class GradBuffers:
             self.spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
 
     def spills(self, flat: Flat) -> bool:
-        """Whether the gradients of a flat rest on NVMe."""
+        """True when the gradients of a flat rest on NVMe."""
         return self.spilled is not None and flat in self.spilled
 
     def shard_of(self, param: Param) -> torch.Tensor:
@@ -179,11 +179,11 @@ class UnreducedGrads:
         self._zeroed.setdefault(param.unit, set()).add(param)
 
     def has(self, param: Param) -> bool:
-        """Whether the parameter has a sum other than zeros."""
+        """True when the parameter has a sum other than zeros."""
         return param in self._present.get(param.unit, ())
 
     def any(self, unit: Unit) -> bool:
-        """Whether a parameter of the unit has a sum."""
+        """True when a parameter of the unit has a sum."""
         return bool(self._present.get(unit) or self._zeroed.get(unit))
 
     def drop(self, param: Param) -> None:

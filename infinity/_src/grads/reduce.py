@@ -404,7 +404,7 @@ class GradReducer:
 
     @property
     def reduces_later(self) -> bool:
-        """Whether gradients that come now wait for a later backward to be reduced."""
+        """True when gradients that come now wait for a later backward to be reduced."""
         return self._in_no_sync
 
     @contextlib.contextmanager
@@ -501,7 +501,7 @@ class GradReducer:
             self._buffers.spilled.unit_done(unit)
 
     def _waits(self, unit: Unit) -> bool:
-        """Whether this rank has something of the unit to reduce."""
+        """True when this rank has something of the unit to reduce."""
         if self._unreduced is not None:
             self._drop_cleared(unit)
             if self._unreduced.any(unit):

@@ -364,7 +364,7 @@ class SpilledGradients:
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:
-        """Whether a gradient of this flat is in some `p.grad`."""
+        """True when a gradient of this flat is in some `p.grad`."""
         return any(
             param.grad is not None
             and param.grad.state is AccumulatorState.HELD
@@ -373,7 +373,7 @@ class SpilledGradients:
         )
 
     def _on_nvme(self, flat: Flat, accumulator: GradAccumulator | None) -> bool:
-        """Whether NVMe holds values of the flat that are wanted: by some `p.grad`, or by
+        """True when NVMe holds values of the flat that are wanted: by some `p.grad`, or by
         `accumulator`, which asks for its own."""
         return self._is_wanted(flat) or (
             accumulator is not None and accumulator.state is AccumulatorState.HELD

@@ -206,7 +206,7 @@ class RunningForward(Protocol):
 
     @property
     def running_here(self) -> bool:
-        """Whether one runs in this thread."""
+        """True when a forward of the model runs in this thread."""
 
 
 class Activations:
@@ -345,7 +345,7 @@ class Activations:
         return boundary
 
     def _is_offloaded(self, tensor: torch.Tensor) -> bool:
-        """Whether offloading the tensor frees enough memory, and its bytes are all of it."""
+        """True when offloading the tensor frees enough memory, and its bytes are all of it."""
         if (
             type(tensor) is not torch.Tensor
             or tensor.layout is not torch.strided

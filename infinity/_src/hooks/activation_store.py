@@ -44,12 +44,12 @@ class StoredBytes:
 
     @property
     def idle(self) -> bool:
-        """Whether no transfer reads or writes it."""
+        """True when no transfer reads or writes the copy."""
         return self.written.done and all(ticket.done for ticket in self.fetches)
 
     @property
     def broken(self) -> bool:
-        """Whether one of its transfers failed."""
+        """True when a transfer of the copy failed."""
         return self.written.failed or any(ticket.failed for ticket in self.fetches)
 
 

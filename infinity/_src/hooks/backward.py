@@ -100,7 +100,7 @@ class Backward:
 
     @property
     def running(self) -> bool:
-        """Whether a backward runs, or was left by an exception."""
+        """True when a backward runs, or was left by an exception."""
         return bool(self._tasks)
 
     def start(self, use: BackwardUse) -> None:

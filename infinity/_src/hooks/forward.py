@@ -63,7 +63,8 @@ class Frame:
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs, in any thread. KeyboardInterrupt leaves dead frames behind."""
+        """True when the frame still runs, in any thread. KeyboardInterrupt leaves dead frames
+        behind."""
         return self.caller is None or is_running(self.caller, self.thread)
 
     @property
@@ -74,7 +75,7 @@ class Frame:
 
     @property
     def running_here(self) -> bool:
-        """Whether it still runs, in this thread."""
+        """True when the frame still runs, in this thread."""
         return self.thread == threading.get_ident() and self.alive
 
 
@@ -84,7 +85,7 @@ class FrameStack(list[Frame]):
 
     @property
     def running_here(self) -> bool:
-        """Whether a forward of the model runs in this thread."""
+        """True when a forward of the model runs in this thread."""
         return bool(self) and self[-1].running_here
 
 

@@ -76,7 +76,7 @@ class UnitRefs:
 
     @property
     def acquired(self) -> bool:
-        """Whether the gathered parameters lie in the modules' `_parameters`."""
+        """True when the gathered parameters lie in the modules' `_parameters`."""
         return self._acquired > 0
 
     def add_ref(self) -> None:

@@ -51,13 +51,13 @@ class DelayedParams:
         return self._shards.size_bytes
 
     def __contains__(self, flat: Flat) -> bool:
-        """Whether training computes with delayed values of the flat. A flat that an optimizer took
-        since the last step has none yet, and no update either.
+        """True when training computes with delayed values of the flat. A flat that an optimizer
+        took since the last step has none yet, and no update either.
         """
         return flat in self._tickets
 
     def computes(self, unit: Unit) -> bool:
-        """Whether training computes with delayed values of some of the unit."""
+        """True when training computes with delayed values of some of the unit."""
         return self.active and any(flat in self._tickets for flat in unit.flats)
 
     def refresh(self, unit: Unit) -> bool:

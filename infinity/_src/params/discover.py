@@ -304,7 +304,7 @@ class _Finder:
             self._visit(child, module)
 
     def _may_split(self, module: nn.Module) -> bool:
-        """Whether all ranks call its submodules in the same order."""
+        """True when all ranks call the module's submodules in the same order."""
         return self._nested or not any(
             isinstance(child, _CONTAINERS) for child in module.children()
         )

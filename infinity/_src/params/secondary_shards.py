@@ -57,7 +57,7 @@ class SecondaryShards:
         return sum(flat_bytes(rank_count * flat.layout.shard_numel, flat.dtype) for flat in flats)
 
     def has(self, unit: Unit, version: Hashable) -> bool:
-        """Whether this version of the unit is stored."""
+        """True when this version of the unit is stored."""
         return unit in self._stored and self._stored[unit] == version
 
     def store(self, unit: Unit, version: Hashable) -> Callable[[], None]:

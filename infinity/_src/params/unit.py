@@ -202,8 +202,8 @@ class UnsharderInterface(Protocol):
         """Block until the unit is UNSHARDED: its memory holds its current values."""
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a unit in use holds another version than this pass computes with; with `window`:
-        another version than `gather()` shows.
+        """True when a unit in use holds another version than this pass computes with; with
+        `window`: another version than `gather()` shows.
         """
 
     def release(self, unit: Unit) -> None:

@@ -172,8 +172,8 @@ class Unsharder:
             self._finish_fill(unit)
 
     def mixes(self, unit: Unit, *, window: bool) -> bool:
-        """Whether a training pass would compute with the values that `gather()` shows of the unit;
-        with `window`: whether `gather()` would show the values that training computes with.
+        """True when the unit holds another version than the training pass in progress computes
+        with; with `window`: another version than the one at rest, which `gather()` shows.
         """
         # A window that has closed may get a gradient when its unit is SHARDED again.
         version = self._versions[unit] if unit.state is not SHARDED else AT_REST
@@ -182,7 +182,7 @@ class Unsharder:
         return self._passes.trains and version != self._trained(unit)
 
     def shows_newest(self, unit: Unit) -> bool:
-        """Whether the unit holds values at rest although training computes with delayed ones."""
+        """True when the unit holds values at rest although training computes with delayed ones."""
         if unit.state is SHARDED:
             return False
         return self._versions[unit].delayed != self._trained(unit).delayed
@@ -358,7 +358,7 @@ class Unsharder:
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
-        """Whether the unit is idle, and nothing is on its way into its memory."""
+        """True when the unit is idle, and nothing is on its way into its memory."""
         if unit.refs or unit is self._unsharding:
             return False
         if self._comm.world > 1:
@@ -378,7 +378,7 @@ class Unsharder:
         return [self._target(flat) for flat in unit.flats]
 
     def shard_of(self, flat: Flat) -> torch.Tensor:
-        """This rank's shard [shard_numel] of a flat, which has memory."""
+        """Return this rank's shard [shard_numel] of a flat, which has memory."""
         start = self._comm.rank * flat.layout.shard_numel
         return flat.tensor[start : start + flat.layout.shard_numel]
 
@@ -500,7 +500,7 @@ class Unsharder:
             self._fill(unit, Priority.PREFETCH, self._trained(unit))
 
     def can_update_in_place(self, unit: Unit) -> bool:
-        """Whether an update may take the unit's parameters from its memory and leave the new ones
+        """True when an update may take the unit's parameters from its memory and leave the new ones
         there.
         """
         # The optimizer holds whole values, not those in int8 groups.
@@ -646,7 +646,7 @@ class PendingUnshard:
 
     @property
     def filled(self) -> bool:
-        """Whether nothing is under way any more."""
+        """True when nothing is under way any more."""
         return all(ticket.filled for ticket in self.tickets) and (self.op is None or self.op.done)
 
     def wait(self) -> None:
@@ -700,11 +700,12 @@ class PendingUnshards:
         self._by_unit: dict[Unit, PendingUnshard] = {}
 
     def filled(self, unit: Unit) -> bool:
-        """Whether nothing is on its way any more into the memory of the unit, which is PENDING."""
+        """True when nothing is on its way any more into the memory of the unit, which is
+        PENDING."""
         return self._by_unit[unit].filled
 
     def in_secondary(self, unit: Unit, version: Hashable) -> bool:
-        """Whether secondary shards hold this version of the unit."""
+        """True when secondary shards hold this version of the unit."""
         return self.secondary is not None and self.secondary.has(unit, version)
 
     def begin(

@@ -33,7 +33,7 @@ class UpdateHooks(abc.ABC):
     @property
     @abc.abstractmethod
     def updates_pending(self) -> bool:
-        """Whether an update that was submitted is not done yet. Never blocks."""
+        """True when an update that was submitted is not done yet. Never blocks."""
 
     @abc.abstractmethod
     def backward_begin(self) -> None:

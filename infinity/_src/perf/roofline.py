@@ -46,7 +46,7 @@ from infinity._src.perf.pcie import BusyTime
 from infinity.aio._records import Section
 
 UPDATES = ("deferred", "backward", "delayed")
-"""When states are updated; `Policy.update` has these names."""
+"""Update modes, by the time at which states are updated; `Policy.update` has these names."""
 
 EXAMPLE_TBW = 600
 """Terabytes written that a consumer drive of 1 TB is commonly rated for. The example gives a rate

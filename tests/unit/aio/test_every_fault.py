@@ -125,7 +125,7 @@ def requests(files: list[aio.SwapFile], backend: str) -> dict[str, int]:
 
 
 def error_types(op: str, name: str, *, persistent: bool) -> set[type[AioError]]:
-    """What such a fault may be called; nothing for faults that nobody may notice."""
+    """Return the errors that such a fault may raise; none for faults that nobody may notice."""
     if name in ("EAGAIN", "EINTR"):
         return {DeviceFailedError} if persistent else set()
     if name == "bitflip":

@@ -26,8 +26,8 @@ def slow(make_rig, rng, stored, **options):
 
 
 def check_given_up(rig, ticket, targets, *, count=1):
-    """It ends at once and says so every time, nothing was filled, and nothing is the worse for
-    it."""
+    """Assert that the job has ended and says so every time, filled nothing, and did no other
+    harm."""
     assert ticket.done
     assert ticket.filled
     for _ in range(2):

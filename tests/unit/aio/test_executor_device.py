@@ -105,7 +105,8 @@ def test_a_target_that_a_kernel_still_reads_is_waited_for(make, rng):
 
 
 def test_the_device_finds_a_race(make, rng):
-    """What the others rely on: an access that nothing orders is found, whatever the timing."""
+    """The simulated device finds an access that nothing orders, whatever the timing. The other
+    tests rely on that."""
     rig, device = make(delay_us=300_000)  # it is still on its way when the kernel comes
     rig.store({0: random_chunk(rng)}).wait()
     rig.flags = aio.MASK_DEVICE

@@ -1,4 +1,4 @@
-"""What jobs do to chunks: the same in every backend."""
+"""Effects of jobs on chunks: the same in every backend."""
 
 from __future__ import annotations
 

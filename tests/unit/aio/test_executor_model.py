@@ -274,7 +274,8 @@ class ExecutorMachine(RuleBasedStateMachine):
             self.store(index, self.everything)
 
     def ended(self, ticket) -> bool:
-        """Whether it ended well. Nothing but what was done to it is an excuse."""
+        """Report whether the ticket ended well. Assert that an error is a cancellation, or a fault
+        of a drive that the test makes fail."""
         error = outcome(ticket)
         if isinstance(error, AioCancelledError):
             self.cancelled += 1

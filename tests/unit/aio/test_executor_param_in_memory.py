@@ -1,5 +1,5 @@
-"""What an UPDATE reads is not what it writes: a section 0 that is given, gradients that lie on the
-drive."""
+"""UPDATE jobs that read other sections than they write: a section 0 that is given, gradients that
+lie on the drive."""
 
 from __future__ import annotations
 

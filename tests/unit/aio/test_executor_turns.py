@@ -1,4 +1,4 @@
-"""Who is next: by priority, but everyone in the end, however many demands there are."""
+"""Order of service: by priority, but everyone in the end, however many demands there are."""
 
 from __future__ import annotations
 

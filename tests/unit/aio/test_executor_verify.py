@@ -1,4 +1,4 @@
-"""What lies wrong on the drive is caught: stale, misdirected, damaged behind the engine's back, by
+"""Wrong data on the drive is caught: stale, misdirected, damaged behind the engine's back, by
 whatever path."""
 
 from __future__ import annotations

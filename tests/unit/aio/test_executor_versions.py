@@ -33,14 +33,14 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def live_file(rig: Rig, index: int) -> tuple[Path, int, int]:
-    """Where the chunk's live place is: a path that opens the file, offset, bytes."""
+    """Return the chunk's live place: a path that opens the file, offset, bytes."""
     chunk = rig.executor.look(rig.ids[index : index + 1])[0]
     file = (rig.others if chunk["file"] else rig.files)[chunk["drive"]]
     return Path(f"/proc/self/fd/{file.fd}"), int(chunk["file_offset"]), int(chunk["run_bytes"])
 
 
 def committed_bytes(rig: Rig, index: int) -> bytes:
-    """What lies on the drive at the place that is live now."""
+    """Read the bytes on the drive at the place that is live now."""
     path, offset, size = live_file(rig, index)
     with path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), size, offset)
@@ -210,8 +210,8 @@ def test_second_places_that_cannot_be_are_refused(
 
 
 def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path: Path) -> None:
-    """What a checkpoint does that copies nothing: the file with the committed places is never
-    written again."""
+    """A checkpoint without copies keeps the file of the committed places, which is never written
+    again."""
     rig = Rig(tmp_path, backend, chunk_count=2, versioned=True)
     filled(rig)
     grad = np.ones(NUMEL, np.float32)
@@ -259,8 +259,8 @@ def test_files_are_refused_that_are_in_use_or_not_there(backend: str, tmp_path: 
 
 
 def test_gradients_on_their_way_hold_up_no_commit(backend: str, tmp_path: Path) -> None:
-    """They have no versions: units of one model spill while the first update of another begins a
-    step."""
+    """Gradients have no versions: units of one model spill while the first update of another begins
+    a step."""
     rng = np.random.default_rng(0)
     seam = aio.Seam(write_bytes_per_s=500_000.0)
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, spilled=True, seam=seam)

@@ -208,8 +208,8 @@ def test_a_ring_that_breaks_ends_every_job_and_harms_no_other_drive(odd, code, a
 
 
 def test_a_ring_that_never_works_is_not_opened(odd):
-    """What opening tries first tells: a ring that breaks there is an error at once, not at the
-    first job."""
+    """Opening tries the ring first: a ring that breaks there is an error at once, not at the first
+    job."""
     _, _, log = odd(
         """
 try:

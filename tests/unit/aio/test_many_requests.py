@@ -23,7 +23,7 @@ def status(name: str) -> int:
 
 
 def held(objects) -> dict[str, int]:
-    """What must not grow."""
+    """Return the counts that must not grow."""
     gc.collect()
     return {
         "files": len(list(Path("/proc/self/fd").iterdir())),

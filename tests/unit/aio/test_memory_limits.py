@@ -1,5 +1,5 @@
-"""What cgroups leave: both versions, every ancestor, page cache that yields; and a slab is refused
-before the kernel kills."""
+"""Memory that cgroups leave: both versions, every ancestor, page cache that yields. A slab is
+refused before the kernel kills."""
 
 from __future__ import annotations
 

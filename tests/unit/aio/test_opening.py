@@ -1,4 +1,4 @@
-"""Which executor is opened, why, and what is said about it."""
+"""Choice of the executor that is opened, its reason, and the messages about it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a swap file cannot do without a name: who owns it, what dead owners leave, and that the
-living are never touched."""
+"""Owners of swap files that cannot do without a name: files of dead owners are cleared, those of
+living ones are never touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint costs: the parts of the script, on a model of a few parameters; whole runs are
+"""Parts of the script that measures checkpoints, on a model of a few parameters; whole runs are
 made by hand."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which drives the ranks of the bandwidth benchmark have, and what it makes of its records."""
+"""Drives that the ranks of the bandwidth benchmark have, and the figures that it makes of its
+records."""
 
 from __future__ import annotations
 

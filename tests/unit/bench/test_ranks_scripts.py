@@ -1,5 +1,5 @@
-"""What the scripts of ranks and nodes make of their records; the runs themselves are made by hand,
-or by `make hosts`."""
+"""Figures that the scripts of ranks and nodes make of their records; the runs themselves are made
+by hand, or by `make hosts`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ZeRO-3 checkpoint can lack, and that none of it is believed or run."""
+"""Defects of a ZeRO-3 checkpoint: each is named, and nothing of the files is believed or run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a process of this host is alive."""
+"""Liveness of a process of this host."""
 
 from __future__ import annotations
 

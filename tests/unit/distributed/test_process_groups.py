@@ -1,4 +1,4 @@
-"""What can be broken off, and by what."""
+"""Process groups that can be broken off: those of gloo, by their epoll set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity._src.distributed import process_groups as groups
 
 @pytest.fixture
 def epolls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[select.epoll]]:
-    """Those that making groups has opened."""
+    """Yield the epoll sets that making groups has opened."""
     made: list[select.epoll] = []
 
     def new_group(*_: object, **__: object) -> dist.ProcessGroup:

@@ -1,4 +1,4 @@
-"""Which ranks make a node."""
+"""Division of ranks into nodes."""
 
 from __future__ import annotations
 

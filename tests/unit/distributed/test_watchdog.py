@@ -1,4 +1,4 @@
-"""What records say about a collective that somebody waits for."""
+"""Findings of the watchdog, from the ranks' records, about a collective that somebody waits for."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Model:
 
     @staticmethod
     def use(what: str, accumulator: GradAccumulator, seed: int) -> Any:
-        """What a loop does with a gradient that is there."""
+        """Use a gradient that is there as a loop does. Returns the values that the loop sees."""
         if what == "zero":
             accumulator.zero()
         elif what == "scale" and len(accumulator.log) < 4:

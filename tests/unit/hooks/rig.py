@@ -1,4 +1,4 @@
-"""What the tests of the life cycle stand on: a residency in RAM, units by hand, and a plain loop to
+"""Rig for the tests of the life cycle: a residency in RAM, units by hand, and a plain loop to
 compare with."""
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ def each_configuration(tuned: Tuned) -> Iterator[int]:
 
 
 def fits(tuned: Tuned, index: int) -> bool:
-    """Whether this device has the shared memory: two operands of 64 elements of 2 bytes (or 32 of
-    4) per step and stage."""
+    """True when this device has the shared memory: two operands of 64 elements of 2 bytes (or 32 of
+    4) per step and stage. The interpreter always has."""
     if choice.interpreted():
         return True
     config = tuned.configurations[index]

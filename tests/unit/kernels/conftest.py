@@ -17,7 +17,7 @@ from infinity._src.kernels.choice import interpreted
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """Where the tensors of a Triton test lie."""
+    """Device of the tensors of a Triton test."""
     if request.param == "cpu" and not interpreted():
         pytest.skip("Triton compiles here; its interpreter needs TRITON_INTERPRET=1")
     if request.param == "cuda" and (interpreted() or not torch.cuda.is_available()):

@@ -114,8 +114,8 @@ def step_of(buffer: torch.Tensor, numel: int, *, bits: int, group_numel: int) ->
 def implementations(
     device: torch.device,
 ) -> list[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """What computes on `device` besides the reference: the extension (the default on the CPU), and
-    Triton."""
+    """Return the implementations on `device` besides the reference: the extension (the default on
+    the CPU), and Triton."""
     ways: list[Callable[[], contextlib.AbstractContextManager[None]]] = [
         lambda: choice.forced(**FORCED)
     ]

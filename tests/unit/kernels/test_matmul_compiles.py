@@ -24,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 
 
 def compiled(tmp_path: Path, capability: int, name: str, count: str) -> list[dict[str, Any]]:
-    """What tests/unit/kernels/compiled_matmul.py says of an operation."""
+    """Run tests/unit/kernels/compiled_matmul.py for an operation and return the records that it
+    prints."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

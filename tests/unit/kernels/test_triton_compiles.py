@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def compiled(tmp_path: Path, capability: int, name: str) -> list[dict[str, Any]]:
-    """What tests/unit/kernels/compiled.py says of an operation."""
+    """Run tests/unit/kernels/compiled.py for an operation and return the records that it prints."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

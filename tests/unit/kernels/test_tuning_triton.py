@@ -1,4 +1,4 @@
-"""What the Triton matmuls share: exact widening, rounding as torch's, sums in one order,
+"""Common parts of the Triton matmuls: exact widening, rounding as torch's, sums in one order,
 configurations kept between runs."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What freed blocks leave on the heap is reused, and given back when it is too much, however many
+"""Memory of freed blocks on the heap is reused, and given back when it is too much, however many
 were freed before."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What part of a machine's memory a rank may count on."""
+"""Part of a machine's memory that a rank may count on."""
 
 from __future__ import annotations
 

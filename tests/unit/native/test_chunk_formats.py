@@ -71,7 +71,7 @@ class Chunk:
         lib.inf_section_store(self.pointer, section, here, here)
 
     def bad(self) -> list[int]:
-        """What a check of each section finds."""
+        """Verify each section. Returns the first bad piece of each, or OK."""
         return [
             lib.inf_section_fetch(
                 self.pointer, index, ffi.cast("uint8_t *", section.ctypes.data), ffi.NULL, 1

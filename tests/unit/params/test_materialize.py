@@ -1,4 +1,4 @@
-"""Where values come from: callables, mappings, safetensors; what does not fit is said before
+"""Sources of values: callables, mappings, safetensors. Values that do not fit are named before
 anything is filled.
 """
 

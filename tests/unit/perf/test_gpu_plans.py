@@ -480,8 +480,8 @@ def test_gradients_that_wait_in_fp32_are_copied_in_fp32() -> None:
 def on_device(
     monkeypatch: pytest.MonkeyPatch, directory: Path, job: Job, **policy: Any
 ) -> tuple[inf.Stats, ModelShape, int]:
-    """What four steps of `job` on a simulated device were, the shape of their model, and how much
-    may stay at turning points."""
+    """Train four steps of `job` on a simulated device. Returns their stats, the shape of the model,
+    and the bytes that may stay at turning points."""
     torch.manual_seed(0)
     model = models.llama(layers=6).bfloat16()
     shape = shape_of(model)

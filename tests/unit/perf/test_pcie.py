@@ -1,4 +1,4 @@
-"""What a step copies between the CPU and its GPUs: the table of the module, its windows, counted
+"""Copies of a step between the CPU and its GPUs: the table of the module, its windows, counted
 copies."""
 
 from __future__ import annotations

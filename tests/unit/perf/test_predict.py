@@ -1,4 +1,4 @@
-"""What `infinity plan` predicts: the engine's own placement, terms that follow from sizes,
+"""Predictions of `infinity plan`: the engine's own placement, terms that follow from sizes,
 properties of any plan."""
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a plan says of several ranks: what each holds under each stage, and what they have from each
-other."""
+"""Plans of several ranks: bytes that each holds under each stage, and bytes that they exchange."""
 
 from __future__ import annotations
 

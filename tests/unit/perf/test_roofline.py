@@ -280,8 +280,8 @@ def test_counted_bytes_are_divided_like_planned_ones(
 
 
 def test_what_moves_beside_states_is_what_cannot_move_elsewhere() -> None:
-    """Of three micro-batches: 5 bytes of parameters, 7 of other states, 11 of gradients, 13 frozen,
-    17 of activations."""
+    """Traffic of three micro-batches, with 5 bytes of parameters, 7 of other states, 11 of
+    gradients, 13 frozen, 17 of activations."""
     on_nvme, states = AtRest(5, 7, 11, 13), Moved(5 + 7, 5 + 7)
     deferred = traffic(on_nvme, "deferred", 3, activations=17)
     assert deferred.beside_states == states + Moved(11 + 13, 17)
@@ -302,7 +302,7 @@ def test_what_moves_beside_states_is_what_cannot_move_elsewhere() -> None:
 def test_counts_that_run_ahead_of_the_drives_add_up_all_the_same(
     moved: Moved, params_read: int, grads: Moved, activations: Moved, frozen: int
 ) -> None:
-    """What is in flight was begun and is not confirmed yet."""
+    """Counts include transfers that have begun and are not confirmed yet."""
     for update in UPDATES:
         found = measured_traffic(
             moved, params_read, update, 2, grads=grads, activations=activations, frozen=frozen
