@@ -29,6 +29,7 @@ SOURCES = sorted(
 )
 C_SOURCES = sorted(path for pattern in ("*.c", "*.h") for path in (ROOT / "native").glob(pattern))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
+BENCHES = sorted((ROOT / "bench").glob("*.py"))
 # Text that is read beside the sources; bench/results and the like are data.
 READ_TOO = sorted(
     path
@@ -192,7 +193,7 @@ def test_aio_imports_without_torch() -> None:
 
 
 def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None:
-    """What pytest does not recurse into by its own rules (a folder called build) would pass by
+    """A folder that pytest does not recurse into by its own rules (called build) would pass by
     never running."""
     patterns = pytestconfig.getini("norecursedirs")
     folders = {
@@ -208,7 +209,9 @@ def test_every_folder_of_tests_is_collected(pytestconfig: pytest.Config) -> None
     ]
 
 
-RIDDLES = re.compile(r"^(What|Who|Whose|Whom|Where|Which|How|Those|That|It|Of)\b")
+RIDDLES = re.compile(
+    r"^(What|Who|Whose|Whom|Where|Which|How|When|Why|Whether|Those|That|This|They|It|Of)\b"
+)
 # Inside a docstring a sentence begins behind a full stop, or with a paragraph.
 RIDDLES_INSIDE = re.compile(
     r"""(?:[.!?][)"'`]*\s+|\n\s*\n\s*)((?:What|Who|Whose|Whom|Where|Which|Those)\b.*)"""
@@ -223,9 +226,10 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield value.lineno, value.value.strip()
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHES], ids=name)
 def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
-    """A relative clause as the subject has to be decoded before the sentence can be read."""
+    """A relative clause as the subject has to be decoded before the sentence can be read; a pronoun
+    has nothing to stand for yet."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [
         f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)
