@@ -116,8 +116,9 @@ static void *stream_main(void *argument) {
     for (;;) {
         op *next = self->head;
         if (next == NULL) {
+            /* Told once: two idle streams that told each other at every wake-up would never rest. */
+            if (!self->idle) pthread_cond_broadcast(&changed);
             self->idle = true;
-            pthread_cond_broadcast(&changed);
             if (self->stopping) break;
             pthread_cond_wait(&changed, &lock);
             continue;

@@ -141,6 +141,8 @@ def two_engines(ranks: Ranks) -> Any:
 
 def leaves_nothing(ranks: Ranks) -> Any:
     """Three engines, after one that makes what stays (torch's own)."""
+    # The pidfds of the other ranks are opened as their records arrive: they are no growth.
+    ranks.watchdog.wait_for_all_ranks()
     found = []
     for turn in range(4):
         with watched.engine(ranks.rank, ranks.world, ranks.place, f"turn{turn}") as engine:
@@ -156,6 +158,9 @@ def leaves_nothing(ranks: Ranks) -> Any:
             time.sleep(0.05)
             here = what_is_open()
         found.append(here)
+        # A rank that went on would connect to rank 0's store, and wait there with an open
+        # connection while rank 0 counts.
+        ranks.sum().wait()
     return [more_than(found[0], here) for here in found[1:]]
 
 
