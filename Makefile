@@ -136,7 +136,7 @@ hosts: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m hosts tests/hosts
 	OMP_NUM_THREADS=1 $(BIN)/python bench/hosts.py
 
-# Also with four ranks, and all tests with three.
+# Also with three and four ranks, and the longest with two.
 ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/distributed
 

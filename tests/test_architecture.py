@@ -63,6 +63,12 @@ def python_files() -> list[Path]:
     return [path for top in ("infinity/_src", "aio") for path in (ROOT / top).rglob("*.py")]
 
 
+@lru_cache
+def names_of_all() -> frozenset[str]:
+    """Collect the names and fields that any file of the engine defines."""
+    return frozenset().union(*(names_of(path) | fields_of(path) for path in python_files()))
+
+
 def text_of_page() -> str:
     return PAGE.read_text(encoding="utf-8")
 
@@ -149,7 +155,7 @@ def test_paths_and_names_in_the_text_exist() -> None:
     missing = [path for path in PATH.findall(text) if not resolve(path).is_file()]
     missing += [folder for folder in FOLDER.findall(text) if not resolve(folder).is_dir()]
     assert not missing
-    members = {name for path in python_files() for name in names_of(path) | fields_of(path)}
+    members = names_of_all()
     for owner, member in METHOD.findall(text):
         assert f"{owner}.{member}" in members, f"{owner} has no {member}"
 
@@ -221,8 +227,7 @@ def test_a_word_is_in_the_code(word: str, where: str) -> None:
         return
     match = NAME.fullmatch(where)
     assert match, f"{word}: name a file, a class, a method or a field"
-    defined = {name for path in python_files() for name in names_of(path) | fields_of(path)}
-    assert match[1] in defined, f"{word}: nothing defines {where}"
+    assert match[1] in names_of_all(), f"{word}: nothing defines {where}"
 
 
 @pytest.mark.parametrize(

@@ -140,18 +140,13 @@ def check(records: dict[str, dict[str, Any]]) -> None:
     assert baselines[-1] - baselines[0] < SLACK
 
 
-def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None:
-    delayed = {"update": "delayed", "state": "compact"}
+def test_peak_memory_keeps_to_every_budget(tmp_path: Path) -> None:
     cases: dict[str, dict[str, Any]] = {
         "min": {},
         "spilling": {"spill": True},
         "a third": {"more": 1 / 3},
         "all": {"more": 2},
         "backward": {"update": "backward"},
-        "backward, a third": {"update": "backward", "more": 1 / 3},
-        "delayed": delayed,
-        "delayed, a sixth": {**delayed, "more": 1 / 6},
-        "activations": {"activations": "nvme"},
     }
     records = measured(tmp_path, cases, **TIGHT)
     check(records)
@@ -162,6 +157,26 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
     # what is given is used
     assert taken["spilling"] < taken["min"] < taken["a third"] < taken["all"]
     assert least["read"] > third["read"] > records["all"]["read"] == 0
+    assert third["resident"] > 0
+    assert third["nvme"] > 0
+
+
+@pytest.mark.slow
+def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None:
+    delayed = {"update": "delayed", "state": "compact"}
+    cases: dict[str, dict[str, Any]] = {
+        "min": {},
+        "backward": {"update": "backward"},
+        "backward, a third": {"update": "backward", "more": 1 / 3},
+        "delayed": delayed,
+        "delayed, a sixth": {**delayed, "more": 1 / 6},
+        "activations": {"activations": "nvme"},
+    }
+    records = measured(tmp_path, cases, **TIGHT)
+    check(records)
+    assert all(record["spare"] == 0 for record in records.values())
+    least = records["min"]
+    taken = {name: record["peak"] - record["baseline"] for name, record in records.items()}
     # Counted in the plan: no gradients, or two sets of them and a copy of the parameters; and they
     # are in RAM indeed.
     copy = 2 * least["params"]
@@ -169,7 +184,7 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
     assert records["backward"]["grads"] == 0
     assert records["delayed"]["grads"] >= 2 * copy
     assert taken["backward"] + copy // 2 < taken["min"] < taken["delayed"] - copy
-    for name in ("a third", "backward, a third", "delayed, a sixth"):
+    for name in ("backward, a third", "delayed, a sixth"):
         assert records[name]["resident"] > 0, name
         assert records[name]["nvme"] > 0, name
     assert records["activations"]["stored"] > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.crashes import Job, kill_often, trajectory
+from tests.marks import mostly_slow
 
 CASES = {
     "deferred": ({"update": "deferred"}, 3),
@@ -18,7 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_slow(CASES, *(CASES.keys() - {"two_ranks"})))
 def test_killed_trainers_go_on(
     case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -22,6 +22,7 @@ from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import AioError, BudgetError
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import mostly_slow
 
 deep = functools.partial(models.llama, layers=6)
 DEEP = Training(deep, steps=3, accumulation=2)
@@ -196,7 +197,9 @@ def wide_in_ram(update: str) -> harness.Result:
     return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), micro_batches=3)
 
 
-@pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
+@pytest.mark.parametrize(
+    "update", mostly_slow(["deferred", "delayed", "backward"], "deferred", "backward")
+)
 def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(
     update: str, tmp_path: Path
 ) -> None:

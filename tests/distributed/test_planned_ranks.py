@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 240
 
 
+@pytest.mark.ranks
 def test_each_rank_holds_and_sends_what_is_planned(tmp_path: Path) -> None:
     """`bench/bytes_per_rank.py`, on a model that no world divides; its status says whether all was
     as predicted."""

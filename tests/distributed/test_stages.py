@@ -17,6 +17,7 @@ from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.rank_models import Odd, Routed, RoutedTraining
 from tests.distributed.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
+from tests.marks import THREE
 
 SPECULATING = {"update": "backward", "generations": 2}
 MIN = {"ram": "min"}
@@ -41,9 +42,6 @@ PLACES: tuple[dict[str, Any], ...] = (
 LLAMA = Training(functools.partial(models.llama, 2), steps=2, rows=6, lr=2e-3, max_norm=0.7)
 STATES = ("exact", "bf16", "compact")
 
-# Three ranks take as long as two and four together on two cores. What three show that two do not,
-# the order of a sum of three and parts of unequal length, has tests without this mark.
-THREE = pytest.param(3, marks=pytest.mark.ranks)
 
 
 def trained(
@@ -176,7 +174,7 @@ def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_
             )
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, THREE])
 def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements(
     tmp_path: Path, world: int
 ) -> None:

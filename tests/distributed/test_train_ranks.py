@@ -155,6 +155,7 @@ def test_two_ranks_with_one_row_do_what_one_rank_does_with_two(place: Path, tmp_
     assert [list((place / f"drive{rank}").iterdir()) for rank in range(2)] == [[], []]
 
 
+@pytest.mark.ranks
 def test_what_stops_one_rank_stops_both_with_one_message(place: Path, tmp_path: Path) -> None:
     (place / "own0").mkdir()  # rank 1 has none
     drives = [

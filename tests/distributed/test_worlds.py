@@ -24,9 +24,8 @@ from tests.distributed.rank_models import (
 )
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses, named, on_ranks
 from tests.harness import Result, Training
+from tests.marks import FOUR, THREE
 
-THREE = pytest.param(3, marks=pytest.mark.ranks)
-FOUR = pytest.param(4, marks=pytest.mark.ranks)
 STAGES: tuple[dict[str, Any], ...] = (
     {"zero": 3, "params": "nvme", "optim": "nvme", "ram": "min"},
     {"zero": 2, "params": "device", "optim": "cpu"},

@@ -23,7 +23,7 @@ from tests.reference import round_ties_away
 
 MESHES = [
     pytest.param((2, 1), id="2x1"),
-    pytest.param((1, 2), id="1x2"),
+    pytest.param((1, 2), id="1x2", marks=pytest.mark.ranks),
     pytest.param((2, 2), id="2x2", marks=pytest.mark.ranks),
 ]
 STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}

@@ -243,8 +243,17 @@ def test_the_parts_of_ram_are_all_told_and_add_up(tmp_path: Path, update: str) -
     assert line.startswith(f"RAM {format_size(stats.ram_bytes)} ({text}); NVMe ")
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])
+@pytest.mark.parametrize(
+    ("update", "micro_batches"),
+    [
+        ("deferred", 2),
+        ("delayed", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("deferred", 1), ("delayed", 2), ("backward", 1), ("backward", 2))
+        ),
+    ],
+)
 def test_spilled_gradients_and_activations_are_no_states(
     tmp_path: Path, update: str, micro_batches: int
 ) -> None:

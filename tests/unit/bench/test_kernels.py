@@ -14,6 +14,7 @@ from infinity._src import native
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_the_smoke_run_measures_every_arm_and_prints_one_json_line() -> None:
     if not native.available():
         pytest.skip(f"no native extension: {native.reason()}")

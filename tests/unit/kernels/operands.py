@@ -3,10 +3,8 @@ a sum in fp32 must come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -83,11 +81,3 @@ def assert_summed_in_fp32(
     )
     error = (found.double() - exact).abs()
     assert bool((error <= bound).all()), float((error - bound).max())
-
-
-def mostly_slow(values: Iterable[Any], quick: Any) -> list[Any]:
-    """Parameters of a test that takes long with each: all but one are run by `make slow` (and on a
-    GPU) only."""
-    return [
-        value if value == quick else pytest.param(value, marks=pytest.mark.slow) for value in values
-    ]

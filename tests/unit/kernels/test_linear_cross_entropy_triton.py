@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from infinity._src.kernels import choice
 from infinity._src.kernels import linear_cross_entropy as contract
 from infinity._src.kernels.tiling import tiled_loss
+from tests.marks import mostly_slow
 from tests.unit.kernels.operands import (
     DTYPES,
     dtypes,
@@ -19,7 +20,6 @@ from tests.unit.kernels.operands import (
     interpreted,
     laid_out,
     layouts,
-    mostly_slow,
     normal,
     seeds,
     sizes,

@@ -14,6 +14,7 @@ from infinity._src.kernels import state_codec
 from infinity._src.kernels.rounding import rounding_key
 from infinity.aio._records import QUANT_GROUP, Format, Master, Moments
 from tests import oracle
+from tests.marks import mostly_slow
 from tests.unit.native.states import random_bits as odd_bits
 from tests.unit.native.test_update_kernels import assert_same_sections
 
@@ -153,7 +154,9 @@ def test_every_half_and_every_24_bit_master_round_trips() -> None:
     np.testing.assert_array_equal(back.view(np.uint32), master.view(np.uint32))
 
 
-@pytest.mark.parametrize("state_format", [COMPACT, BF16, Format(Master.FP32, Moments.Q8, 2)])
+@pytest.mark.parametrize(
+    "state_format", mostly_slow([COMPACT, BF16, Format(Master.FP32, Moments.Q8, 2)], BF16)
+)
 def test_random_rounding_is_unbiased(state_format: Format) -> None:
     """The mean of many roundings is the number, within five standard errors of what the spacing of
     codes allows."""
@@ -194,7 +197,7 @@ def test_random_rounding_is_unbiased(state_format: Format) -> None:
         assert abs(z.mean()) < 5 / np.sqrt(numel), (row, z.mean())  # nor all a little to one side
 
 
-@pytest.mark.parametrize("state_format", [COMPACT, BF16])
+@pytest.mark.parametrize("state_format", mostly_slow([COMPACT, BF16], COMPACT))
 def test_small_steps_add_up_where_rounding_to_nearest_loses_them(state_format: Format) -> None:
     """An average that moves by less than half a code each time still arrives."""
     value, target, rate = (

@@ -12,6 +12,7 @@ from infinity._src.kernels import choice
 from infinity._src.kernels.tile_matmul import reference
 from infinity._src.kernels.tile_matmul import tile_matmul as dispatched
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from tests.marks import mostly_slow
 from tests.unit.kernels.operands import (
     DTYPES,
     assert_summed_in_fp32,
@@ -20,7 +21,6 @@ from tests.unit.kernels.operands import (
     interpreted,
     laid_out,
     layouts,
-    mostly_slow,
     normal,
     seeds,
     sizes,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.kernels.operands import mostly_slow
+from tests.marks import mostly_slow
 
 ROOT = Path(__file__).resolve().parents[3]
 BITWISE = ("groups", "update", "wire")

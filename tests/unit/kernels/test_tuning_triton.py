@@ -157,6 +157,7 @@ print(json.dumps({"counts": counts, "shared_bytes": launches[-1]["shared_bytes"]
 """
 
 
+@pytest.mark.slow
 def test_a_configuration_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
     """On a GPU that is not there: a launch compiles, adds 1 instead of a product, and takes a
     made-up time. Only the call itself adds to the sum for good, not the measurements before it."""
