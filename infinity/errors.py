@@ -35,6 +35,11 @@ class SecondOrderUnsupported(InfinityError, RuntimeError):
     """
 
 
+class GraphCaptureUnsupported(InfinityError, RuntimeError):
+    """A gather or a copy while a CUDA graph is captured: the graph would replay addresses that
+    parameters have left by then."""
+
+
 class NonFiniteGradient(InfinityError, RuntimeError):
     """`opt.step()` met a gradient that is not finite; no state was touched."""
 

@@ -58,11 +58,18 @@ class Training:
     poisoned: tuple[int, ...] = ()  # steps whose loss is infinite
     device: str = "cpu"  # what computes
     no_sync: bool = False  # micro-batches that are not the last of a step are marked as such
+    autocast: str = ""  # forward in bf16: "cached" as torch does it, or "uncached"
 
     @property
     def batches(self) -> list[models.Batch]:
         """One batch per micro-batch."""
         return models.token_batches(self.steps * self.accumulation, rows=self.rows)
+
+    def casting(self) -> contextlib.AbstractContextManager[Any]:
+        """The context of a forward."""
+        if not self.autocast:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device, torch.bfloat16, cache_enabled=self.autocast == "cached")
 
     def lr_at(self, step: int) -> float:
         """A schedule that changes the rate at every step: warm-up, then decay."""
@@ -236,7 +243,8 @@ def run_loop(
         for micro in range(training.accumulation):
             marked = training.no_sync and micro + 1 < training.accumulation
             with no_sync() if marked else contextlib.nullcontext():
-                loss = models.loss_of(model, next(batches)) / training.accumulation
+                with training.casting():
+                    loss = models.loss_of(model, next(batches)) / training.accumulation
                 if step in training.poisoned:
                     loss = loss * float("inf")
                 (loss if scaler is None else scaler.scale(loss)).backward()

@@ -37,8 +37,14 @@ typedef struct op {
     event *event;
     uint64_t turn;
 } op;
-struct event { clock_vector seen; uint64_t turn, done; };
-typedef struct { int agent; pthread_t thread; op *head, *tail; bool stopping, idle; } stream;
+struct event { clock_vector seen; uint64_t turn, done; void *context; };
+typedef struct {
+    void *context;
+    int agent;
+    pthread_t thread;
+    op *head, *tail;
+    bool stopping, idle;
+} stream;
 typedef struct {
     uintptr_t low, high;
     uint64_t at;
@@ -61,8 +67,12 @@ static struct { uintptr_t low, high; } registered[REGISTERED];
 static uint64_t seed = 1;
 static int delay_us_max;
 static int fail_copy; /* the n-th copy from now fails */
-static __thread void *current; /* context; that of the device is 1, others are other devices' */
+static __thread void *current; /* context: device 0 has 1, device 1 has 2; others are nobody's */
+static unsigned made_in;       /* bit n: something was made, or pinned, in context n */
 static uint64_t copied[2], streams_live, events_live;
+
+static bool in_context(void) { return current == (void *)1 || current == (void *)2; }
+static void note_context(void) { made_in |= 1u << (unsigned)(uintptr_t)current; }
 
 static void learn(clock_vector *to, const clock_vector *from) {
     for (int a = 0; a < AGENTS; a++)
@@ -182,8 +192,7 @@ static int copy(stream *on, void *to, const void *from, size_t bytes, int direct
 int cuInit(unsigned flags) { (void)flags; return 0; }
 int cuDeviceGet(int *device, int ordinal) { *device = ordinal; return 0; }
 int cuDevicePrimaryCtxRetain(void **context, int device) {
-    (void)device;
-    *context = (void *)1;
+    *context = (void *)(intptr_t)(device + 1);
     return 0;
 }
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
@@ -197,7 +206,9 @@ int cuGetErrorName(int code, const char **name) {
 int cuStreamCreate(void **out, unsigned flags) {
     (void)flags;
     stream *made = calloc(1, sizeof *made);
+    made->context = current;
     pthread_mutex_lock(&lock);
+    note_context();
     for (made->agent = 2; taken[made->agent]; made->agent++)
         if (made->agent == AGENTS - 1) { pthread_mutex_unlock(&lock); free(made); return 2; }
     taken[made->agent] = true;
@@ -235,9 +246,12 @@ int cuStreamSynchronize(void *handle) {
 
 int cuEventCreate(void **out, unsigned flags) {
     (void)flags;
-    if (current != (void *)1) return 201;
-    *out = calloc(1, sizeof(event));
+    if (!in_context()) return 201;
+    event *made = calloc(1, sizeof *made);
+    made->context = current;
+    *out = made;
     pthread_mutex_lock(&lock);
+    note_context();
     events_live++;
     pthread_mutex_unlock(&lock);
     return 0;
@@ -254,7 +268,9 @@ int cuEventDestroy_v2(void *handle) {
 int cuEventRecord(void *handle, void *stream_handle) {
     event *mark = handle;
     stream *on = stream_handle;
-    if (current != (void *)1) return 201; /* NULL is the default stream of whatever is current */
+    if (!in_context()) return 201;
+    /* NULL is the default stream of whatever is current; an event belongs to one device. */
+    if (mark->context != (on == NULL ? current : on->context)) return 400;
     pthread_mutex_lock(&lock);
     int agent = on == NULL ? COMPUTE : on->agent;
     submit_to(agent);
@@ -297,8 +313,9 @@ int cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *on) {
 
 int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
     (void)flags;
-    if (current != (void *)1) return 201;
+    if (!in_context()) return 201;
     pthread_mutex_lock(&lock);
+    note_context();
     int result = 2;
     for (int i = 0; i < REGISTERED; i++) {
         if (registered[i].high != 0) {
@@ -319,7 +336,7 @@ int cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags) {
 }
 
 int cuMemHostUnregister(void *memory) {
-    if (current != (void *)1) return 201;
+    if (!in_context()) return 201;
     pthread_mutex_lock(&lock);
     int result = 713;
     for (int i = 0; i < REGISTERED; i++) {
@@ -338,6 +355,7 @@ void sim_reset(uint64_t new_seed, int delay_us) {
     seed = new_seed * 2 + 1;
     delay_us_max = delay_us;
     access_count = race_count = fail_copy = 0;
+    made_in = 0;
     copied[0] = copied[1] = 0;
     pthread_mutex_unlock(&lock);
 }
@@ -348,11 +366,13 @@ void sim_fail(int nth) {
     pthread_mutex_unlock(&lock);
 }
 
-/* A kernel that the host submits to the compute stream. */
-void sim_kernel(uint64_t address, size_t bytes, int write, const char *what) {
+/* A kernel that the host submits to a stream; NULL: the compute stream. */
+void sim_kernel(void *handle, uint64_t address, size_t bytes, int write, const char *what) {
+    stream *on = handle;
+    int agent = on == NULL ? COMPUTE : on->agent;
     pthread_mutex_lock(&lock);
-    submit_to(COMPUTE);
-    touch(COMPUTE, (uintptr_t)address, bytes, write != 0, what);
+    submit_to(agent);
+    touch(agent, (uintptr_t)address, bytes, write != 0, what);
     pthread_mutex_unlock(&lock);
 }
 
@@ -367,6 +387,7 @@ void sim_host(uint64_t address, size_t bytes, int write, const char *what) {
 int sim_races(void) { return race_count; }
 const char *sim_race(int index) { return races[index]; }
 uint64_t sim_copied(int direction) { return copied[direction]; }
+unsigned sim_made_in(void) { return made_in; }
 uint64_t sim_live(int what) { return what == 0 ? streams_live : events_live; }
 uint64_t sim_pinned(void) {
     uint64_t bytes = 0;

@@ -8,6 +8,7 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from infinity.aio import DeviceDriver
 from native.build_native import compiler_command
@@ -39,30 +40,55 @@ class Simulated:
         self._sim.sim_race.restype = ctypes.c_char_p
         self._sim.sim_reset(ctypes.c_uint64(seed), ctypes.c_int(delay_us))
 
-    def driver(self) -> DeviceDriver:
-        """The driver, for an executor."""
-        return DeviceDriver(0, library())
+    def driver(self, ordinal: int = 0) -> DeviceDriver:
+        """The driver of a device (0 or 1), for an executor."""
+        return DeviceDriver(ordinal, library())
+
+    def contexts(self) -> set[int]:
+        """The contexts in which streams and events were made, or memory pinned."""
+        bits = int(self._sim.sim_made_in())
+        return {context for context in range(3) if bits >> context & 1}
+
+    def stream(self) -> int:
+        """Handle of one more stream for kernels, until `drop`."""
+        made = ctypes.c_void_p()
+        assert self._sim.cuStreamCreate(ctypes.byref(made), 0) == 0
+        return int(made.value or 0)
+
+    def wait(self, stream: int) -> None:
+        """Wait until a stream is done."""
+        assert self._sim.cuStreamSynchronize(ctypes.c_void_p(stream)) == 0
+
+    def drop(self, stream: int) -> None:
+        """End a stream that `stream` has made."""
+        assert self._sim.cuStreamDestroy_v2(ctypes.c_void_p(stream)) == 0
 
     def current(self, context: int | None = None) -> int:
-        """The context that is current on this thread (the device's is 1); `context`: after it was
-        made that."""
+        """The context that is current on this thread (device 0 has 1, device 1 has 2); `context`:
+        after it was made that."""
         if context is not None:
             self._sim.cuCtxSetCurrent(ctypes.c_void_p(context))
         found = ctypes.c_void_p()
         self._sim.cuCtxGetCurrent(ctypes.byref(found))
         return int(found.value or 0)
 
-    def kernel(self, address: int, size_bytes: int, *, writes: bool, what: str) -> None:
-        """A kernel is submitted to the compute stream that reads, or writes, this memory."""
-        self._touch("sim_kernel", address, size_bytes, writes, what)
+    def kernel(
+        self, address: int, size_bytes: int, *, writes: bool, what: str, stream: int = 0
+    ) -> None:
+        """A kernel is submitted to a stream (0: the compute stream) that reads, or writes, this
+        memory."""
+        self._touch("sim_kernel", address, size_bytes, writes, what, ctypes.c_void_p(stream))
 
     def host(self, address: int, size_bytes: int, *, writes: bool, what: str) -> None:
         """The host itself reads or writes this memory."""
         self._touch("sim_host", address, size_bytes, writes, what)
 
-    def _touch(self, call: str, address: int, size_bytes: int, writes: bool, what: str) -> None:
+    def _touch(
+        self, call: str, address: int, size_bytes: int, writes: bool, what: str, *first: Any
+    ) -> None:
         word = _WORDS.setdefault(what, what.encode())
         getattr(self._sim, call)(
+            *first,
             ctypes.c_uint64(address),
             ctypes.c_size_t(size_bytes),
             ctypes.c_int(writes),

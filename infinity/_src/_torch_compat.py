@@ -66,6 +66,11 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
                                  all_gather_into_tensor (to 2.12)
     assert_async                 torch._assert_async                an index out of range gives rows
                                                                     of old memory on a GPU
+    make_mem_pool                cuda.MemPool(use_on_oom=)          memory of gathers that is idle
+                                 (from 2.8)                         does not serve activations that
+                                                                    run out
+    clear_autocast_cache         torch.clear_autocast_cache         16-bit copies of fp32 weights
+                                                                    stay on the device
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
 
@@ -128,6 +133,21 @@ def all_gather_single(whole: torch.Tensor, mine: torch.Tensor, *, group: Any) ->
     # torch 2.13 renamed it, and will drop the old name some day.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(whole, mine, group=group)
+
+
+def make_mem_pool() -> Any:
+    """A pool of CUDA memory on the current device. Allocations outside of it that find no room
+    anywhere else are served from its free blocks.
+    """
+    return torch.cuda.MemPool(use_on_oom=True)
+
+
+def clear_autocast_cache(device_type: str) -> None:
+    """Drop the 16-bit copies of weights that autocast keeps until its region ends, if one is open
+    for `device_type`. Values do not change: the next use casts again.
+    """
+    if torch.is_autocast_enabled(device_type):
+        torch.clear_autocast_cache()
 
 
 def profiled(name: str) -> contextlib.AbstractContextManager[object]:

@@ -38,7 +38,7 @@ from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.constants import OFFLOAD_UNITS
-from infinity._src.memory.device import Device, GradOffload, open_device
+from infinity._src.memory.device import Device, GradOffload, check_current, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, open_node_resources
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
@@ -192,6 +192,9 @@ def build_engine(
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: once hooks are on, any forward may call every part above.
     lifecycle = build_hooks(split, tiers, progress, grads, unsharder, model, owner, timeline, undo)
+    # Every flat was made once outside of the gathers' pool: torch would keep a block as large as
+    # the largest, for nobody.
+    split.device.free_cache()
     return EngineParts(
         split, tiers, heap, progress, mode, access, grads, unsharder, optimizer, durable, lifecycle
     )
@@ -211,6 +214,9 @@ def take_apart(
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
     # With the rank's own directories in place of "{rank}", and its part of shared drives.
     policy = resources.policy
+    # Inside the rendezvous of the resources: the other ranks are told, and do not wait.
+    if ranks.several:
+        check_current(device)
     bytes_max = int(policy.unit_bytes_max)
     specs = find_units(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
 import sys
@@ -334,6 +335,28 @@ def test_an_assertion_on_a_tensor_raises_with_its_message() -> None:
     compat.assert_async(torch.tensor(True), "never")
     with pytest.raises(RuntimeError, match="index out of range: 3 rows"):
         compat.assert_async(torch.tensor(False), "index out of range: 3 rows")
+
+
+def test_a_memory_pool_can_serve_allocations_outside_of_it_in_need() -> None:
+    options = inspect.signature(torch.cuda.MemPool.__init__).parameters
+    assert options["use_on_oom"].default is False
+
+
+def test_clearing_autocasts_cache_casts_a_weight_anew() -> None:
+    weight, x = nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+
+    def cast_node() -> Any:
+        return (x @ weight).grad_fn.next_functions[1][0]  # type: ignore[union-attr]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        first = cast_node()
+        assert cast_node() is first
+        compat.clear_autocast_cache("cpu")
+        second = cast_node()
+        assert second is not first
+        with torch.autocast("cpu", enabled=False):
+            compat.clear_autocast_cache("cpu")  # no region is open here
+        assert cast_node() is second
 
 
 def test_ranges_are_in_a_profile_and_cost_nothing_outside_of_one() -> None:

@@ -76,7 +76,7 @@ class PendingCollective:
         if self._event is not None:
             # The stream waits, not the thread: `done` means launched, and kernels that read the
             # result are queued behind it.
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._event.device).wait_event(self._event)
 
     def finished(self) -> bool:
         """Block until nothing writes into the work's memory any more. Raises nothing of the work's.

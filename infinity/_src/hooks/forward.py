@@ -28,6 +28,7 @@ from infinity._src._torch_compat import (
     NO_TASK,
     address_of,
     calling_module_frame,
+    clear_autocast_cache,
     dynamo_disable,
     graph_task_id,
     is_running,
@@ -375,6 +376,7 @@ class Lifecycle:
                     self._hook_backward(frame, output)
             finally:
                 try:
+                    self._drop_casts(frame)
                     self._release_units(frame, check=True)
                 finally:
                     # Last, also after an error: the phase of the clock must end.
@@ -382,6 +384,17 @@ class Lifecycle:
                         if (error := frame.raised) is not None:
                             self.unsharder.broke("forward", error)
                         self.unsharder.forward_end()
+
+    def _drop_casts(self, frame: Frame) -> None:
+        """Drop the 16-bit copies that autocast has made of the frame's fp32 weights. It would keep
+        those of all units until its region ends, beside units that are evicted.
+
+        At the end of every such frame, whether a unit is evicted or not: a weight that is cast anew
+        gets its gradient in another rounding, and memory must not decide about bits.
+        """
+        flats = (flat for refs in frame.held for flat in refs.unit.flats)
+        if any(flat.dtype is torch.float32 for flat in flats):
+            clear_autocast_cache(self._device.type)
 
     def _pop(self, module: torch.nn.Module) -> Frame | None:
         """Return the frame of this call, and remove frames above it that an exception left. None:

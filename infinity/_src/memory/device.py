@@ -4,8 +4,11 @@
     GPU   copies have streams of their own, in the executor (native/executor_device.c); their host
           memory is pinned
 
-The compute stream is the current stream of torch at the time of a call; one at a time, as with
-FSDP2.
+The compute stream is the current stream of torch at the time of a call. Memory of a unit that was
+allocated under one stream and used under another is noted with torch's allocator (`note_use`).
+
+Everything here names the model's device: the thread's current one may be another, with a stream
+and an allocator of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from infinity._src._torch_compat import make_mem_pool
+from infinity._src.kernels.launch import on_device
 from infinity.aio import (
     JOB,
     MASK_COPY_OUT,
@@ -29,6 +34,7 @@ from infinity.aio import (
     Slab,
     Ticket,
 )
+from infinity.errors import GraphCaptureUnsupported
 
 
 class Device:
@@ -51,15 +57,29 @@ class Device:
         self._executor: Executor | None = None
         self._told = 0
         self._pool: Any = None
-        if torch_device.type == "cuda":
-            # A pool of its own: among activations the buffers would leave holes that nothing else
-            # fits.
-            self._pool = torch.cuda.MemPool()
+        # Other allocators, such as cudaMallocAsync, have no pools, and refuse them.
+        if self._on_gpu and torch.cuda.get_allocator_backend() == "native":
+            # A pool belongs to the device that is current when it is made. On any other it dies
+            # with its first use.
+            with on_device(torch_device):
+                # A pool of its own: among activations the buffers would leave holes that nothing
+                # else fits.
+                self._pool = make_mem_pool()
 
     @property
     def copies(self) -> bool:
         """True where device memory is not host memory."""
         return self.driver is not None
+
+    @property
+    def _on_gpu(self) -> bool:
+        """True where torch's CUDA allocator hands out the memory; a simulated device has none."""
+        return self.torch_device.type == "cuda"
+
+    @property
+    def stream(self) -> int:
+        """Handle of the current compute stream; 0 where there is one for all."""
+        return self._stream()
 
     @property
     def mask(self) -> int:
@@ -79,9 +99,11 @@ class Device:
 
     def behind(self) -> None:
         """Order copies that are submitted from here on behind the kernels launched so far. Never
-        blocks."""
+        blocks. Raises: GraphCaptureUnsupported."""
         if self.driver is None:
             return
+        # The mark below would pull the copy streams into the graph, and break the capture.
+        self.refuse_capture("a copy between host and device")
         stream = self._stream()
         # Passed on when it changes only: this runs before every submission of copies.
         if stream != self._told:
@@ -99,6 +121,38 @@ class Device:
             if self._pool is None
             else torch.cuda.use_mem_pool(self._pool, self.torch_device)
         )
+
+    def free_cache(self) -> None:
+        """Give the memory that torch has cached, and nobody uses, back to the device. Blocks until
+        its kernels are done.
+        """
+        if self._on_gpu:
+            torch.cuda.empty_cache()
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all tensors on the device, as torch's allocator counts; 0 elsewhere."""
+        return int(torch.cuda.memory_allocated(self.torch_device)) if self._on_gpu else 0
+
+    def note_use(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that the current stream uses memory that another one allocated: freed,
+        it is reused only when this stream is past what it has been given so far.
+        """
+        if self._on_gpu:
+            tensor.record_stream(torch.cuda.current_stream(self.torch_device))
+
+    def refuse_capture(self, what: str) -> None:
+        """Raise where the current stream captures a CUDA graph. Raises: GraphCaptureUnsupported."""
+        if not self._on_gpu:
+            return
+        with on_device(self.torch_device):
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
+            raise GraphCaptureUnsupported(
+                f"{what} while {self.torch_device} captures a CUDA graph: a graph replays the "
+                "addresses that it has seen, and offloaded parameters get others with each gather; "
+                "run the offloaded model outside of torch.cuda.graph() and "
+                "torch.cuda.make_graphed_callables()"
+            )
 
     def pin(self, slab: Slab) -> None:
         """Pin a slab, until `unpin` or `close`. Blocks. Raises: DeviceCopyError."""
@@ -193,6 +247,22 @@ class GradOffload:
         """Drop all sources. No copy may be under way."""
         self._flights.clear()
         self._bytes = 0
+
+
+def check_current(device: torch.device) -> None:
+    """Check that the model's device is the thread's current one, as several ranks need it.
+
+    Raises: ValueError.
+    """
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return
+    current = torch.device("cuda", torch.cuda.current_device())
+    raise ValueError(
+        f"the model computes on {device}, and the current CUDA device of this rank is {current}: "
+        f"collectives and kernels that name no device would run on {current}, which belongs to "
+        "another rank; call torch.cuda.set_device(local_rank) before the model is built, here "
+        f"torch.cuda.set_device({device.index})"
+    )
 
 
 def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:

@@ -134,6 +134,8 @@ class Flat:
 
     trainable: they required a gradient when the model was offloaded, by which memory is planned.
     learns: one of them requires one now, or did at some time; several ranks reduce its gradients.
+    stream: the compute stream under which its memory was allocated, which the allocator gives it
+    back to.
     """
 
     unit: Unit
@@ -144,6 +146,7 @@ class Flat:
     tensor: torch.Tensor  # [layout.numel] of dtype on the compute device
     params: list[Param] = dataclasses.field(default_factory=list)
     learns: bool = dataclasses.field(init=False)
+    stream: int = 0
 
     def __post_init__(self) -> None:
         # `Lifecycle._hook_grad` sets it when a frozen parameter is unfrozen; nothing clears it.

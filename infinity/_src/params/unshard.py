@@ -52,6 +52,7 @@ from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
+from infinity._src.sizes import format_size
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
@@ -142,6 +143,8 @@ class Unsharder:
 
     def unshard(self, unit: Unit) -> None:
         """Block until the unit is unsharded, with its current values."""
+        # A unit that has its values would be captured, too, and the graph keep its address.
+        self._device.refuse_capture(f"the gather of {unit.name}")
         # First: an update that ran ahead of its step is undone before its values are used.
         self._access.before_read(unit)
         self.demands += 1
@@ -201,6 +204,9 @@ class Unsharder:
     def release(self, unit: Unit) -> None:
         """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
         self._mode.unit_released(unit)
+        # Here too, not only where it is evicted: the stream that is current then may be a third.
+        if unit.state is not SHARDED:
+            unsharded_param.note_use(unit, self._device)
         # Units in use may have exceeded the bound; the excess goes as soon as it can.
         if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
@@ -215,11 +221,27 @@ class Unsharder:
         self._gathered_bytes += size_bytes
         try:
             unsharded_param.allocate(unit, self._device)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
         finally:
             if unit.state is SHARDED:  # there was none to be had
                 self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
+
+    def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
+        """Say why the device has no room for the unit, and what makes some."""
+        # Its own bytes are booked by now.
+        units = self._gathered_bytes - unit.size_bytes
+        others = max(self._device.allocated_bytes() - units, 0)
+        return (
+            f"{unit.name} cannot be gathered: {self._device.torch_device} has no room for its "
+            f"{format_size(unit.size_bytes)}, also after torch's cache was emptied. Gathered units "
+            f"hold {format_size(units)} (at most {format_size(self.gathered_bytes_max)}), and "
+            f"activations, gradients and other tensors {format_size(others)}. Make micro-batches "
+            "smaller, checkpoint activations, or divide large units with Policy(unit_bytes_max=...)"
+            f". torch says: {error}"
+        )
 
     def _fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
         """Begin to fill the unit's memory, which is allocated: from its update, from secondary
@@ -302,7 +324,7 @@ class Unsharder:
         """Free the unit's memory, once nothing is on its way into it."""
         interrupt = self._pending.cancel(unit) if unit.state is PENDING else None
         try:
-            unsharded_param.evict(unit)
+            unsharded_param.evict(unit, self._device)
         finally:
             if unit.state is SHARDED:  # an interrupt may come before that, or after
                 self._unbook(unit)

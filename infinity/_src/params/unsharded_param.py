@@ -14,8 +14,6 @@ operation" error instead of new values.
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 from infinity._src._torch_compat import (
@@ -85,18 +83,57 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
-    """Give the unit's flats their memory, with undefined contents: it is STALE. Does not block."""
-    # From a pool of its own: among activations units would leave holes that nothing else fits.
-    with device.allocation() if device is not None else contextlib.nullcontext():
-        for flat in unit.flats:
-            resize_storage(flat.tensor, flat.size_bytes)
+    """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only where
+    memory is short. Raises: torch.OutOfMemoryError, and no flat keeps memory.
+    """
+    if device is None:
+        _grow(unit)
+    else:
+        try:
+            _allocate_on(unit, device)
+        except torch.OutOfMemoryError:
+            # Outside of the pool's context, inside which torch 2.10 to 2.12 frees none of its cache
+            # (pytorch#159674): memory that activations have left would be no use to a gather.
+            device.free_cache()
+            _allocate_on(unit, device)
     unit.move_to(STALE)
 
 
-def evict(unit: Unit) -> None:
+def _allocate_on(unit: Unit, device: Device) -> None:
+    try:
+        # From a pool of its own: among activations units would leave holes that nothing else fits.
+        with device.allocation():
+            _grow(unit)
+    except torch.OutOfMemoryError:
+        # The state says that there is none. Nobody has used it: no stream has to be noted.
+        _free(unit)
+        raise
+    stream = device.stream
+    for flat in unit.flats:
+        flat.stream = stream
+
+
+def _grow(unit: Unit) -> None:
+    for flat in unit.flats:
+        resize_storage(flat.tensor, flat.size_bytes)
+
+
+def note_use(unit: Unit, device: Device) -> None:
+    """Note a use that ends now, where it was under another stream than the memory was allocated
+    under. Else the allocator would hand the memory out again before this stream's kernels are done.
+    """
+    stream = device.stream
+    for flat in unit.flats:
+        if flat.stream != stream:
+            device.note_use(flat.tensor)
+
+
+def evict(unit: Unit, device: Device | None = None) -> None:
     """Free the memory of the unit's flats. The unit must not be in use, nor be filled."""
     if not unit.stuck:
         assert unit.refs == 0, f"evicting {unit.name}, which {unit.refs} uses hold"
+        if device is not None:
+            note_use(unit, device)
         unit.move_to(SHARDED)
         _free(unit)
     else:

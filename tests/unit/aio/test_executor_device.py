@@ -85,6 +85,33 @@ def test_a_fetch_is_filled_when_it_is_on_the_device(make, rng, resident):
     assert stats.to_device_s > 0
 
 
+def test_on_a_second_device_everything_is_made_there_and_the_users_stays_current(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    simulation = Simulated()
+    simulation.current(1)
+    try:
+        rig = Rig(tmp_path, BACKENDS[0])
+        driver = simulation.driver(ordinal=1)
+        rig.executor.attach_device(driver)
+        values = {i: random_chunk(rng) for i in range(4)}
+        rig.store(values).wait()
+        rig.flags = aio.MASK_DEVICE
+        ticket, targets = rig.fetch(range(4), mask=3)
+        ticket.wait_filled(20)
+        assert all(same(target[:2], values[i][:2]) for i, target in enumerate(targets))
+        assert simulation.copied()[0] > 0
+        assert simulation.contexts() == {2}
+        assert simulation.current() == 1
+        rig.close()
+        driver.close()
+        assert simulation.current() == 1
+        assert simulation.races() == []
+        assert simulation.live() == (0, 0, 0)
+    finally:
+        simulation.current(0)
+
+
 def test_a_target_that_a_kernel_still_reads_is_waited_for(make, rng):
     rig, device = make()
     value = random_chunk(rng)

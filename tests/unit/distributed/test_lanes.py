@@ -3,6 +3,7 @@ many."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from infinity._src.distributed.lanes import Lane
+from infinity._src.distributed.lanes import Lane, PendingCollective
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import RankFailed
+from tests.fake_cuda import FakeCuda, FakeStream
 
 
 @pytest.fixture
@@ -118,6 +120,42 @@ def test_what_has_run_holds_no_memory(lane: Lane) -> None:
     lane.submit("next", lambda group: None).wait()
     gc.collect()
     assert gone() is None
+
+
+def test_the_stream_that_waits_is_that_of_the_collectives_device(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The current device may be another, on which no kernel reads the result."""
+    cuda = FakeCuda(monkeypatch)
+    pending = PendingCollective("gather of layers.3", None, lambda group: None, watchdog)
+    pending._event = cuda.current_stream(torch.device("cuda", 1)).record_event()
+    pending._end()
+    assert cuda.current == 0
+    pending.wait()
+    assert cuda.streams[1][0].waited == [pending._event]
+    assert not cuda.streams[0][0].waited
+
+
+def test_a_lane_works_on_a_stream_of_the_models_device_behind_the_submitters(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, second = FakeCuda(monkeypatch), torch.device("cuda", 1)
+    own = FakeStream(second, 99)
+    inside: list[FakeStream] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own if device == second else None)
+    monkeypatch.setattr(
+        torch.cuda, "stream", lambda stream: contextlib.nullcontext(inside.append(stream))
+    )
+    lane = Lane("second", group=None, watchdog=watchdog, device=second)
+    cuda.chosen[1] = 1
+    op = lane.submit("gather", lambda group: None)
+    op.wait()
+    lane.close()
+    assert inside == [own]
+    # Each event knows its stream's device: the first is the submitter's, the second the lane's.
+    assert [event.device for event in own.waited] == [second]
+    assert [event.device for event in cuda.streams[1][1].waited] == [second]
 
 
 def test_each_group_of_a_lane_is_broken_off_by_itself_and_that_of_names_first(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from infinity._src.kernels.comm_codec import codes_bytes
+from infinity._src.kernels.launch import on_device
 from infinity._src.kernels.triton.quantize import (
     BLOCK_NUMEL,
     SCALE_LEAST_BITS,
@@ -57,17 +58,19 @@ def encode_triton(
     # After the codes and their padding to 64 bytes.
     scales = wire[codes:].view(torch.int16)
     if numel:
-        _encode[(-(-numel // BLOCK_NUMEL),)](
-            raw(values), values if error is None else raw(error), wire, scales,
-            numel, codes, scales.numel(), signed(key or 0), element,
-            FROM_BF16=values.dtype is torch.bfloat16, ERROR=error is not None,
-            ERROR_BF16=error is not None and error.dtype is torch.bfloat16, RANDOM=key is not None,
-            LEVELS=127 if bits == 8 else 7, BITS=bits, GROUP=group_numel,
-            GROUPS=BLOCK_NUMEL // group_numel,
-            # No FMA: a product contracted with a sum would round once where the reference rounds
-            # twice.
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(values.device):
+            _encode[(-(-numel // BLOCK_NUMEL),)](
+                raw(values), values if error is None else raw(error), wire, scales,
+                numel, codes, scales.numel(), signed(key or 0), element,
+                FROM_BF16=values.dtype is torch.bfloat16, ERROR=error is not None,
+                ERROR_BF16=error is not None and error.dtype is torch.bfloat16,
+                RANDOM=key is not None,
+                LEVELS=127 if bits == 8 else 7, BITS=bits, GROUP=group_numel,
+                GROUPS=BLOCK_NUMEL // group_numel,
+                # No FMA: a product contracted with a sum would round once where the reference
+                # rounds twice.
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def decode_sum_triton(
@@ -77,12 +80,13 @@ def decode_sum_triton(
     numel = out.numel()
     if numel:
         table, aligned = _table(wires, out.device)
-        _decode_sum[(-(-numel // BLOCK_NUMEL),)](
-            table, _words(out), numel, codes_bytes(numel, bits), len(wires), float(divisor),
-            DIVIDE=divisor != 1, TO=_DTYPES[out.dtype], BITS=bits, GROUP=group_numel,
-            GROUPS=BLOCK_NUMEL // group_numel,
-            ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(out.device):
+            _decode_sum[(-(-numel // BLOCK_NUMEL),)](
+                table, _words(out), numel, codes_bytes(numel, bits), len(wires), float(divisor),
+                DIVIDE=divisor != 1, TO=_DTYPES[out.dtype], BITS=bits, GROUP=group_numel,
+                GROUPS=BLOCK_NUMEL // group_numel,
+                ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def sum_in_order_triton(pieces: Sequence[torch.Tensor], out: torch.Tensor, divisor: int) -> None:
@@ -90,12 +94,13 @@ def sum_in_order_triton(pieces: Sequence[torch.Tensor], out: torch.Tensor, divis
     numel = out.numel()
     if numel:
         table, aligned = _table(pieces, out.device)
-        _sum_in_order[(-(-numel // BLOCK_NUMEL),)](
-            table, _words(out), numel, len(pieces), float(divisor),
-            DIVIDE=divisor != 1, FROM=_DTYPES[pieces[0].dtype], TO=_DTYPES[out.dtype],
-            BLOCK=BLOCK_NUMEL,
-            ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(out.device):
+            _sum_in_order[(-(-numel // BLOCK_NUMEL),)](
+                table, _words(out), numel, len(pieces), float(divisor),
+                DIVIDE=divisor != 1, FROM=_DTYPES[pieces[0].dtype], TO=_DTYPES[out.dtype],
+                BLOCK=BLOCK_NUMEL,
+                ALIGNED=aligned, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
 
 
 def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch.Tensor, bool]:

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from infinity._src.kernels.launch import on_device
 from infinity._src.kernels.triton.random import (
     INFINITY_BITS,
     NAN_BITS,
@@ -55,16 +56,18 @@ def quantize_triton(
     # Whole groups: no two programs share a scale.
     per_program = max(1, BLOCK_NUMEL // group_numel)
     if numel:
-        _quantize[(-(-groups // per_program),)](
-            raw(flat), codes, raw(scales), codes if zeros is None else zeros,
-            numel, codes.numel(), columns, stride_row, stride_column, signed(key or 0), element,
-            BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric,
-            RANDOM=key is not None,
-            LEVELS=(1 << bits - symmetric) - 1, BITS=bits, GROUP=group_numel, GROUPS=per_program,
-            # No FMA: a product contracted with a sum would round once where the reference rounds
-            # twice.
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(device):
+            _quantize[(-(-groups // per_program),)](
+                raw(flat), codes, raw(scales), codes if zeros is None else zeros,
+                numel, codes.numel(), columns, stride_row, stride_column, signed(key or 0), element,
+                BF16=values.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=symmetric,
+                RANDOM=key is not None,
+                LEVELS=(1 << bits - symmetric) - 1, BITS=bits, GROUP=group_numel,
+                GROUPS=per_program,
+                # No FMA: a product contracted with a sum would round once where the reference
+                # rounds twice.
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     return codes, scales, zeros
 
 
@@ -77,14 +80,16 @@ def dequantize_triton(quantized: Quantized, out: torch.Tensor) -> None:
         max(1, BLOCK_NUMEL // quantized.group_numel),
     )
     if numel:
-        _dequantize[(-(-groups // per_program),)](
-            quantized.codes, raw(quantized.scales),
-            quantized.codes if quantized.zeros is None else quantized.zeros, raw(flat),
-            numel, quantized.codes.numel(), columns, stride_row, stride_column,
-            BF16=out.dtype is torch.bfloat16, STRIDED=columns != 0, SYMMETRIC=quantized.symmetric,
-            BITS=quantized.bits,
-            GROUP=quantized.group_numel, GROUPS=per_program, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+        with on_device(flat.device):
+            _dequantize[(-(-groups // per_program),)](
+                quantized.codes, raw(quantized.scales),
+                quantized.codes if quantized.zeros is None else quantized.zeros, raw(flat),
+                numel, quantized.codes.numel(), columns, stride_row, stride_column,
+                BF16=out.dtype is torch.bfloat16, STRIDED=columns != 0,
+                SYMMETRIC=quantized.symmetric, BITS=quantized.bits,
+                GROUP=quantized.group_numel, GROUPS=per_program,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     # `addressed` made a copy: the values go back to the strides of `out`.
     if flat.data_ptr() != out.data_ptr():
         out.copy_(flat.view(out.shape))

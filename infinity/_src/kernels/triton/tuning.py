@@ -34,6 +34,7 @@ import triton
 import triton.language as tl
 
 from infinity._src.kernels import choice
+from infinity._src.kernels.launch import on_device
 
 Grid = Callable[[dict[str, Any]], tuple[int, ...]]
 """Number of programs that run a kernel, as a function of its arguments."""
@@ -215,9 +216,7 @@ class Tuned:
         sizes among them.
         """
         with contextlib.ExitStack() as stack:
-            if device.type == "cuda":
-                # Triton launches on the current device.
-                stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(on_device(device))
             if _using or choice.interpreted():
                 config = self.configurations[
                     (_using[-1] if _using else 0) % len(self.configurations)

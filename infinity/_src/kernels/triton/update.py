@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from infinity._src.kernels.launch import on_device
 from infinity._src.kernels.triton.random import (
     INFINITY_BITS,
     bits_of,
@@ -149,17 +150,19 @@ class Launches:
         """
         kind, views = self._format, _typed(self._format, sections)
         for launch in self._launches[index]:
-            _update[(launch.programs,)](
-                *views, self._tables[launch.table :], self._tables[launch.rows :], self._hypers,
-                base,
-                MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
-                ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype,
-                GROUPS=BLOCK_NUMEL // QUANT_GROUP,
-                # Also the base: a relative address is aligned only where what it counts from is.
-                ALIGNED=launch.aligned and base % 16 == 0,
-                # No FMA: a product and the sum that follows would round once in place of twice.
-                num_warps=4, enable_fp_fusion=False,
-            )  # fmt: skip
+            with on_device(self._tables.device):
+                _update[(launch.programs,)](
+                    *views, self._tables[launch.table :], self._tables[launch.rows :], self._hypers,
+                    base,
+                    MASTER=int(kind.master), MOMENTS=int(kind.moments), COUNT=kind.count,
+                    ALGORITHM=launch.algorithm, GRAD=launch.grad_dtype,
+                    GROUPS=BLOCK_NUMEL // QUANT_GROUP,
+                    # Also the base: a relative address is aligned only where what it counts from
+                    # is.
+                    ALIGNED=launch.aligned and base % 16 == 0,
+                    # No FMA: a product and the sum that follows would round once in place of twice.
+                    num_warps=4, enable_fp_fusion=False,
+                )  # fmt: skip
 
 
 class _Launch(NamedTuple):
