@@ -101,6 +101,10 @@ def test_on_a_second_device_everything_is_made_there_and_the_users_stays_current
         ticket.wait_filled(20)
         assert all(same(target[:2], values[i][:2]) for i, target in enumerate(targets))
         assert simulation.copied()[0] > 0
+        # Also memory that the driver pins by itself, as gradients' is.
+        memory = np.zeros(4096, np.uint8)
+        driver.pin(memory.ctypes.data, memory.nbytes)
+        driver.unpin(memory.ctypes.data)
         assert simulation.contexts() == {2}
         assert simulation.current() == 1
         rig.close()
