@@ -1,5 +1,5 @@
 # make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench |
-#      convergence | hosts | ranks | slow | torch-matrix | wheel | wheels | clean
+#      convergence | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -19,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks
-.PHONY: slow torch-matrix wheel wheels clean
+.PHONY: slow torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
 
@@ -164,22 +164,14 @@ wheel: | $(BIN)/python
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m auditwheel repair --plat $(PLATFORM) \
 	    --only-plat -w dist build/wheel/*.whl
 
-# What bench/gpu.sh needs on a machine without a network, for that machine's Python; torch and
-# transformers must be there.
-PYVER  ?= 3.12
-WHEELS := cffi liburing pycparser psutil safetensors xxhash rich markdown-it-py mdurl Pygments \
-	hypothesis sortedcontainers \
-          pytest iniconfig pluggy packaging pytest-xdist execnet
-wheels: | $(BIN)/python
-	mkdir -p bench/wheels
-	$(PIP) download -q -c $(PINS) -d bench/wheels --no-deps --only-binary=:all: \
-	    --implementation cp --python-version $(PYVER) \
-	    $(foreach abi,cp$(subst .,,$(PYVER)) abi3 none,--abi $(abi)) \
-	    $(foreach tag,2_28_x86_64 2_27_x86_64 2_17_x86_64,--platform manylinux_$(tag)) \
-	    --platform manylinux2014_x86_64 --platform manylinux1_x86_64 $(WHEELS)
+# What a machine with a GPU and no network needs beside this tree, in build/gpu-bundle: wheels for
+# Python 3.10 to 3.13 and the extension. torch, triton and transformers must be there.
+# bench/README.md says how it is used.
+gpu-bundle: wheel
+	$(BIN)/python bench/gpu/bundle.py
 
 clean:
-	rm -rf build dist out bench/wheels *.egg-info .mypy_cache .ruff_cache .pytest_cache \
+	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache \
 	    .hypothesis .import_linter_cache
 	find . -path ./$(VENV) -prune -o \( -name __pycache__ -o -name '_native*.so' \) -print0 | \
 	    xargs -0 rm -rf

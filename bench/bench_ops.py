@@ -2,26 +2,25 @@
 
     python bench/bench_ops.py                           # a table
     python bench/bench_ops.py --ops update tile_matmul
-    python bench/bench_ops.py --json                    # one JSON line
-    python bench/bench_ops.py --append                  # and one line to bench/results/ops.jsonl
+    python bench/bench_ops.py --results FILE            # and a JSON line per case, as it ends
     python bench/bench_ops.py --smoke                   # tiny and fast: only shows that everything
-    runs
+    runs; with --device cpu and TRITON_INTERPRET=1 it does so without a GPU
 
 Every operation of infinity/_src/kernels/choice.py has one function here that yields its cases; to
 add one, write it and name it in `CASES`. Arms of a case take turns, round after round, on the same
 data, with the L2 cache overwritten before each; times are CUDA events', the median over the rounds.
-"ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants. There is nothing
-to measure on a CPU, where Triton runs in its interpreter.
+"ratio" is the best time of torch's arms over Triton's: what choice.MEASURED wants. On a CPU, where
+Triton runs in its interpreter, there is nothing to measure.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +37,10 @@ from infinity._src.kernels.quantize import Quantized, dequantize, quantize
 from infinity._src.kernels.update import UpdatePlan
 from infinity.aio._records import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 1 << 10}
 """Written before each measurement: more than the L2 cache of any GPU there is."""
+
+NOT_RUN = 3  # exit status
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def update(device: torch.device, smoke: bool) -> Iterator[Case]:
         grad = torch.randn(numel, device=device).to(torch.bfloat16)
 
         arms: dict[str, Callable[[], object]] = {}
-        for which in choice.IMPLEMENTATIONS if device.type == "cuda" else ("torch",):
+        for which in choice.IMPLEMENTATIONS:
             # a plan is made once a step, and holds to what was chosen then
             with choice.forced(update=which):
                 plan = UpdatePlan(
@@ -241,8 +242,12 @@ CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
 
 
 def _milliseconds(run: Callable[[], object], flush: torch.Tensor) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     flush.zero_()
+    if flush.device.type != "cuda":
+        began = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - began)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     run()
     end.record()
@@ -256,7 +261,8 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
     for run in case.arms.values():  # compiled, tuned and allocated before anything is measured
         run()
         run()
-    torch.cuda.synchronize()
+    if flush.device.type == "cuda":
+        torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in case.arms}
     for index in range(rounds):
         names = list(case.arms)
@@ -278,36 +284,38 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
     }
 
 
-def measure(names: list[str], *, rounds: int, smoke: bool) -> dict[str, Any]:
-    """Everything, as one record. A case that fails is recorded as such, and the others go on."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    rows: list[dict[str, Any]] = []
+def measure(
+    names: Sequence[str], device: torch.device, *, rounds: int, smoke: bool
+) -> Iterator[dict[str, Any]]:
+    """Each case as a record, as it was measured. A case that fails is recorded as such, and the
+    others go on."""
+    flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
     for name in names:
         for case in CASES[name](device, smoke):
             harness.note(f"{case.op}: {case.what}")
             try:
-                rows.append(measure_case(case, flush, rounds=rounds))
+                yield measure_case(case, flush, rounds=rounds)
             except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
-                harness.note(f"{case.op}, {case.what}: {type(error).__name__}: {error}")
-                rows.append(
-                    {"op": case.op, "what": case.what, "failed": f"{type(error).__name__}: {error}"}
-                )
-    return {
-        "run": harness.now(),
-        "commit": harness.commit(),
-        "machine": harness.machine(),
-        "gpu": torch.cuda.get_device_name(device),
-        "capability": list(torch.cuda.get_device_capability(device)),
-        "torch": torch.__version__,
-        "ops": rows,
-    }
+                why = f"{type(error).__name__}: {error}"
+                harness.note(f"{case.op}, {case.what}: {why}")
+                yield {"op": case.op, "what": case.what, "failed": why[:2000]}
 
 
-def show(record: Mapping[str, Any]) -> None:
-    """Print the record as a table."""
+def about(device: torch.device) -> dict[str, Any]:
+    """On what and with what it is measured."""
+    found: dict[str, Any] = {"script": "bench_ops", "run": harness.now()}
+    found |= {"commit": harness.commit(), "machine": harness.machine()}
+    on: dict[str, Any] = {"device": device.type, "torch": str(torch.__version__)}
+    if device.type == "cuda":
+        on["name"] = torch.cuda.get_device_name(device)
+        on["capability"] = list(torch.cuda.get_device_capability(device))
+    return {**found, "on": on}
+
+
+def show(record: Mapping[str, Any], found: Sequence[Mapping[str, Any]]) -> None:
+    """Print the rows as a table."""
     rows = []
-    for row in record["ops"]:
+    for row in found:
         if "failed" in row:
             rows.append([row["op"], row["what"], "failed", row["failed"], "", ""])
             continue
@@ -318,7 +326,7 @@ def show(record: Mapping[str, Any]) -> None:
             ratio = f"{row['ratio']:.2f}" if arm == "triton" else ""
             rows.append([row["op"], row["what"], arm, f"{value:.3f}", speed, ratio])
     harness.print_table(
-        f"operations on {record['gpu']}, torch {record['torch']}",
+        f"operations on {record['on'].get('name', 'the CPU')}, torch {record['on']['torch']}",
         ["operation", "case", "arm", "ms", "speed", "ratio"],
         rows,
     )
@@ -328,32 +336,32 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--ops", nargs="+", choices=list(CASES), help="default: all")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON line instead of a table"
-    )
-    parser.add_argument(
-        "--append", action="store_true", help="append the JSON line to bench/results/ops.jsonl"
-    )
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--results", type=Path, help="file to append a JSON line per case to")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes; the figures mean nothing")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        raise harness.BenchError("there is no CUDA device: the kernels are measured on a GPU only")
-    if choice.interpreted():
-        raise harness.BenchError(
-            "TRITON_INTERPRET is set: unset it, or the interpreter is what would be measured"
+    if options.device == "cuda" and not torch.cuda.is_available():
+        harness.note(
+            "NOT RUN: bench_ops: torch finds no CUDA device; --device cpu --smoke tries it"
         )
-    record = measure(
-        options.ops or list(CASES),
-        rounds=2 if options.smoke else options.rounds,
-        smoke=options.smoke,
-    )
-    if options.append:
-        harness.append_line(Path(harness.RESULTS) / "ops.jsonl", record)
-    if options.json:
-        sys.stdout.write(json.dumps(record) + "\n")
-    else:
-        show(record)
-    return 1 if any("failed" in row for row in record["ops"]) else 0
+        return NOT_RUN
+    if choice.interpreted() != (options.device == "cpu"):
+        raise harness.BenchError(
+            "on a GPU unset TRITON_INTERPRET, or the interpreter is what would be measured; "
+            "with --device cpu set TRITON_INTERPRET=1: there the interpreter is all that runs"
+        )
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    smoke = options.smoke or options.device == "cpu"
+    rounds = 2 if smoke else options.rounds
+    record, rows = about(device), []
+    for row in measure(options.ops or list(CASES), device, rounds=rounds, smoke=smoke):
+        if options.results is not None:
+            harness.append_line(options.results, {**record, **row})
+        rows.append(row)
+    show(record, rows)
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def environment(**changes: str) -> dict[str, str]:
     return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Have the kernel end this child when its parent dies, even of SIGKILL. Called between fork and
     exec."""
     if _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -192,14 +192,14 @@ def run_command(
             stderr=log,
             text=True,
             start_new_session=True,
-            preexec_fn=_die_with_parent,  # noqa: PLW1509 - safe: this process has one thread
+            preexec_fn=die_with_parent,  # noqa: PLW1509 - safe: this process has one thread
         )
         try:
             output, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired as expired:
             raise BenchError(f"{' '.join(command)} took more than {timeout_s:.0f} s") from expired
         finally:
-            _kill_group(process)
+            kill_group(process)
         if process.returncode != 0:
             log.seek(0)
             tail = (log.read() + output)[-_LOG_TAIL:]
@@ -207,7 +207,7 @@ def run_command(
         return output
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
+def kill_group(process: subprocess.Popen[str]) -> None:
     """End whatever of the group that ``process`` leads is still alive, and reap it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)

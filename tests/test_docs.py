@@ -87,6 +87,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(target), f"{name(page)}: {link}: no such heading"
 
 
+def test_what_no_gpu_has_shown_is_said_once() -> None:
+    """In README, where it is taken out when one has."""
+    others = ("CHANGELOG.md", "bench/README.md", "aio/README.md")
+    pages = [*PAGES, *(ROOT / other for other in others)]
+    found = [name(page) for page in pages for _ in re.findall(r"on a GPU yet", text_of(page))]
+    assert found == ["README.md"]
+
+
 def test_pages_to_come_have_not_come() -> None:
     written = {page for page in PAGES_TO_COME if (ROOT / page).exists()}
     assert not written, f"take {sorted(written)} out of PAGES_TO_COME"
@@ -107,7 +115,7 @@ def test_commands_exist(page: Path) -> None:
             continue
         for target in re.findall(r"^make ([a-z-]+)", code, flags=re.MULTILINE):
             assert target in targets, f"{name(page)}: there is no `make {target}`"
-        for script in re.findall(r"\b(bench/\w+\.(?:py|sh))", code):
+        for script in re.findall(r"\b(bench/[\w/]+\.(?:py|sh))", code):
             assert (ROOT / script).is_file(), f"{name(page)}: there is no {script}"
 
 

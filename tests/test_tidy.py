@@ -35,7 +35,7 @@ READ_TOO = sorted(
     path
     for pattern in (
         "native/*.[ch]", "native/*.py", "tests/**/*.c", "tests/**/*.py", "tests/**/*.md",
-        "bench/*.py", "bench/*.sh", "bench/*.md", "docs/*.md", "README.md", "Makefile",
+        "bench/*.py", "bench/gpu/*.py", "bench/*.md", "docs/*.md", "README.md", "Makefile",
         "pyproject.toml", ".ci/*",
     )
     for path in ROOT.glob(pattern)

@@ -3,8 +3,8 @@ measurement of the moment.
 
     forced      INFINITY_OPS="triton", "torch", or "group_quantize=triton,tile_matmul=torch";
                 `forced(...)` inside a block
-    measured    MEASURED: the figures of `bench/gpu.sh` for a kind of device, beside torch's best,
-                written down here by hand
+    measured    MEASURED: the figures of `bench/gpu/f10_operations.py` for a kind of device, beside
+                torch's best, written down here by hand
     else        torch
 
 The choice is part of the numerics where the two do not round alike (it is recorded, and `infinity

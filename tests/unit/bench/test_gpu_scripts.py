@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,17 +21,15 @@ pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[3]
 BENCH = ROOT / "bench"
+GPU = BENCH / "gpu"
 NAMES = (
-    "gpu_arm",
-    "gpu_copy",
-    "gpu_device",
-    "gpu_largest_linear",
-    "gpu_table",
-    "gpu_train",
-    "harness",
-    "meter",
-    "r1",
-    "drive",
+    *(path.stem for path in GPU.glob("*.py")),
+    *("bench_ops", "drive", "harness", "meter", "r1"),
+)
+COMMANDS = (
+    *("f01_smoke", "f02_first_training", "f03_late_gpu", "f04_sanitizer", "f05_gpu_tests"),
+    *("f06_kernels", "f07_update_on_device", "f08_train", "f09_copies_and_linear"),
+    "f10_operations",
 )
 TINY = {"hidden": 64, "layers": 2, "vocab": 256, "tokens": 16}
 
@@ -42,6 +39,7 @@ def bench() -> Iterator[Any]:
     """Gives a script by its name, imported as scripts import each other."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCH))
+        patch.syspath_prepend(str(GPU))
         yield importlib.import_module
     for name in NAMES:
         sys.modules.pop(name, None)
@@ -52,8 +50,8 @@ def bench() -> Iterator[Any]:
 
 def test_copies_are_timed_beside_plain_ones_and_their_bytes_are_the_models(bench: Any) -> None:
     found = {
-        way: bench("gpu_copy").measure(way, "cpu", side=64, layers=3, rounds=2)
-        for way in bench("gpu_copy").WAYS
+        way: bench("copies").measure(way, "cpu", side=64, layers=3, rounds=2)
+        for way in bench("copies").WAYS
     }
     size = 3 * 64 * 64 * 2
     assert [found[way]["bytes"] for way in found] == [[size, 0], [0, size], [size, size]]
@@ -64,14 +62,14 @@ def test_a_plain_copy_is_charged_for_the_bytes_that_were_asked_for(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces are whole; what is moved too much or too little is taken out of the time."""
-    device = bench("gpu_device")
+    device = bench("accelerator")
     copies, ticks = device.PlainCopies("cpu", piece_bytes=100), iter([10.0, 14.0])
     monkeypatch.setattr(device.time, "perf_counter", lambda: next(ticks))
     assert copies.seconds(to_bytes=250.0, from_bytes=0.0) == 4.0 * 250 / 200
 
 
 def test_arms_start_from_the_same_loss_and_go_down(bench: Any) -> None:
-    arm, workload = bench("gpu_arm"), bench("r1").Workload(**TINY)
+    arm, workload = bench("train_arm"), bench("r1").Workload(**TINY)
     asked = {"rows": 2, "warmup": 1, "steps": 3}
     losses = []
     makers = (
@@ -98,7 +96,7 @@ def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_pat
     results = tmp_path / "results.jsonl"
     command = [
         sys.executable,
-        str(BENCH / "gpu_train.py"),
+        str(GPU / "train.py"),
         "--device",
         "cpu",
         "--dir",
@@ -121,7 +119,7 @@ def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_pat
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     (row,) = [row for row in rows if "tokens_per_s" in row]
-    plan = bench("gpu_train").Plan("cpu", "tiny", TINY, {}, 0.0)
+    plan = bench("train").Plan("cpu", "tiny", TINY, {}, 0.0)
     assert (
         row["model_flops"]
         == plan.flops(32)
@@ -130,13 +128,13 @@ def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_pat
     assert row["mfu"] == pytest.approx(row["model_flops"] / row["steady_s"] / row["peak_flops"])
     assert [one["failed"] for one in rows if one["arm"] == "deepspeed"] == ["is not installed"]
     assert list(tmp_path.iterdir()) == [results]  # swap is gone
-    page = bench("gpu_table").make(results, [])
+    page = bench("table").make(results)
     assert f"| tiny | 0.00 | cpu | 32 | {row['steady_s']:.2f} |" in page
     assert "is not installed" in page
 
 
 def test_an_arm_that_ends_is_recorded_with_its_last_words(bench: Any) -> None:
-    train = bench("gpu_train")
+    train = bench("train")
     plan = train.Plan("cpu", "tiny", TINY, {"params": "nowhere"}, 0.0)
     process = train.Process(plan, "cpu")
     try:
@@ -149,13 +147,13 @@ def test_an_arm_that_ends_is_recorded_with_its_last_words(bench: Any) -> None:
 def test_a_linear_that_does_not_fit_ram_ends_the_search(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = bench("gpu_largest_linear")
+    linear = bench("largest_linear")
     until_s = time.monotonic() + 60
-    (first, second) = linear.search(1, "cpu", first=64, width_max=128, until_s=until_s)
+    first, second = linear.search(1, "cpu", first=64, width_max=128, until_s=until_s)
     assert first["failed"] == second["failed"] == ""
     assert (first["params"], second["params"]) == (4 * 64 * 64 + 256, 4 * 128 * 128 + 512)
     monkeypatch.setattr(linear, "memory_left_bytes", lambda: 1 << 20)
-    found = linear.search(1, "cpu", first=64, width_max=1 << 20, until_s=until_s)
+    found = list(linear.search(1, "cpu", first=64, width_max=1 << 20, until_s=until_s))
     assert [one["width"] for one in found] == [64, 128]
     assert found[-1]["failed"].startswith("RAM")
 
@@ -163,7 +161,7 @@ def test_a_linear_that_does_not_fit_ram_ends_the_search(
 def test_a_linear_that_the_engine_refuses_is_recorded(
     bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    linear = bench("gpu_largest_linear")
+    linear = bench("largest_linear")
     real = linear.inf.Policy
     monkeypatch.setattr(
         linear.inf, "Policy", lambda **values: real(**values, ram="1KiB"), raising=False
@@ -182,7 +180,7 @@ def test_a_linear_that_the_engine_refuses_is_recorded(
 def test_no_plan_takes_more_than_there_is(
     bench: Any, arm: str, shape: str, ram: float, disk: float
 ) -> None:
-    train = bench("gpu_train")
+    train = bench("train")
     budget = train.Budget(ram, disk, 0.0)
     plan = train.plan_arm(arm, shape, 2048, Path("/swap"), budget)
     if plan.why_not:
@@ -199,7 +197,7 @@ def test_no_plan_takes_more_than_there_is(
 
 
 def test_the_largest_model_grows_with_ram_and_drive(bench: Any) -> None:
-    train = bench("gpu_train")
+    train = bench("train")
     sizes = []
     for ram, disk in ((64e9, 0.0), (128e9, 0.0), (128e9, 50e9)):
         sizes.append(
@@ -214,30 +212,48 @@ def test_the_largest_model_grows_with_ram_and_drive(bench: Any) -> None:
 
 # -- what is shown ---------------------------------------------------------------------------------
 
-JUNIT = """<testsuites><testsuite>
-<testcase name="good"/><testcase name="left_out"><skipped/></testcase>
-<testcase name="bad[cuda]"><failure message="assert 1 | 2"/></testcase></testsuite></testsuites>"""
-
 
 def test_the_table_names_what_failed_and_survives_a_broken_line(bench: Any, tmp_path: Path) -> None:
-    results, junit = tmp_path / "results.jsonl", tmp_path / "tests.xml"
-    ends = [("build", 1), ("build", 0), ("tests", 1), ("train", 124)]
-    lines = [
-        json.dumps({"script": "stage", "name": name, "status": status, "seconds": 3})
-        for name, status in ends
+    results = tmp_path / "results.jsonl"
+    begun = {"script": "command", "device": "cuda", "run": "now"}
+    steps = [("a/build", 1), ("a/build", 0), ("a/tests", 1), ("a/train", 124), ("a/sanitizer", 3)]
+    tests = [("good", "began"), ("good", "passed"), ("bad[cuda]", "failed"), ("hung", "began")]
+    about = {"script": "tests", "suite": "s", "why": "assert 1 | 2"}
+    records: list[dict[str, Any]] = [
+        {**begun, "name": "f01", "state": "began"},
+        {**begun, "name": "f01", "state": "ended", "status": 0},
+        {**begun, "name": "f02", "state": "began"},
+        *({"script": "stage", "name": name, "status": end, "seconds": 3} for name, end in steps),
+        *({**about, "test": name, "outcome": end} for name, end in tests),
     ]
-    results.write_text("\n".join([*lines, '{"script": "gpu_co']))
-    junit.write_text(JUNIT)
-    page = bench("gpu_table").make(results, [junit, tmp_path / "none.xml"])
+    lines = [json.dumps(record) for record in records]
+    results.write_text("\n".join([*lines, '{"script": "copi']))
+    page = bench("table").make(results)
     for part in (
-        "| build | ok | 3 |",
-        "| tests | FAILED (1) | 3 |",
-        "| train | out of time | 3 |",
-        "| tests | 1 | 1 | 1 |",
-        "| `bad[cuda]` | assert 1 \\| 2 |",
+        "| f01 | cuda | now | ok |",
+        "| f02 | cuda | now | CUT OFF |",
+        "| a/build | ok | 3 |",
+        "| a/tests | FAILED (1) | 3 |",
+        "| a/train | out of time | 3 |",
+        "| a/sanitizer | NOT RUN | 3 |",
+        "| s | 1 | 1 | 0 | 1 |",
+        "| `bad[cuda]` | s | assert 1 \\| 2 |",
+        "| `hung` | s | it began, and has no end |",
     ):
         assert part in page, page
-    assert page.count("| build |") == 1  # the last run of a stage
+    assert page.count("| a/build |") == 1  # the last run of a step
+
+
+def test_the_entries_of_measured_are_the_least_ratios(bench: Any) -> None:
+    on = {"capability": [9, 0]}
+    rows: list[dict[str, Any]] = [
+        {"op": "update", "on": on, "ratio": 1.5},
+        {"op": "update", "on": on, "ratio": 1.25},
+        {"op": "tile_matmul", "on": on, "ratio": 3.0},
+        {"op": "tile_matmul", "on": on, "failed": "no"},
+        {"op": "group_quantize", "on": {}, "ratio": 2.0},  # the CPU's interpreter
+    ]
+    assert bench("table").measured(rows) == ['("update", (9, 0)): 1.25,']
 
 
 def test_ratios_are_taken_round_by_round(bench: Any) -> None:
@@ -247,59 +263,21 @@ def test_ratios_are_taken_round_by_round(bench: Any) -> None:
         for arm, rates in (("nvme", (10.0, 30.0)), ("fsdp2", (5.0, 10.0)))
         for number, rate in enumerate(rates)
     ]
-    assert bench("gpu_table").beside_fsdp2(rows, rows[0]) == [2.0, 3.0]
-    assert bench("gpu_table").beside_fsdp2(rows, rows[2]) == []
+    assert bench("table").beside_fsdp2(rows, rows[0]) == [2.0, 3.0]
+    assert bench("table").beside_fsdp2(rows, rows[2]) == []
 
 
-@pytest.mark.parametrize(
-    ("stage", "device", "why"),
-    [("nothing", "cpu", "no stage nothing"), ("build", "cuda", "CUDA device")],
-)
-def test_the_script_says_what_is_wrong_before_it_begins(
-    stage: str, device: str, why: str, tmp_path: Path
-) -> None:
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    place = {
-        "DEVICE": device,
-        "PYTHON": sys.executable,
-        "OUT": str(tmp_path / "out"),
-        "SWAP": str(tmp_path / "swap"),
-    }
-    command = ["bash", str(BENCH / "gpu.sh"), stage]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **place},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert why in done.stderr
-
-
-def test_a_stage_without_time_is_named_in_the_table_and_the_others_are_not_lost(
-    tmp_path: Path,
-) -> None:
-    place = {
-        "DEVICE": "cpu",
-        "PYTHON": sys.executable,
-        "OUT": str(tmp_path / "out"),
-        "SWAP": str(tmp_path / "swap"),
-        "TOTAL_S": "0",
-    }
-    command = ["bash", str(BENCH / "gpu.sh"), "linear", "copy"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, **place},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 1
-    page = (tmp_path / "out" / "table.md").read_text()
-    assert "| linear | out of time |" in page
-    assert "| copy | out of time |" in page
-    assert not (tmp_path / "swap").exists()
+def test_the_gaps_between_copies_are_those_of_one_direction(bench: Any) -> None:
+    copy = {"cat": "gpu_memcpy", "args": {"bytes": 1 << 20}, "dur": 10.0}
+    events = [
+        {**copy, "name": "Memcpy HtoD (Pinned -> Device)", "ts": start}
+        for start in (0.0, 15.0, 125.0)
+    ]
+    events.append({**copy, "name": "Memcpy DtoH (Device -> Pinned)", "ts": 3.0})
+    found = bench("profile_steps").gaps([*events, {"cat": "kernel", "name": "k", "ts": 0.0}])
+    assert found["HtoD"]["copies"] == 3
+    assert found["HtoD"]["mean_kib"] == 1024
+    assert found["HtoD"]["busy_share"] == round(30 / 135, 3)
+    assert found["HtoD"]["gaps_below_50_us_s"] == round(5e-6, 4)
+    assert found["HtoD"]["gaps_above_s"] == round(100e-6, 4)
+    assert found["DtoH"]["copies"] == 1

@@ -7,7 +7,9 @@
 The model is a stack of large square matrices and its batch one row, so computing takes next to
 nothing: a matrix that takes 2.4 ms to arrive at 55 GB/s is multiplied in 0.1. Beside each the same
 bytes go between pinned torch tensors and the device. Bytes are those that `stats()` counted where
-it does, else those of the parameters.
+it does, else those of the parameters. An optimizer holds the parameters, as in a training: the
+gradients of others wait in memory of their own, which is not pinned. That all gradients do rest in
+pinned memory is asked of the driver before anything is recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_device
+import accelerator
 import harness
 import torch
 from torch import nn
@@ -62,6 +64,7 @@ class Way:
         where = {"device": "cuda"} if device == "cuda" else {}
         self.model = inf.offload(model, inf.Policy(params=tier, optim="cpu", **where), load=fill)
         self.handle = inf.handle(self.model)
+        self.optimizer = inf.SGD(self.model.parameters(), lr=1e-4)
         self.row = torch.ones(1, side, device=device, dtype=torch.bfloat16, requires_grad=True)
         self.param_bytes = 2 * side * side * layers
 
@@ -76,20 +79,44 @@ class Way:
             before = self._counted()
             taken = self._timed(lambda: output.sum().backward())
             expected = (0 if self.way == "from the device" else self.param_bytes, self.param_bytes)
-            self.model.zero_grad()
+            self._check_pinned()
+            self.optimizer.zero_grad()
         counted = tuple(now - then for now, then in zip(self._counted(), before, strict=True))
         to_bytes, from_bytes = counted if any(counted) else expected
         return taken, to_bytes, from_bytes
+
+    def _check_pinned(self) -> None:
+        """Raise BenchError where a gradient waits in pageable memory: its copy would be another."""
+        loose = sum(not self._is_pinned(tensor) for tensor in self._gradients())
+        if loose:
+            raise harness.BenchError(
+                f"{loose} of the gradients rest in pageable memory: what was timed is no copy over "
+                "the bus alone"
+            )
+
+    def _gradients(self) -> list[torch.Tensor]:
+        """The memory in which gradients wait."""
+        params = [param for unit in self.handle.units for param in unit.params]
+        return [param.grad.tensor for param in params if param.grad is not None]
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        driver = self.handle.parts.split.device.driver
+        if driver is None:
+            return True  # the CPU copies to any memory alike
+        if self.device == "cuda":
+            return tensor.is_pinned()  # cudaPointerGetAttributes
+        first, last = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        return any(low <= first and last <= low + size for low, size in driver._pinned.items())
 
     def _forward(self) -> None:
         with torch.no_grad():
             self.model(self.row)
 
     def _timed(self, action: Callable[[], Any]) -> float:
-        gpu_device.synchronise(self.device)
+        accelerator.synchronise(self.device)
         began = time.perf_counter()
         action()
-        gpu_device.synchronise(self.device)
+        accelerator.synchronise(self.device)
         return time.perf_counter() - began
 
     def _counted(self) -> tuple[int, int]:
@@ -99,13 +126,13 @@ class Way:
     def close(self) -> None:
         """Free all."""
         self.handle.close()
-        gpu_device.clear(self.device)
+        accelerator.clear(self.device)
 
 
 def measure(way: str, device: str, *, side: int, layers: int, rounds: int) -> dict[str, Any]:
     """Rounds of one direction, in each the engine and plain copies of the same bytes; the first is
     not counted. Blocks."""
-    through, plain = Way(way, device, side, layers), gpu_device.PlainCopies(device)
+    through, plain = Way(way, device, side, layers), accelerator.PlainCopies(device)
     ratios, rates = [], []
     try:
         for number in range(rounds + 1):
@@ -135,7 +162,7 @@ def size_of(device: str, side: int) -> int:
     """Layers: as many as make 4 GiB, less where the device or RAM is small."""
     if device == "cpu":
         return 6
-    room = min(4 << 30, gpu_device.memory_bytes(device) // 4, memory_left_bytes() // 8)
+    room = min(4 << 30, accelerator.memory_bytes(device) // 4, memory_left_bytes() // 8)
     return max(int(room // (2 * side * side)), 6)
 
 
@@ -156,24 +183,24 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    gpu_device.add_arguments(parser)
+    accelerator.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
     parser.add_argument("--side", type=int, help="of a matrix (8192 on a GPU: 128 MiB)")
     args = parser.parse_args()
-    gpu_device.check(args.device)
-    side = args.side or (8192 if args.device == "cuda" else 128)
-    layers = size_of(args.device, side)
     rows = []
-    for way in WAYS:
-        gpu_device.note(f"{way}: {layers} matrices of {side}²")
-        row = measure(way, args.device, side=side, layers=layers, rounds=args.rounds)
-        gpu_device.record(
-            "gpu_copy", args.device, {"side": side, "layers": layers, **row}, args.results
-        )
-        rows.append(row)
+    with accelerator.computing(args.device) as device:
+        side = args.side or (8192 if device == "cuda" else 128)
+        layers = size_of(device, side)
+        for way in WAYS:
+            accelerator.note(f"{way}: {layers} matrices of {side}²")
+            row = measure(way, device, side=side, layers=layers, rounds=args.rounds)
+            accelerator.record(
+                "copies", args.device, {"side": side, "layers": layers, **row}, args.results
+            )
+            rows.append(row)
     show(rows)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(gpu_device.main(main))
+    sys.exit(accelerator.main(main))

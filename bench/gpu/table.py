@@ -1,5 +1,5 @@
-"""Makes one Markdown table of what `bench/gpu.sh` left: stages, tests, copies, operations,
-training, the largest linear."""
+"""Makes one Markdown table of what the commands left in results.jsonl: commands and their steps,
+tests, the probe, copies, operations, training, the largest linear."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import argparse
 import json
 import statistics
 import sys
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 GIB = float(1 << 30)
 Record = dict[str, Any]
+ENDS = {0: "ok", 3: "NOT RUN", 124: "out of time", 137: "out of time"}
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -46,47 +46,103 @@ def newest(records: Sequence[Record], key: Callable[[Record], Any]) -> list[Reco
     return list({key(record): record for record in records}.values())
 
 
-def stages(records: Sequence[Record]) -> list[str]:
-    """Return the table of stages: name, time, end."""
-    mine = newest([one for one in records if one.get("script") == "stage"], lambda one: one["name"])
-    ends = {0: "ok", 124: "out of time", 137: "out of time"}
+def commands(records: Sequence[Record]) -> list[str]:
+    """How each command ended; one that has no end was cut off."""
+    mine = newest(
+        [one for one in records if one.get("script") == "command"], lambda one: one["name"]
+    )
     return table(
-        "Stages",
-        ("stage", "end", "s"),
+        "Commands",
+        ("command", "device", "begun", "end"),
         [
-            (one["name"], ends.get(one["status"], f"FAILED ({one['status']})"), str(one["seconds"]))
+            (
+                one["name"],
+                one["device"],
+                one["run"],
+                ENDS.get(one["status"], "FAILED") if one["state"] == "ended" else "CUT OFF",
+            )
             for one in mine
         ],
     )
 
 
-def tests(files: Sequence[Path]) -> list[str]:
-    """Counts, and what failed, by name."""
-    rows, failed = [], []
-    for file in files:
-        if not file.is_file() or not file.stat().st_size:
-            continue
-        cases = list(ElementTree.parse(file).iter("testcase"))
-        kinds = {
-            kind: [case for case in cases if case.find(kind) is not None]
-            for kind in ("failure", "error", "skipped")
-        }
-        bad = kinds["failure"] + kinds["error"]
-        passed = len(cases) - len(bad) - len(kinds["skipped"])
-        rows.append((file.stem, str(passed), str(len(bad)), str(len(kinds["skipped"]))))
-        for case in bad:
-            found = next(part for part in case if part.tag in ("failure", "error"))
-            failed.append((f"`{case.get('name')}`", (found.get("message") or "").strip()[:160]))
-    return table("Tests", ("suite", "passed", "failed", "skipped"), rows) + table(
-        "Failed", ("test", "why"), failed
+def stages(records: Sequence[Record]) -> list[str]:
+    """Return the table of steps: name, time, end."""
+    mine = newest([one for one in records if one.get("script") == "stage"], lambda one: one["name"])
+    return table(
+        "Steps",
+        ("step", "end", "s", "found"),
+        [
+            (
+                one["name"],
+                ENDS.get(one["status"], f"FAILED ({one['status']})"),
+                str(one["seconds"]),
+                "; ".join(one.get("found", ()))[:300],
+            )
+            for one in mine
+        ],
     )
+
+
+def tests(records: Sequence[Record]) -> list[str]:
+    """Counts by suite, and what failed or has no end, by name."""
+    mine = newest(
+        [one for one in records if one.get("script") == "tests"],
+        lambda one: (one["suite"], one["test"]),
+    )
+    rows, failed = [], []
+    for suite in dict.fromkeys(one["suite"] for one in mine):
+        ends = [one["outcome"] for one in mine if one["suite"] == suite]
+        counts = [str(ends.count(end)) for end in ("passed", "failed", "skipped", "began")]
+        rows.append((suite, *counts))
+    for one in mine:
+        if one["outcome"] == "failed":
+            failed.append((f"`{one['test']}`", one["suite"], one.get("why", "")[:200]))
+        elif one["outcome"] == "began":
+            failed.append((f"`{one['test']}`", one["suite"], "it began, and has no end"))
+    columns = ("suite", "passed", "failed", "skipped", "did not end")
+    return table("Tests", columns, rows) + table("Failed", ("test", "suite", "why"), failed)
+
+
+def probes(records: Sequence[Record]) -> list[str]:
+    """What the probe found."""
+    mine = newest([one for one in records if one.get("script") == "probe"], lambda one: one["part"])
+    rows, copied = [], []
+    for one in mine:
+        rows += [
+            (one["part"], kind.replace("_", " "), str(one[kind])[:200])
+            for kind in ("failed", "not_run")
+            if kind in one
+        ]
+        for name, value in one.get("found", {}).items():
+            if name != "rows":
+                text = f"{value:.4g}" if isinstance(value, float) else str(value)
+                rows.append((one["part"], name, text))
+        copied += one.get("found", {}).get("rows", [])
+    columns = ("way", "piece_kib", "in_flight", "gbps", "us_per_copy", "us_per_wait")
+    return table("Probe", ("part", "", "found"), rows) + table(
+        "The driver's copies",
+        ("way", "KiB", "in flight", "GB/s", "µs each", "µs of a wait"),
+        [tuple(str(row[name]) for name in columns) for row in copied],
+    )
+
+
+def profiles(records: Sequence[Record]) -> list[str]:
+    """What copies did in the profile."""
+    mine = [one for one in records if one.get("script") == "profile_steps"][-1:]
+    names = ("copies", "mean_kib", "busy_share", "gbps_while_busy", "gap_us_median")
+    rows = [
+        (way, *(str(figures[name]) for name in names))
+        for one in mine
+        for way, figures in one["ways"].items()
+    ]
+    columns = ("", "copies", "mean KiB", "busy", "GB/s while busy", "median gap, µs")
+    return table("Copies of two steps, by torch's profiler", columns, rows)
 
 
 def copies(records: Sequence[Record]) -> list[str]:
     """The engine beside plain copies."""
-    mine = newest(
-        [one for one in records if one.get("script") == "gpu_copy"], lambda one: one["way"]
-    )
+    mine = newest([one for one in records if one.get("script") == "copies"], lambda one: one["way"])
     return table(
         "Copies: the engine beside plain pinned copies (aim 0.95)",
         ("", "engine GB/s", "plain GB/s", "ratio", "least–most"),
@@ -104,33 +160,43 @@ def copies(records: Sequence[Record]) -> list[str]:
 
 
 def operations(records: Sequence[Record]) -> list[str]:
-    """Triton's kernels beside torch's best."""
+    """Triton's kernels beside torch's best, and what choice.MEASURED is to say of them."""
     rows = []
-    for record in records:
-        for one in record.get("ops", ()):
-            if "failed" in one:
-                rows.append((one["op"], one["what"], "failed", one["failed"][:80], ""))
-                continue
-            times = ", ".join(f"{arm} {value:.3f}" for arm, value in one["ms"].items())
-            speed = one.get("tflop_per_s") or one["gb_per_s"]
-            unit = "TFLOP/s" if one.get("tflop_per_s") else "GB/s"
-            rows.append(
-                (
-                    one["op"],
-                    one["what"],
-                    times,
-                    f"{speed['triton']:.0f} {unit}",
-                    f"{one['ratio']:.2f}",
-                )
-            )
-    return table(
-        "Operations", ("operation", "case", "ms", "Triton's speed", "torch's best ÷ Triton"), rows
+    mine = newest(
+        [one for one in records if one.get("script") == "bench_ops"],
+        lambda one: (one["op"], one["what"]),
     )
+    for one in mine:
+        if "failed" in one:
+            rows.append((one["op"], one["what"], "failed", one["failed"][:80], ""))
+            continue
+        times = ", ".join(f"{arm} {value:.3f}" for arm, value in one["ms"].items())
+        unit = "TFLOP/s" if one["tflop_per_s"] else "GB/s"
+        speed = (one["tflop_per_s"] or one["gb_per_s"])["triton"]
+        rows.append((one["op"], one["what"], times, f"{speed:.0f} {unit}", f"{one['ratio']:.2f}"))
+    columns = ("operation", "case", "ms", "Triton's speed", "torch's best ÷ Triton")
+    entries = measured(mine)
+    block = ["For `choice.MEASURED` (the least ratio of an operation's cases):", ""]
+    block += ["```python", *entries, "```", ""]
+    return table("Operations", columns, rows) + (block if entries else [])
+
+
+def measured(mine: Sequence[Record]) -> list[str]:
+    """Entries of choice.MEASURED: of an operation all of whose cases ran on a GPU, the least
+    ratio, since one implementation is chosen for all sizes."""
+    entries = []
+    for op in dict.fromkeys(one["op"] for one in mine if "capability" in one["on"]):
+        cases = [one for one in mine if one["op"] == op]
+        if all("ratio" in one for one in cases):
+            capability = tuple(cases[-1]["on"]["capability"])
+            least = min(one["ratio"] for one in cases)
+            entries.append(f'("{op}", {capability}): {least:.2f},')
+    return entries
 
 
 def training(records: Sequence[Record]) -> list[str]:
     """The best round of each arm at each number of tokens, and what did not run."""
-    mine = [one for one in records if one.get("script") == "gpu_train"]
+    mine = [one for one in records if one.get("script") == "train"]
     best: dict[tuple[Any, ...], Record] = {}
     for one in mine:
         key = (one["size"], one["arm"], one.get("tokens"))
@@ -211,7 +277,7 @@ def beside_fsdp2(mine: Sequence[Record], one: Record) -> list[float]:
 
 def linears(records: Sequence[Record]) -> list[str]:
     """For each number of tiles the largest that trained, and what ended the search."""
-    mine = [one for one in records if one.get("script") == "gpu_largest_linear"]
+    mine = [one for one in records if one.get("script") == "largest_linear"]
     rows = []
     for tiles in dict.fromkeys(one["tiles"] for one in mine):
         good = [one for one in mine if one["tiles"] == tiles and not one["failed"]]
@@ -267,14 +333,17 @@ def heading(records: Sequence[Record]) -> list[str]:
     return [*lines, ""]
 
 
-def make(results: Path, junit: Sequence[Path]) -> str:
+def make(results: Path) -> str:
     """The whole page."""
     records = read(results)
     parts = (
         heading(records),
+        commands(records),
         stages(records),
-        tests(junit),
+        tests(records),
+        probes(records),
         copies(records),
+        profiles(records),
         operations(records),
         training(records),
         linears(records),
@@ -285,9 +354,8 @@ def make(results: Path, junit: Sequence[Path]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("results", type=Path, help="file of JSON lines")
-    parser.add_argument("--junit", type=Path, nargs="*", default=[], help="pytest's files")
     args = parser.parse_args()
-    sys.stdout.write(make(args.results, args.junit))
+    sys.stdout.write(make(args.results))
     return 0
 
 

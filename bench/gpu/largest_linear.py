@@ -13,9 +13,10 @@ import argparse
 import gc
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import gpu_device
+import accelerator
 import harness
 import torch
 from torch import nn
@@ -58,9 +59,9 @@ def train(width: int, tiles: int, device: str) -> dict[str, Any]:
     with torch.device("meta"):
         model = Mlp(width)
     if tiles > 1:
-        inf.tile_linears(model, tiles=tiles)  # type: ignore[attr-defined]
+        inf.tile_linears(model, tiles=tiles)
     where = {"device": "cuda"} if device == "cuda" else {}
-    gpu_device.clear(device)
+    accelerator.clear(device)
     began = time.perf_counter()
     inf.offload(model, inf.Policy(params="cpu", optim="cpu", **where), load=fill)
     handle = inf.handle(model)
@@ -75,12 +76,12 @@ def train(width: int, tiles: int, device: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
         handle.flush()
-        gpu_device.synchronise(device)
+        accelerator.synchronise(device)
         return {
             "setup_s": setup_s,
             "step_s": (time.perf_counter() - began) / 2,
             "loss": float(loss.detach()),
-            "peak_bytes": gpu_device.peak_bytes(device),
+            "peak_bytes": accelerator.peak_bytes(device),
             "params": handle.stats().params,
             "gathered_bytes": handle.stats().gathered_bytes_peak,
         }
@@ -100,47 +101,60 @@ def attempt(width: int, tiles: int, device: str) -> dict[str, Any]:
         why = f"refused: {str(error).splitlines()[0]}"
     # Out of the handlers: a traceback holds the frames, and their tensors, of what failed.
     gc.collect()
-    gpu_device.clear(device)
+    accelerator.clear(device)
     return {"failed": why}
 
 
 def search(
     tiles: int, device: str, *, first: int, width_max: int, until_s: float
-) -> list[dict[str, Any]]:
-    """Twice as many parameters at a time, until one does not train."""
-    found: list[dict[str, Any]] = []
+) -> Iterator[dict[str, Any]]:
+    """Twice as many parameters at a time, until one does not train; each as it was tried."""
     width = first
     while width <= width_max and time.monotonic() < until_s:
-        parameters = 4 * width * width
-        if BYTES_PER_PARAM * parameters > 0.9 * memory_left_bytes():
-            found.append(
-                {
-                    "width": width,
-                    "tiles": tiles,
-                    "failed": "RAM: not tried, it would not hold the states",
-                }
-            )
-            break
-        found.append(
-            {
-                "width": width,
-                "tiles": tiles,
-                "parameters": parameters,
-                **attempt(width, tiles, device),
-            }
-        )
-        gpu_device.note(f"{tiles} tiles, width {width}: {found[-1]['failed'] or 'trains'}")
-        if found[-1]["failed"]:
-            break
+        found: dict[str, Any] = {"width": width, "tiles": tiles, "parameters": 4 * width * width}
+        if BYTES_PER_PARAM * found["parameters"] > 0.9 * memory_left_bytes():
+            found["failed"] = "RAM: not tried, it would not hold the states"
+        else:
+            found |= attempt(width, tiles, device)
+        accelerator.note(f"{tiles} tiles, width {width}: {found['failed'] or 'trains'}")
+        yield found
+        if found["failed"]:
+            return
         width = round(width * 2**0.5 / 256) * 256 if width >= 1024 else 2 * width
-    return found
+
+
+def show(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> None:
+    """For people."""
+    lines = []
+    for tiles in dict.fromkeys(row["tiles"] for row in rows):
+        mine = [row for row in rows if row["tiles"] == tiles]
+        good = [row for row in mine if not row["failed"]]
+        ended = next((row["failed"] for row in mine if row["failed"]), "time or the largest width")
+        figures = ["none", "", "", "", ""]
+        if good:
+            one = good[-1]
+            figures = [
+                f"{one['width']} -> {4 * one['width']}",
+                f"{one['parameters'] / 1e6:.0f} M",
+                f"{one['peak_bytes'] / 2**20:.0f}",
+                f"{one['gathered_bytes'] / 2**20:.0f}",
+                f"{one['step_s']:.2f}",
+            ]
+        lines.append((str(tiles), *figures, ended[:60]))
+    harness.print_table(
+        f"The largest linear within {args.limit:g} GiB of GPU memory"
+        if args.device == "cuda"
+        else "A linear, whole and tiled",
+        ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"),
+        lines,
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    gpu_device.add_arguments(parser)
+    accelerator.add_arguments(parser)
     parser.add_argument("--tiles", default="1,4,16", help="with commas between (%(default)s)")
     parser.add_argument(
         "--limit",
@@ -157,54 +171,28 @@ def main() -> int:
         help="after which nothing new is begun (%(default)s)",
     )
     args = parser.parse_args()
-    gpu_device.check(args.device)
-    first, width_max = (4096, 1 << 20) if args.device == "cuda" else (128, 256)
-    if args.device == "cuda":
-        # The context and what it loads are not tensors, and are not counted.
-        torch.cuda.set_per_process_memory_fraction(
-            min(args.limit * 2**30 / gpu_device.memory_bytes("cuda"), 1.0)
-        )
-    began, counts, rows = time.monotonic(), [int(text) for text in args.tiles.split(",")], []
-    for index, tiles in enumerate(counts):
-        if tiles > 1 and not hasattr(inf, "tile_linears"):
-            gpu_device.note("this version has no tile_linears")
-            continue
-        until_s = began + args.seconds * (index + 1) / len(counts)
-        found = search(
-            tiles,
-            args.device,
-            first=args.first or first,
-            width_max=args.width_max or width_max,
-            until_s=until_s,
-        )
-        for row in found:
-            limit = {"limit_gib": args.limit} if args.device == "cuda" else {}
-            gpu_device.record("gpu_largest_linear", args.device, {**row, **limit}, args.results)
-        good = [row for row in found if not row["failed"]]
-        ended = next((row["failed"] for row in found if row["failed"]), "time or the largest width")
-        rows.append((tiles, good[-1] if good else None, ended))
-    harness.print_table(
-        f"The largest linear within {args.limit:g} GiB of GPU memory"
-        if args.device == "cuda"
-        else "A linear, whole and tiled",
-        ("tiles", "largest", "parameters", "peak MiB", "gathered MiB", "s/step", "ended by"),
-        [
-            (
-                str(tiles),
-                f"{one['width']} -> {4 * one['width']}",
-                f"{one['parameters'] / 1e6:.0f} M",
-                f"{one['peak_bytes'] / 2**20:.0f}",
-                f"{one['gathered_bytes'] / 2**20:.0f}",
-                f"{one['step_s']:.2f}",
-                ended[:60],
+    with accelerator.computing(args.device) as device:
+        first, width_max = (4096, 1 << 20) if device == "cuda" else (128, 256)
+        limit = {"limit_gib": args.limit} if device == "cuda" else {}
+        if device == "cuda":
+            # The context and what it loads are not tensors, and are not counted.
+            torch.cuda.set_per_process_memory_fraction(
+                min(args.limit * 2**30 / accelerator.memory_bytes("cuda"), 1.0)
             )
-            if one
-            else (str(tiles), "none", "", "", "", "", ended[:60])
-            for tiles, one, ended in rows
-        ],
-    )
-    return 0 if any(one for _, one, _ in rows) else 1
+        began, counts, rows = time.monotonic(), [int(part) for part in args.tiles.split(",")], []
+        for index, tiles in enumerate(counts):
+            for row in search(
+                tiles,
+                device,
+                first=args.first or first,
+                width_max=args.width_max or width_max,
+                until_s=began + args.seconds * (index + 1) / len(counts),
+            ):
+                accelerator.record("largest_linear", args.device, {**row, **limit}, args.results)
+                rows.append(row)
+    show(args, rows)
+    return 0 if any(not row["failed"] for row in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(gpu_device.main(main))
+    sys.exit(accelerator.main(main))

@@ -38,10 +38,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import accelerator
 import drive
-import gpu_device
 import harness
 import r1
+from bench_path import HERE
 
 from infinity._src.memory.ledger import memory_left_bytes
 
@@ -165,10 +166,11 @@ class Process:
 
     def __init__(self, plan: Plan, device: str) -> None:
         self.plan = plan
+        self._ready = False
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - closed with the process
         command = [
             sys.executable,
-            str(harness.BENCH / "gpu_arm.py"),
+            str(HERE / "train_arm.py"),
             "--arm",
             plan.arm if plan.arm in OTHERS else "infinity",
             "--device",
@@ -205,6 +207,7 @@ class Process:
         if text is None:
             self._log.seek(0)
             raise ArmFailed(f"ended with {self._process.wait()}: {self._log.read()[-1500:]}")
+        self._ready = True
         found: dict[str, Any] = json.loads(text)
         return found
 
@@ -219,12 +222,13 @@ class Process:
         return self.answer(timeout_s)
 
     def end(self) -> None:
-        """Have it close, or end it when it does not within half a minute."""
+        """Have it close, or end it when it does not within half a minute; at once where it never
+        answered, and so does not listen."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
         try:
-            self._process.wait(30)
+            self._process.wait(30 if self._ready else 0.1)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -252,7 +256,7 @@ class Bench:
         }
         row = {**about, "sequence": plan.fields["tokens"], **found}
         rates = {"peak_flops": self.peak_flops, "bus": self.bus, "drive": self.drive}
-        gpu_device.record("gpu_train", self.args.device, {**row, **rates}, self.args.results)
+        accelerator.record("train", self.args.device, {**row, **rates}, self.args.results)
         self.rows.append(row)
 
     def measured(self, plan: Plan, found: dict[str, Any], number: int) -> None:
@@ -281,7 +285,7 @@ class Bench:
     def with_drive(self, plan: Plan, swap: Path) -> Plan:
         """The plan, its policy told what the drive gives, measured when it is first needed; on the
         CPU it is not needed."""
-        if "nvme" not in plan.policy or self.args.device == "cpu":
+        if "nvme" not in plan.policy or self.args.device != "cuda":
             return plan
         if not self.drive:
             self.drive = drive.measure(swap)
@@ -300,10 +304,13 @@ class Bench:
                             alive.remove(process)
 
     def _started(self, plan: Plan, undo: contextlib.ExitStack) -> Iterator[Process]:
-        gpu_device.note(
+        accelerator.note(
             f"{plan.shape} {plan.arm}: {plan.parameters / 1e9:.2f} billion parameters, "
             f"{self.budget.left_s:.0f} s left"
         )
+        if self.budget.left_s < 5:
+            self.record(plan, {"failed": "no time was left"})
+            return
         process = Process(plan, self.args.device)
         undo.callback(process.end)
         try:
@@ -394,7 +401,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    gpu_device.add_arguments(parser)
+    accelerator.add_arguments(parser)
     parser.add_argument("--sizes", type=harness.some_of(SHAPES), help="(1b,7b,largest on a GPU)")
     parser.add_argument(
         "--arms",
@@ -424,17 +431,17 @@ def main() -> int:
     args = parser.parse_args()
     if args.steps < 2:
         raise harness.BenchError("--steps must be at least 2: the first of a round bears no update")
-    gpu_device.check(args.device)
     args.dir = args.dir.resolve()
     args.sizes = args.sizes or (["1b", "7b", "largest"] if args.device == "cuda" else ["tiny"])
     args.sequence = args.sequence or (2048 if args.device == "cuda" else 16)
     disk = args.disk * 1e9 if args.disk is not None else 0.8 * shutil.disk_usage(args.dir).free
     ram = args.ram * 1e9 if args.ram is not None else 0.92 * memory_left_bytes()
     budget = Budget(ram, disk, time.monotonic() + args.seconds)
-    copies = gpu_device.PlainCopies(args.device)
-    bench = Bench(args, gpu_device.matmul_flops(args.device), copies.rates(), budget)
-    del copies
-    gpu_device.clear(args.device)
+    with accelerator.computing(args.device) as device:
+        copies = accelerator.PlainCopies(device)
+        bench = Bench(args, accelerator.matmul_flops(device), copies.rates(), budget)
+        del copies
+        accelerator.clear(device)
     with harness.scratch(args.dir) as swap:
         run(bench, swap)
     show(bench.rows)
@@ -442,4 +449,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(gpu_device.main(main))
+    sys.exit(accelerator.main(main))

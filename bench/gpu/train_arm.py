@@ -1,4 +1,4 @@
-"""One arm of `gpu_train.py`: a Llama-shaped model under infinity, FSDP2 with CPU offload or
+"""One arm of `train.py`: a Llama-shaped model under infinity, FSDP2 with CPU offload or
 DeepSpeed, that steps when it is told to.
 
 Reads one JSON object per line from standard input ({"rows": 2, "warmup": 1, "steps": 3}) and
@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import gpu_device
+import accelerator
 import meter
 import r1
 import torch
@@ -69,7 +69,7 @@ def planned_bytes(shape: Any, policy: Any, device: str, tokens: int, sequence: i
     from infinity._src.perf.plan.predict import predict
     from infinity._src.perf.plan.workload import Job
 
-    machine = describe_machine(gpus=1, gpu_mem_bytes=gpu_device.memory_bytes(device), drives=1)
+    machine = describe_machine(gpus=1, gpu_mem_bytes=accelerator.memory_bytes(device), drives=1)
     job = Job(policy, tokens=tokens, sequence=sequence)
     return float(predict(shape, machine, job).gpu.bytes)
 
@@ -149,7 +149,10 @@ def fsdp2_arm(workload: r1.Workload, device: str) -> Arm:
         return float(loss.detach())
 
     return Arm(
-        step, lambda: gpu_device.synchronise(device), lambda _tokens: {}, dist.destroy_process_group
+        step,
+        lambda: accelerator.synchronise(device),
+        lambda _tokens: {},
+        dist.destroy_process_group,
     )
 
 
@@ -196,7 +199,7 @@ def deepspeed_arm(workload: r1.Workload, device: str) -> Arm:
         engine.step()
         return float(loss.detach())
 
-    return Arm(step, lambda: gpu_device.synchronise(device), lambda _tokens: {}, lambda: None)
+    return Arm(step, lambda: accelerator.synchronise(device), lambda _tokens: {}, lambda: None)
 
 
 def measure(arm: Arm, workload: r1.Workload, device: str, asked: dict[str, int]) -> dict[str, Any]:
@@ -206,11 +209,11 @@ def measure(arm: Arm, workload: r1.Workload, device: str, asked: dict[str, int])
         0, workload.vocab, (asked["rows"], workload.tokens), generator=generator
     ).to(device)
     tokens = ids.numel()
-    gpu_device.clear(device)
+    accelerator.clear(device)
 
     def flush() -> None:
         arm.flush()
-        gpu_device.synchronise(device)
+        accelerator.synchronise(device)
 
     found = meter.measure(
         lambda: arm.step(ids),
@@ -222,8 +225,8 @@ def measure(arm: Arm, workload: r1.Workload, device: str, asked: dict[str, int])
     )
     found.pop("setup_s")
     return {
-        **found, "tokens": tokens, "peak_bytes": gpu_device.peak_bytes(device),
-        "reserved_bytes": gpu_device.reserved_bytes(device), **arm.report(tokens),
+        **found, "tokens": tokens, "peak_bytes": accelerator.peak_bytes(device),
+        "reserved_bytes": accelerator.reserved_bytes(device), **arm.report(tokens),
     }  # fmt: skip
 
 
@@ -233,11 +236,11 @@ def answer(found: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def build(args: argparse.Namespace, workload: r1.Workload) -> Arm:
+def build(args: argparse.Namespace, workload: r1.Workload, device: str) -> Arm:
     """The arm that the arguments name."""
     if args.arm == "infinity":
-        return infinity_arm(workload, args.device, json.loads(args.policy))
-    return (fsdp2_arm if args.arm == "fsdp2" else deepspeed_arm)(workload, args.device)
+        return infinity_arm(workload, device, json.loads(args.policy))
+    return (fsdp2_arm if args.arm == "fsdp2" else deepspeed_arm)(workload, device)
 
 
 def main() -> int:
@@ -245,7 +248,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--arm", required=True, choices=("infinity", "fsdp2", "deepspeed"))
-    parser.add_argument("--device", required=True, choices=("cuda", "cpu"))
+    parser.add_argument("--device", required=True, choices=accelerator.DEVICES)
     parser.add_argument(
         "--shape",
         required=True,
@@ -255,20 +258,16 @@ def main() -> int:
     args = parser.parse_args()
     workload = r1.Workload(**json.loads(args.shape))
     began = time.perf_counter()
-    with contextlib.redirect_stdout(sys.stderr):
-        arm = build(args, workload)
-    answer(
-        {
-            "ready": True,
-            "setup_s": round(time.perf_counter() - began, 2),
-            "peak_rss_bytes": meter.peak_rss_bytes(),
-        }
-    )
-    try:
-        for line in sys.stdin:
-            answer(measure(arm, workload, args.device, json.loads(line)))
-    finally:
-        arm.close()
+    with accelerator.computing(args.device) as device:
+        with contextlib.redirect_stdout(sys.stderr):
+            arm = build(args, workload, device)
+        setup_s = round(time.perf_counter() - began, 2)
+        answer({"ready": True, "setup_s": setup_s, "peak_rss_bytes": meter.peak_rss_bytes()})
+        try:
+            for line in sys.stdin:
+                answer(measure(arm, workload, device, json.loads(line)))
+        finally:
+            arm.close()
     return 0
 
 

@@ -1,22 +1,28 @@
-"""The device that `gpu_*.py` measure on: what it is, what it multiplies at, what its bus gives, and
-where results go.
+"""The device that the scripts of this folder measure on: what it is, what it multiplies at, what
+its bus gives, and where results go.
 
-Every script takes `--device cpu` too, with sizes to match: that shows that it runs, and nothing
-else.
+Every script takes `--device cpu` and `--device simulated` too, with sizes to match: that shows that
+it runs, and nothing else. Simulated is the CPU, which the engine takes for a device with memory of
+its own (tests/device.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bench_path
 import harness
 import torch
 
+DEVICES = ("cuda", "simulated", "cpu")
+NOT_RUN = 3  # exit status
 MATMUL_SIDE = {"cuda": 8192, "cpu": 256}
 COPY_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 
@@ -24,7 +30,7 @@ COPY_BYTES = {"cuda": 256 << 20, "cpu": 1 << 20}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add what all of them take."""
     parser.add_argument(
-        "--device", default="cuda", choices=("cuda", "cpu"), help="what computes (%(default)s)"
+        "--device", default="cuda", choices=DEVICES, help="what computes (%(default)s)"
     )
     parser.add_argument(
         "--results",
@@ -34,12 +40,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check(device: str) -> None:
-    """Raise BenchError where there is no such device."""
+class NotRun(Exception):
+    """A script, or a part of it, cannot run here; the message says why."""
+
+
+@contextlib.contextmanager
+def computing(device: str) -> Iterator[str]:
+    """Torch's name of the device. Inside, models that are offloaded compute on it. Raises: NotRun
+    where there is no such device."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise harness.BenchError(
+        raise NotRun(
             "torch finds no CUDA device; --device cpu shows whether the script runs, on tiny sizes"
         )
+    if device != "simulated":
+        yield device
+        return
+    if str(bench_path.ROOT) not in sys.path:
+        sys.path.append(str(bench_path.ROOT))
+    import pytest
+
+    from tests.device import simulated
+
+    with pytest.MonkeyPatch.context() as patch, simulated(patch):
+        yield "cpu"
 
 
 def synchronise(device: str) -> None:
@@ -76,7 +99,7 @@ def memory_bytes(device: str) -> int:
 
 def describe(device: str) -> dict[str, Any]:
     """The device and what drives it."""
-    found: dict[str, Any] = {"device": device, "torch": torch.__version__}
+    found: dict[str, Any] = {"device": device, "torch": str(torch.__version__)}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         found |= {
@@ -173,7 +196,11 @@ def record(script: str, device: str, found: dict[str, Any], results: Path) -> No
 
 def main(script: Any) -> int:
     """Run a script's main; only what the user can mend is told without a traceback."""
-    return harness.run_main(script)
+    try:
+        return harness.run_main(script)
+    except NotRun as why:
+        note(f"NOT RUN: {Path(sys.argv[0]).name}: {why}")
+        return NOT_RUN
 
 
 def note(text: str) -> None:

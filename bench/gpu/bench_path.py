@@ -1,0 +1,16 @@
+"""Where the scripts of this folder find the others: importing it makes `bench/` importable.
+
+Imported before `harness` and its like (the alphabet sees to that).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BENCH = HERE.parent
+ROOT = BENCH.parent
+
+if str(BENCH) not in sys.path:
+    sys.path.append(str(BENCH))

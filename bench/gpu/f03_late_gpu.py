@@ -1,0 +1,29 @@
+"""3. A late GPU (six minutes): every kernel of a unit runs milliseconds after its launch, so a copy
+that does not wait for it reads old bytes. The bits must stay those of the plain loop. Worth more
+than any other single run. The control breaks the engine on purpose (its copies wait for a stream on
+which nothing runs): it must be seen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import stage
+
+SELECT = "many_steps or other_update_modes or accumulation"
+CONTROL = "many_steps and threads"
+LATE = ["-p", "pytest_late"]
+
+
+def steps(run: stage.Run) -> Iterator[stage.Step]:
+    parity = "tests/gpu/test_parity.py"
+    yield run.pytest(
+        "control", parity, select=CONTROL, limit_s=60,
+        extra=[*LATE, "--unordered", "--must-fail"],
+        why_not="" if run.device != "cpu" else "the CPU has no copies that could be unordered",
+    )  # fmt: skip
+    yield run.pytest("late", parity, select=SELECT, extra=LATE, limit_s=300)
+
+
+if __name__ == "__main__":
+    sys.exit(stage.main(__file__, __doc__, 370, steps))

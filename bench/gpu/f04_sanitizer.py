@@ -1,0 +1,47 @@
+"""4. One training under compute-sanitizer's memcheck (eight minutes): kernels and copies outside of
+what they were given. Allocations are CUDA's own, since torch's pools hide overruns."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import stage
+
+SELECT = "many_steps and threads"
+PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+FOUND_ERRORS = 9
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sanitizer", help="the program (looked for on the PATH and under CUDA's)")
+
+
+def find(given: str | None) -> str | None:
+    """The path of compute-sanitizer."""
+    if given is not None:
+        return given
+    name = "compute-sanitizer"
+    beside = [str(Path(place) / name) for place in PLACES if (Path(place) / name).is_file()]
+    return shutil.which(name) or next(iter(beside), None)
+
+
+def steps(run: stage.Run) -> Iterator[stage.Step]:
+    sanitizer = find(run.args.sanitizer)
+    tests = run.pytest("memcheck", "tests/gpu/test_parity.py", select=SELECT, limit_s=0)
+    checked = [
+        *(sanitizer or "compute-sanitizer", "--tool", "memcheck", "--report-api-errors", "no"),
+        *("--error-exitcode", str(FOUND_ERRORS), *tests.command, "-x"),
+    ]
+    yield stage.Step(
+        "memcheck", checked, 470, pytest=True, find="ERROR SUMMARY|Invalid __|Program hit",
+        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        why_not="" if sanitizer else "there is no compute-sanitizer here; --sanitizer names it",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(stage.main(__file__, __doc__, 480, steps, options))

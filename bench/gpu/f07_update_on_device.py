@@ -1,0 +1,22 @@
+"""7. Updates on the device (five minutes): Policy(update_on="device") gives the bits of
+update_on="cpu", by torch and by Triton; then with a late GPU; then the plain loop's tests with
+Triton's update forced everywhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import stage
+
+
+def steps(run: stage.Run) -> Iterator[stage.Step]:
+    tests = "tests/gpu/test_update_on_device.py"
+    yield run.pytest("updates", tests, limit_s=170)
+    yield run.pytest("late", tests, extra=["-p", "pytest_late"], limit_s=170)
+    forced = {"INFINITY_OPS": "update=triton"}
+    yield run.pytest("forced", tests, select="environment", env=forced, limit_s=100)
+
+
+if __name__ == "__main__":
+    sys.exit(stage.main(__file__, __doc__, 300, steps))

@@ -1,0 +1,23 @@
+"""9. The bus (six minutes): what the engine's copies reach of plain pinned ones, a profile of two
+steps (the gaps between copies say whether they are too small), and the largest linear that trains
+within 1 GiB of GPU memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import stage
+
+
+def steps(run: stage.Run) -> Iterator[stage.Step]:
+    common = ("--device", run.device, "--results", run.results)
+    yield stage.Step("copies", run.script("copies.py", *common), 100)
+    trace = ("--trace", run.out / "trace.json.gz")
+    yield stage.Step("profile", run.script("profile_steps.py", *common, *trace), 100)
+    linear = run.script("largest_linear.py", *common, "--seconds", 130)
+    yield stage.Step("linear", linear, 160)
+
+
+if __name__ == "__main__":
+    sys.exit(stage.main(__file__, __doc__, 370, steps))

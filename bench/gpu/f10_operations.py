@@ -1,0 +1,34 @@
+"""10. Triton's kernels beside torch's best (eight minutes), cheap ones first, each operation in a
+process of its own: a compiler that hangs or dies costs its own figures only. table.md ends with the
+entries for `choice.MEASURED`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+import stage
+
+#: bench_ops.CASES, cheap ones first: matmuls compile and tune the longest.
+OPERATIONS = ("update", "group_quantize", "group_dequantize", "linear_cross_entropy", "tile_matmul")
+EACH_S = 150.0
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ops", nargs="+", choices=OPERATIONS, default=OPERATIONS, help="(all)")
+
+
+def steps(run: stage.Run) -> Iterator[stage.Step]:
+    device = "cuda" if run.on_cuda else "cpu"
+    # Without a GPU the kernels run in Triton's interpreter, on tiny sizes: that shows that it runs.
+    smoke = () if run.on_cuda else ("--smoke",)
+    env = {} if run.on_cuda else {"TRITON_INTERPRET": "1"}
+    for name in run.args.ops:
+        arguments = ("--ops", name, "--device", device, "--rounds", 10, "--results", run.results)
+        command = run.script("bench_ops.py", *arguments, *smoke)
+        yield stage.Step(name, command, EACH_S, env=env)
+
+
+if __name__ == "__main__":
+    sys.exit(stage.main(__file__, __doc__, 480, steps, options))

@@ -1,0 +1,359 @@
+"""Running the commands of a first GPU: steps with limits, and results that survive being cut off.
+
+A command is a script `fNN_*.py`: a list of steps, each a process with a limit of its own. All that
+it learns is appended at once to files of the results folder, so that it is there when the command,
+or the machine, is taken away:
+
+    results.jsonl    one JSON line per test, figure and step, as it ends (and as a test begins)
+    log.txt          all output, with the time at which each step began
+    table.md         both for people, made anew by every command
+
+Exit status: 0 all ran and passed; 1 something failed or ran out of time; 3 nothing failed, but
+something did NOT run, and a line says what and why. A test that was skipped has not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import dataclasses
+import os
+import re
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import bench_path
+import harness
+import prepare
+from bench_path import HERE, ROOT
+
+NOT_RUN = 3
+NOTHING_COLLECTED = 5  # pytest's, and pytest_lines' where every test was skipped
+TIMED_OUT = 124
+COMMAND_S_MAX = 480.0
+GRACE_S = 10.0
+DEVICES = ("cuda", "simulated", "cpu")
+TMPFS = ("tmpfs", "ramfs")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One process of a command.
+
+    limit_s: seconds that it may take; what is left of the command may be less. why_not: the reason
+    for which it is not run; "" runs it. find: a pattern; lines of output that have it are recorded.
+    pytest: its status 5 says that nothing ran.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_s: float
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    why_not: str = ""
+    find: str = ""
+    pytest: bool = False
+
+
+class Run:
+    """One run of a command: where results go, what computes, and how long it may take."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        self.name = name
+        self.args = args
+        self.device: str = args.device
+        self.out: Path = args.out.resolve()
+        self.swap: Path = args.swap.resolve()
+        self.results = self.out / "results.jsonl"
+        self.log_file = self.out / "log.txt"
+        self.until_s = time.monotonic() + args.seconds
+        self.statuses: list[int] = []
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left to the command."""
+        return self.until_s - time.monotonic()
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether a real GPU computes."""
+        return self.device == "cuda"
+
+    def script(self, name: str, *arguments: object) -> list[str]:
+        """The command line of a script of this folder, or of bench/."""
+        file = next(place / name for place in (HERE, HERE.parent) if (place / name).is_file())
+        return [sys.executable, str(file), *map(str, arguments)]
+
+    def pytest(
+        self, name: str, *paths: str, select: str = "", workers: int = 0, extra: Sequence[str] = (),
+        **fields: Any,
+    ) -> Step:  # fmt: skip
+        """A step that runs tests: those of the device, each recorded as it ends.
+
+        select: pytest's -k, unless the command line gives another. workers: processes, on a GPU.
+        """
+        select = self.args.select if self.args.select is not None else select
+        marks = "gpu" if self.on_cuda else "not gpu and not soak and not ranks and not hosts"
+        command = [
+            *(sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"),
+            *("-p", "pytest_lines", "--lines", str(self.results)),
+            *("--suite", f"{self.name}/{name}", "--on", self.device),
+            *("-o", "faulthandler_timeout=90", "--basetemp", str(self.swap / "pytest")),
+            # A newer numpy or torch warns of what it will take away: to be read, no failure today.
+            *("-W", "default::DeprecationWarning", "-W", "default::FutureWarning"),
+        ]
+        if select:
+            command += ["-k", select]
+        paths = tuple(self.args.paths or paths)
+        if workers > 1 and self.on_cuda and prepare.has("xdist"):
+            # `load`, not `loadfile`: references are computed more than once, but all are busy.
+            command += ["-n", str(workers), "--dist", "load"]
+        return Step(name, [*command, *extra, *paths], pytest=True, **fields)
+
+    def record(self, found: dict[str, Any]) -> None:
+        """Append a line to the results at once."""
+        harness.append_line(self.results, found)
+
+    def say(self, text: str) -> None:
+        """Tell the person who waits, and the log."""
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+        with self.log_file.open("a") as log:
+            log.write(f"{text}\n")
+
+    def environment(self) -> dict[str, str]:
+        """The environment of every step: this tree and what was installed for it come first."""
+        places = [str(ROOT), str(HERE), str(bench_path.BENCH), str(prepare.SITE)]
+        given = os.environ.get("PYTHONPATH")
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*places, *([given] if given else [])]),
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONFAULTHANDLER": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        if self.on_cuda:
+            env.pop("TRITON_INTERPRET", None)  # there Triton compiles
+        if file_system(self.swap) in TMPFS:
+            env["INFINITY_ALLOW_TMPFS"] = "1"
+        return env
+
+    def step(self, step: Step) -> None:
+        """Run a step within its time, and record how it ended."""
+        limit = min(step.limit_s, self.left_s)
+        began = time.monotonic()
+        lines: list[str] = []
+        if step.why_not:
+            self.say(f"NOT RUN: {self.name}/{step.name}: {step.why_not}")
+            status = NOT_RUN
+        elif limit < 1:
+            self.say(f"NOT RUN: {self.name}/{step.name}: no time is left")
+            status = TIMED_OUT
+        else:
+            self.say(
+                f"== {self.name}/{step.name} (at most {limit:.0f} s): {' '.join(step.command)}"
+            )
+            wanted = re.compile(step.find) if step.find else None
+            env = {**self.environment(), **step.env}
+            status = self._run(step.command, env, limit, wanted, lines)
+            if step.pytest and status == NOTHING_COLLECTED:
+                self.say(f"NOT RUN: {self.name}/{step.name}: no test ran; the log has the reasons")
+                status = NOT_RUN
+            elif step.pytest and status == NOT_RUN:
+                status = 1  # pytest's 3 is a fault of its own
+        ended = {
+            "script": "stage",
+            "name": f"{self.name}/{step.name}",
+            "status": status,
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        self.record({**ended, **({"found": lines} if lines else {})})
+        self.say(f"== {self.name}/{step.name}: {told(status)} after {ended['seconds']} s")
+        self.statuses.append(status)
+
+    def _run(
+        self, command: Sequence[str], env: dict[str, str], limit_s: float,
+        wanted: re.Pattern[str] | None, lines: list[str],
+    ) -> int:  # fmt: skip
+        """Run a process to its end or its limit, its output to us and to the log as it comes."""
+        try:
+            process = subprocess.Popen(
+                command,
+                env=env,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                start_new_session=True,
+                preexec_fn=harness.die_with_parent,  # noqa: PLW1509 - we have one thread
+            )
+        except OSError as error:
+            self.say(f"{command[0]}: {error}")
+            return 127
+        assert process.stdout is not None
+        try:
+            with self.log_file.open("a") as log:
+                over = _listen(process.stdout, time.monotonic() + limit_s, log, wanted, lines)
+            if over:
+                _end(process)
+                return TIMED_OUT
+            return process.wait()
+        finally:
+            harness.kill_group(process)
+
+
+def _listen(
+    output: TextIO, until_s: float, log: TextIO, wanted: re.Pattern[str] | None, lines: list[str]
+) -> bool:
+    """Hand output on until it ends. True: time was over before."""
+    os.set_blocking(output.fileno(), False)
+    rest = ""
+    with selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while (left := until_s - time.monotonic()) > 0:
+            if not selector.select(min(left, 1.0)):
+                continue
+            text = os.read(output.fileno(), 1 << 16).decode(errors="replace")
+            if not text:
+                return False
+            for place in (sys.stdout, log):
+                place.write(text)
+                place.flush()
+            *whole, rest = (rest + text).split("\n")
+            lines += [line.strip()[:300] for line in whole if wanted and wanted.search(line)]
+    return True
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ask a process to end, so that it leaves no scratch files, and end it if it does not."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+
+
+def told(status: int) -> str:
+    """A step's status, for people."""
+    names = {0: "ok", NOT_RUN: "NOT RUN", TIMED_OUT: "OUT OF TIME"}
+    return names.get(status, f"FAILED ({status})")
+
+
+def file_system(place: Path) -> str:
+    """The kind of the file system that a folder is on."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    inside = [(point, kind) for point, kind in mounts if place.is_relative_to(point)]
+    return max(inside, key=lambda one: len(one[0]), default=("", ""))[1]
+
+
+def no_gpu() -> str:
+    """Why there is no GPU here, "" with one; by the driver alone, since torch takes seconds."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "this machine has no libcuda.so.1"
+    count = ctypes.c_int()
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if code:
+        return f"CUDA's driver says {code}"
+    return "" if count.value else "CUDA's driver knows no device"
+
+
+def parser(about: str, seconds: float) -> argparse.ArgumentParser:
+    """The arguments that every command takes."""
+    assert seconds <= COMMAND_S_MAX
+    made = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--device",
+        default="cuda",
+        choices=DEVICES,
+        help="what computes; simulated and cpu try the command without a GPU (%(default)s)",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path(os.environ.get("OUT") or harness.RESULTS / "gpu"),
+        help="results folder, added to ($OUT, else %(default)s)",
+    )
+    made.add_argument(
+        "--swap",
+        type=Path,
+        default=ROOT / "build" / "gpu-swap",
+        help="directory for swap files, on a drive (%(default)s)",
+    )
+    made.add_argument("--seconds", type=float, default=seconds, help="for all of it (%(default)s)")
+    made.add_argument("--select", help="pytest's -k in place of the command's own; '' is all")
+    made.add_argument("--paths", nargs="+", help="tests in place of the command's own")
+    return made
+
+
+def main(
+    file: str, about: str | None, seconds: float, steps: Callable[[Run], Iterable[Step]],
+    options: Callable[[argparse.ArgumentParser], None] = lambda _parser: None,
+) -> int:  # fmt: skip
+    """Run a command. Returns its exit status."""
+    made = parser(about or "", seconds)
+    options(made)
+    run = Run(Path(file).stem, made.parse_args())
+    harness.clean_up_on_signals()
+    run.out.mkdir(parents=True, exist_ok=True)
+    run.swap.mkdir(parents=True, exist_ok=True)
+    began = {"script": "command", "name": run.name, "device": run.device, "run": harness.now()}
+    run.record({**began, "state": "began", "commit": harness.commit()})
+    run.say(f"==== {run.name} on {run.device}, {began['run']}, at most {run.args.seconds:.0f} s")
+    status = 1
+    try:
+        status = _steps(run, steps)
+    finally:
+        run.record({**began, "state": "ended", "status": status})
+        _table(run)
+    run.say(f"==== {run.name}: {told(status)}; {run.results}, table.md and log.txt beside it")
+    return status
+
+
+def _steps(run: Run, steps: Callable[[Run], Iterable[Step]]) -> int:
+    why_not = no_gpu() if run.on_cuda else ""
+    if why_not:
+        run.say(
+            f"NOT RUN: {run.name} needs a CUDA device: {why_not}. --device simulated or --device "
+            "cpu tries it on tiny sizes"
+        )
+        return NOT_RUN
+    if not prepare.is_ready():
+        run.step(Step("prepare", run.script("prepare.py"), 90.0))
+        if run.statuses != [0]:
+            return 1
+    for step in _with_cleaning(run, steps(run)):
+        run.step(step)
+    if set(run.statuses) <= {0}:
+        return 0
+    return NOT_RUN if set(run.statuses) <= {0, NOT_RUN} else 1
+
+
+def _with_cleaning(run: Run, steps: Iterable[Step]) -> Iterator[Step]:
+    """The steps; what pytest left in the swap directory goes behind each."""
+    for step in steps:
+        yield step
+        shutil.rmtree(run.swap / "pytest", ignore_errors=True)
+
+
+def _table(run: Run) -> None:
+    """Make table.md anew; a fault in that costs no result."""
+    made = subprocess.run(
+        run.script("table.py", run.results), capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        run.say(f"table.md was not made: {made.stderr[-500:]}")
+    else:
+        (run.out / "table.md").write_text(made.stdout)
