@@ -29,7 +29,7 @@ SOURCES = sorted(
 )
 C_SOURCES = sorted(path for pattern in ("*.c", "*.h") for path in (ROOT / "native").glob(pattern))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-BENCHES = sorted((ROOT / "bench").glob("*.py"))
+BENCHES = sorted(path for folder in ("bench", "bench/gpu") for path in (ROOT / folder).glob("*.py"))
 # Text that is read beside the sources; bench/results and the like are data.
 READ_TOO = sorted(
     path

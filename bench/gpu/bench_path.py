@@ -1,4 +1,4 @@
-"""Where the scripts of this folder find the others: importing it makes `bench/` importable.
+"""The path to the scripts of bench/: importing it makes `bench/` importable.
 
 Imported before `harness` and its like (the alphabet sees to that).
 """

@@ -95,7 +95,7 @@ def file_digest(path: Path) -> str:
 
 
 def has(module: str) -> bool:
-    """Whether this Python, with what was installed for it, finds a module."""
+    """Tell whether this Python, with what was installed for it, finds a module."""
     finder = importlib.machinery.PathFinder
     # What an earlier look has seen of the folder is from before something was installed there.
     sys.path_importer_cache.pop(str(SITE), None)
@@ -108,15 +108,15 @@ def lacking() -> list[str]:
 
 
 def extension_is_current() -> bool:
-    """Whether there is an extension. One that `prepare` has put there must be of these sources; one
-    that was built here is the builder's."""
+    """Tell whether there is an extension. One that `prepare` has put there must be of these
+    sources; one that was built here is the builder's."""
     if not EXTENSION.is_file():
         return False
     return not DIGEST.is_file() or DIGEST.read_text() == native_digest()
 
 
 def is_ready() -> bool:
-    """Whether nothing is left to do. Takes milliseconds."""
+    """Tell whether nothing is left to do. Takes milliseconds."""
     return not lacking() and extension_is_current()
 
 

@@ -1,4 +1,4 @@
-"""What the engine takes for granted of CUDA, asked of the machine itself, without a model.
+"""Asks the machine for what the engine takes for granted of CUDA, without a model.
 
     versions     torch, CUDA, the driver, NCCL, Triton, numpy
     attributes   of the device, by the driver; 91 must be 1 for updates on the device to read
@@ -110,7 +110,7 @@ def needs_cuda(device: str) -> None:
 
 
 def versions(device: str, _gpu: Gpu) -> dict[str, Any]:
-    """What there is."""
+    """Versions of all that takes part."""
     found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -299,7 +299,7 @@ def waiting(_device: str, gpu: Gpu) -> dict[str, Any]:
 
 
 def allocator(device: str, _gpu: Gpu) -> dict[str, Any]:
-    """Whether a pool of its own gets memory that torch has cached and nobody uses."""
+    """Try whether a pool of its own gets memory that torch has cached and nobody uses."""
     needs_cuda(device)
     limit, size = 2 * GIB, 3 * GIB // 2
     gc.collect()

@@ -30,7 +30,7 @@ TRACE_BYTES_MAX = 15 << 20  # a larger one is left out: it might not be brought 
 
 
 def gaps(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the copies of a trace say, by direction; times of a trace are microseconds."""
+    """Figures of the copies of a trace, by direction; times of a trace are microseconds."""
     found: dict[str, Any] = {}
     for way, name in WAYS.items():
         mine = sorted(

@@ -91,7 +91,7 @@ class Lines:
         self._write({**found, **({"why": why} if why else {})})
 
     def _ended(self, reports: list[pytest.TestReport]) -> tuple[str, str]:
-        """How a test ended, and why."""
+        """Outcome of a test, and the reason for it."""
         bad = [one for one in reports if one.failed]
         skipped = [one for one in reports if one.skipped]
         if self._must_fail and not skipped:
@@ -130,5 +130,5 @@ def _why(report: pytest.TestReport) -> str:
 
 
 def _by_wrong_numbers(report: pytest.TestReport) -> bool:
-    """Whether numbers were wrong, and nothing else."""
+    """Tell whether numbers were wrong, and nothing else."""
     return _why(report).startswith(("assert", "AssertionError", NOT_FINITE))

@@ -82,7 +82,7 @@ class Run:
 
     @property
     def on_cuda(self) -> bool:
-        """Whether a real GPU computes."""
+        """True where a real GPU computes."""
         return self.device == "cuda"
 
     def script(self, name: str, *arguments: object) -> list[str]:
@@ -256,7 +256,7 @@ def file_system(place: Path) -> str:
 
 
 def no_gpu() -> str:
-    """Why there is no GPU here, "" with one; by the driver alone, since torch takes seconds."""
+    """Reason for which there is no GPU here, "" with one; torch would take seconds to say."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

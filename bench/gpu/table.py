@@ -47,7 +47,7 @@ def newest(records: Sequence[Record], key: Callable[[Record], Any]) -> list[Reco
 
 
 def commands(records: Sequence[Record]) -> list[str]:
-    """How each command ended; one that has no end was cut off."""
+    """Return the ends of the commands; one that has no end was cut off."""
     mine = newest(
         [one for one in records if one.get("script") == "command"], lambda one: one["name"]
     )
@@ -105,7 +105,7 @@ def tests(records: Sequence[Record]) -> list[str]:
 
 
 def probes(records: Sequence[Record]) -> list[str]:
-    """What the probe found."""
+    """Return what the probe found."""
     mine = newest([one for one in records if one.get("script") == "probe"], lambda one: one["part"])
     rows, copied = [], []
     for one in mine:
@@ -128,7 +128,7 @@ def probes(records: Sequence[Record]) -> list[str]:
 
 
 def profiles(records: Sequence[Record]) -> list[str]:
-    """What copies did in the profile."""
+    """Return what copies did in the profile."""
     mine = [one for one in records if one.get("script") == "profile_steps"][-1:]
     names = ("copies", "mean_kib", "busy_share", "gbps_while_busy", "gap_us_median")
     rows = [

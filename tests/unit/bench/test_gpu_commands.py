@@ -41,7 +41,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def records(out: Path, script: str) -> list[dict[str, Any]]:
-    """What a run left."""
+    """Lines that a run left."""
     file = out / "results.jsonl"
     lines = file.read_text().splitlines() if file.is_file() else []
     return [one for one in map(json.loads, lines) if one["script"] == script]
