@@ -14,7 +14,7 @@ updates, so the mode can pay only where the CPU's cores are slower than its memo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,15 +84,19 @@ class JointTicket:
         """True if one has failed."""
         return any(ticket.failed for ticket in self._tickets)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until all are done; `timeout` is for each."""
         for ticket in self._tickets:
-            ticket.wait(timeout)
+            ticket.wait(timeout, check=check)
 
-    def wait_filled(self, timeout: float | None = None) -> None:
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until all are filled; `timeout` is for each."""
         for ticket in self._tickets:
-            ticket.wait_filled(timeout)
+            ticket.wait_filled(timeout, check=check)
 
     def cancel(self) -> None:
         """Do nothing: updates are never given up."""
