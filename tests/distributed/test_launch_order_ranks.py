@@ -22,6 +22,7 @@ from tests.harness import Training
 from tests.launch_logs import Launch, objection
 
 LLAMA = Training(models.llama, steps=3, rows=6, lr=2e-3)
+CONTROL = ("infinity-lane-control", "infinity-lane-fork")
 QUEUES = {0: "gather", 1: "reduce"}
 POLICIES: list[dict[str, Any]] = [
     {"params": "nvme", "optim": "nvme", "ram": "min"},
@@ -47,7 +48,7 @@ class Logged:
         def agreed(self: NameExchange, queue: int, what: str) -> None:
             agree(self, queue, what)
             # Control lanes have no queues, and names of their own.
-            if threading.current_thread().name == "infinity-lane-exchange":
+            if threading.current_thread().name not in CONTROL:
                 log.append(Launch(queue, what, threading.get_ident()))
 
         def is_ready(self: PendingCollective) -> bool:
