@@ -51,15 +51,16 @@ class _Chunk(NamedTuple):
 class _DeviceBuffer:
     """Device memory for one chunk. stored: the write that still reads it."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, device: Device) -> None:
         self.memory = memory
         self.stored: Ticket | None = None
+        self._device = device
 
     def wait(self) -> None:
         """Block until it is free. A failed write reads it no more; the pipeline raises its fault.
         """
         if self.stored is not None and not self.stored.failed:
-            self.stored.wait_filled()
+            self._device.wait_filled(self.stored)
         self.stored = None
 
 
@@ -184,7 +185,7 @@ class DeviceUpdate(DeferredUpdate):
         """Update a chunk that is fetched, or being fetched, and start its write-back. Blocks until
         the fetch is done.
         """
-        fetched.wait_filled()
+        self._device.wait_filled(fetched)
         sections = [window.memory[low:high] for low, high in self._bounds(chunk)]
         chunk.plan.run(chunk.position, sections)
         # The unit is gathered on this device, so the new parameters need not come back from the
@@ -232,7 +233,8 @@ class DeviceUpdate(DeferredUpdate):
             window.wait()
         self._windows = deque(
             _DeviceBuffer(
-                torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device),
+                self._device,
             )
             for _ in range(2 * AHEAD_CHUNKS)
         )

@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.distributed.launch_order import LaunchOrder
+from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.topology import Topology
 from tests.launch_logs import Launch, objection
 
 QUEUES = ("gather", "reduce")
@@ -174,3 +176,18 @@ def test_of_several_that_are_ready_the_first_of_the_program_is_chosen() -> None:
     assert [order.pop(1), order.pop(1), order.pop(0)] == ["r0", "r1", "g0"]
     assert order.oldest() is None
     assert not len(order)
+
+
+@pytest.mark.parametrize(("world", "local_world"), [(2, 2), (3, 1), (4, 2), (6, 3), (8, 8)])
+def test_rank_0s_name_reaches_all_along_ranks_that_exchange_data(
+    world: int, local_world: int
+) -> None:
+    ranks = [NameExchange(Topology.of(rank, world, local_world), None) for rank in range(world)]
+    assert ranks[0].parent is None
+    for rank in range(1, world):
+        hops = 0
+        while (parent := ranks[rank].parent) is not None:
+            assert parent in ranks[rank]._others
+            assert rank in ranks[parent]._others
+            rank, hops = parent, hops + 1
+        assert (rank, hops <= 2) == (0, True)
