@@ -67,7 +67,7 @@ class DeviceEvent:
         self._event = event
 
     def is_set(self) -> bool:
-        """Whether the device has come to the event. Does not block."""
+        """Return whether the device has come to the event. Does not block."""
         try:
             return bool(self._event.query())
         except RuntimeError:
@@ -289,7 +289,7 @@ class Lane:
         self._queue.put(None)
 
     def _keep_groups(self) -> None:
-        """Keep the groups until the process ends: their destructors would wait for the stuck call."""
+        """Keep the groups until the process ends: destructors would wait for the stuck call."""
         _GIVEN_UP.append(self._group)
 
     def _exits(self) -> None:
@@ -495,7 +495,7 @@ class OrderedLane(Lane):
             return None if self._watchdog.failure else self._order.choose(_is_ready)
 
     def _follow(self) -> int | None:
-        """Wait for the queue that is named, and until its head is ready here; None after a failure."""
+        """Wait for the queue that is named, and for its head here; None after a failure."""
         try:
             queue_index = self._names.follow()
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait

@@ -26,8 +26,8 @@ depends on no collective but those. It does not, wait by wait:
 - copies to a device wait for the compute stream, which waits for collectives that were launched:
   `PendingCollective.wait` orders a stream behind an event that exists only then;
 - memory of the unit, of its gradients, of windows is taken by the thread that submits, before it
-  submits. Where that has to wait, for a copy, an update, a reduction, an evicted gather, it waits
-  for the same work on all ranks (`Unsharder._may_evict`, `REDUCING_UNITS`), or for local work.
+  submits. That thread may have to wait: for a reduction or an evicted gather, the same ones on all
+  ranks (`REDUCING_UNITS`, `Unsharder._may_evict`); or for a copy or an update, as above.
   Memory that a launch itself allocates may wait for the device, which again runs only what was
   launched.
 """

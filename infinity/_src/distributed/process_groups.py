@@ -83,7 +83,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
     """Make the collectives of these groups fail on this rank, running ones included. The groups are
     unusable then.
 
-    Blocks for `limit_s` at most. Returns whether that was possible for all. Where not, collectives
+    Blocks for `limit_s` at most. Returns whether that was possible for all. The other collectives
     end with their timeout, or the process.
     """
     threads: list[threading.Thread] = []

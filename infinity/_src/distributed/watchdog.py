@@ -68,7 +68,7 @@ class Settable(Protocol):
     """Thing that is set once and can be waited for: a `threading.Event`, an event of a device."""
 
     def is_set(self) -> bool:
-        """Whether it is set. Does not block."""
+        """Return whether it is set. Does not block."""
 
     def wait(self, timeout: float, /) -> bool:
         """Block until it is set, at most `timeout` seconds. Returns whether it is."""

@@ -26,7 +26,7 @@ from typing import NoReturn, Protocol
 import torch
 
 from infinity._src.cleanup import cancel_and_wait
-from infinity._src.memory.device import Device, GradOffload
+from infinity._src.memory.device import GradOffload
 from infinity.aio import Ticket
 from infinity.errors import AioError
 
@@ -168,11 +168,10 @@ class GradAccumulator:
         self.state = AccumulatorState.EMPTY
         self.log: list[LogEntry] = []
         self._reader: AccumulatorReader | None = None
-        # The copy from the device that fills the storage, and the device.
-        self._d2h: tuple[Ticket, Device] | None = None
+        self._d2h: Ticket | None = None  # the copy from the device that fills the storage
         self._offloaded_in = -1  # number of the backward whose gradient was copied out last
         # The sum that `prefetch_to_device` copies, and that the next gradient is added to.
-        self._h2d: tuple[Ticket, torch.Tensor, Device] | None = None
+        self._h2d: tuple[Ticket, torch.Tensor] | None = None
         self._device_norm: torch.Tensor | None = None  # on the device: what `_part_norm` will be
         self._norm: float | None = None  # over all ranks; valid together with `_part_norm`
         self._part_norm: float | None = None  # this rank's part
@@ -246,8 +245,8 @@ class GradAccumulator:
     def wait_d2h(self) -> None:
         """Block until the copy from the device has landed. Raises: DeviceCopyError."""
         if self._d2h is not None:
-            ticket, device = self._d2h
-            device.wait_filled(ticket)
+            assert self.registry.grad_offload is not None
+            self.registry.grad_offload.device.wait_filled(self._d2h)
             self._d2h = None
 
     # -- filling -----------------------------------------------------------------------------------
@@ -364,18 +363,16 @@ class GradAccumulator:
         self._forget_norms()
         self._device_norm = norm_there(total.view(self.shape) if self.whole else total.reshape(-1))
         # A rank may have no part of a small parameter.
-        if total.numel():
-            self._d2h = offload.copy_out(total, self.tensor), offload.device
-        else:
-            self._d2h = None
+        self._d2h = offload.copy_out(total, self.tensor) if total.numel() else None
 
     def _sum_on_device(self, device: torch.device) -> torch.Tensor:
         """Return the sum so far as a new tensor on the device."""
         if self._h2d is None:
             # Not prefetched: copy now. `copy=True`, since the caller adds in place.
             return self.tensor.to(device, copy=True, non_blocking=True)
-        ticket, there, copier = self._h2d
-        copier.wait_filled(ticket)
+        ticket, there = self._h2d
+        assert self.registry.grad_offload is not None
+        self.registry.grad_offload.device.wait_filled(ticket)
         self._h2d = None
         return there
 
@@ -398,7 +395,7 @@ class GradAccumulator:
         ticket = offload.device.copy(
             there.data_ptr(), source.data_ptr(), self.numel * self.dtype.itemsize, out=True
         )
-        self._h2d = (ticket, there, offload.device)
+        self._h2d = (ticket, there)
 
     def cancel_prefetch(self) -> None:
         """Drop the copy that `prefetch_to_device` started. Blocks until no transfer writes to its

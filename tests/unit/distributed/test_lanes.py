@@ -337,7 +337,7 @@ def test_a_device_that_has_failed_runs_nothing_any_more() -> None:
 
 
 class Streams:
-    """What a lane asks of torch.cuda, with the devices that it names. after: of its events."""
+    """Fakes of torch.cuda for a lane, and a log of the devices that it names. after: of events."""
 
     def __init__(self, patch: pytest.MonkeyPatch, after: int = 0) -> None:
         self.after = after

@@ -62,7 +62,7 @@ class World:
         return found
 
     def complete(self, number: int) -> bool:
-        """Whether all ranks have launched it."""
+        """Return whether all ranks have launched it."""
         return all(str(number) in (each.what for each in rank.launched) for rank in self.ranks)
 
     def _program_turn(self, rank: Rank) -> Callable[[], object] | None:

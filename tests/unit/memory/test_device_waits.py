@@ -39,7 +39,7 @@ class Hanging:
     wait_filled = wait
 
     def cancel(self) -> None:
-        """It cannot be."""
+        """Do nothing: it cannot be given up."""
 
 
 class Landed(Hanging):
