@@ -411,7 +411,7 @@ class OrderedLane(Lane):
             target=self._await_reads, name=f"infinity-lane-{name}-reads", daemon=True
         )
         # It may wait for a change that no rank will make.
-        watchdog.on_failure.append(self._wake)
+        watchdog.on_failure.append(self._notify)
         super().__init__(name, group=group, watchdog=watchdog, device=device)
         self._reader.start()
 
@@ -448,8 +448,8 @@ class OrderedLane(Lane):
         self._reads.put(None)
         # It looks at the failure in each wait, so it ends unless a call is stuck.
         self._reader.join(GIVE_UP_S)
-        if self._wake in self._watchdog.on_failure:
-            self._watchdog.on_failure.remove(self._wake)
+        if self._notify in self._watchdog.on_failure:
+            self._watchdog.on_failure.remove(self._notify)
 
     def _no_more(self) -> None:
         with self._changed:
@@ -460,7 +460,7 @@ class OrderedLane(Lane):
         super()._keep_groups()
         _GIVEN_UP.append(self._names)
 
-    def _wake(self) -> None:
+    def _notify(self) -> None:
         with self._changed:
             self._changed.notify_all()
 
@@ -535,7 +535,7 @@ class OrderedLane(Lane):
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
                 # At once: rank 0 may be about to wait for this rank.
                 self._fail(op, error)
-            self._wake()
+            self._notify()
             del op  # its tensors would be kept until the next one comes
 
 
