@@ -18,7 +18,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
 
@@ -187,18 +187,23 @@ class Ticket(Protocol):
         """True once a job has failed. `wait` raises its error."""
         ...
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until done; makes the gates that it depends on escape, and its jobs demands.
 
-        Blocks with the GIL released; Ctrl-C works. Raises the typed AioError of the first failed
-        job, every time; TimeoutError after `timeout` seconds.
+        Blocks with the GIL released; Ctrl-C works. check: called every 100 ms; what it raises ends
+        the wait, and not the work. Raises the typed AioError of the first failed job, every time;
+        TimeoutError after `timeout` seconds.
         """
         ...
 
-    def wait_filled(self, timeout: float | None = None) -> None:
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until `filled`: targets hold their data, sources and gradients may be reused.
 
-        The write-back may still be in flight, and may still fail.
+        The write-back may still be in flight, and may still fail. check: as in `wait`.
         """
         ...
 
@@ -235,11 +240,15 @@ class JobTicket:
     def failed(self) -> bool:
         return bool(self._words[2])
 
-    def wait(self, timeout: float | None = None) -> None:
-        self._wait(0, timeout)
+    def wait(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
+        self._wait(0, timeout, check)
 
-    def wait_filled(self, timeout: float | None = None) -> None:
-        self._wait(1, timeout)
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
+        self._wait(1, timeout, check)
 
     def cancel(self) -> None:
         core = self._core
@@ -252,15 +261,15 @@ class JobTicket:
     def _pointer(self) -> Any:
         return self._core.ffi.cast("inf_ticket *", self._address)
 
-    def _wait(self, word: int, timeout: float | None) -> None:
-        self._block(word, timeout)
+    def _wait(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
+        self._block(word, timeout, check)
         # After the wait: C sets the word of a failed job before that of `done`.
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
             raise self._core.fault(record)
 
-    def _block(self, word: int, timeout: float | None) -> None:
+    def _block(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
         core = self._core
         # C reads the word, so that what was copied before it was set is seen.
         if core.quick.ticket_set(self._address, word):
@@ -277,6 +286,9 @@ class JobTicket:
                 raise TimeoutError(
                     f"the ticket is not {'filled' if word else 'done'} after {timeout} s"
                 )
+            # A copy of a device may wait there for another rank, which may have died.
+            if check is not None:
+                check()
 
     def __del__(self) -> None:
         if not self._core.forked:

@@ -9,7 +9,7 @@ allocator gets back when something writes there again.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -61,8 +61,8 @@ def simulated(
             *_bytes_of(source), writes=True, what="a kernel that reuses the memory of a gradient"
         )
 
-    def opened(torch_device: torch.device) -> Device:
-        return Device(torch_device, device.driver())
+    def opened(torch_device: torch.device, *, check: Callable[[], None]) -> Device:
+        return Device(torch_device, device.driver(), check=check)
 
     monkeypatch.setattr(Unsharder, "unshard", demanded)
     monkeypatch.setattr(Unsharder, "release", idled)

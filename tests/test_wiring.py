@@ -21,7 +21,7 @@ LATE_BOUND = {
     "Device._executor": "the executor is opened with sizes that depend on the device, and the "
     "device copies by the executor",
     "on_failure": "the watchdog watches before a lane is made, since making one waits for all "
-    "ranks; each lane then asks to be broken off at the first failure",
+    "ranks; groups are then aborted, and a lane that waits is woken, at the first failure",
 }
 """Fields that may be bound late, and why. At most 5."""
 CIRCLES = {

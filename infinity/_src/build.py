@@ -231,7 +231,7 @@ def take_apart(
         functools.partial(chunk_numel_of, policy.state),
         engine=owner,
     )
-    there = open_device(device)
+    there = open_device(device, check=ranks.comm.check)
     check_activations(policy, there)
     return Split(policy, ranks, resources, there, units)
 

@@ -373,7 +373,7 @@ def test_a_rank_that_fails_amid_opening_ends_the_others_and_leaves_no_thread(
     kind, text, threads = outcomes[1].result
     assert (kind, text) == ("RankFailed", "rank 0 failed: OSError: too many open files")
     # given up: torch knows no way to break off new_group()
-    assert set(threads) <= {"infinity-lane-gather-maker"}
+    assert set(threads) <= {"infinity-lane-exchange-maker"}
 
 
 def test_a_rank_that_does_not_offload_is_named_after_rank_timeout_s(tmp_path: Path) -> None:

@@ -496,7 +496,7 @@ def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: 
 SCRIPT = """
 import sys
 import torch, torch.distributed as dist
-from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.lanes import Lane
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
@@ -504,6 +504,7 @@ rank, init, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 dist.init_process_group("gloo", init_method=init, rank=rank, world_size=2)
 watch = Watchdog(Topology.find(timeout_s=60.0), default_store(), timeout_s=60.0, name="engine")
 group = make_group(timeout_s=60.0) if how == "broken off" else dist.new_group()
+watch.on_failure.append(lambda: abort_groups([group]))
 lane = Lane("lane", group=group, watchdog=watch)
 ones = torch.ones(1000)
 lane.submit("sum", lambda group: dist.all_reduce(ones, group=group)).wait()

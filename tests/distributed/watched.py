@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from infinity._src.distributed.lanes import Lane, PendingCollective
-from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import RankFailed
@@ -99,12 +99,20 @@ def engine(
     options = {"timeout_s": 60.0, **options}
     watchdog = Watchdog(Topology.find(timeout_s=60.0), default_store(), name=name, **options)
     group = make_group(timeout_s=options["timeout_s"])
+    assert group is not None
+
+    def abort() -> None:
+        abort_groups([group])
+
+    watchdog.on_failure.append(abort)
     lane = Lane(name, group=group, watchdog=watchdog)
     try:
         yield Ranks(rank, world, place, watchdog, lane, group)
     finally:
         lane.close()
         watchdog.close()
+        # A watchdog is in circles of references, and would keep the group until they are collected.
+        watchdog.on_failure.remove(abort)
 
 
 def _main(rank: int, world: int, place: Path, init: str, job: Job, options: dict[str, Any]) -> None:

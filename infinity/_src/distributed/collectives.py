@@ -30,10 +30,6 @@ import torch.distributed as dist
 
 from infinity._src.distributed.topology import Topology
 from infinity._src.kernels import comm_codec as wire
-from infinity.errors import RanksDiverged
-
-HEADER_BYTES = 128
-"""Bytes of a collective's name that ranks compare to know that they have come to the same one."""
 
 SCALE_GROUP_NUMEL = 64
 """Elements that share a scale. Parameters start at multiples of it: no group spans two of them."""
@@ -52,19 +48,12 @@ class Volume:
 
 
 class Collectives:
-    """Collectives of one lane over its process group. Methods block; one thread calls at a time.
+    """Collectives of one lane over its process group. Methods block; one thread calls at a time."""
 
-    check_group: a gloo group for names of collectives, where `group` is of another backend.
-    """
-
-    def __init__(
-        self, topology: Topology, group: Any, device: torch.device, *, check_group: Any = None
-    ) -> None:
+    def __init__(self, topology: Topology, group: Any, device: torch.device) -> None:
         self.topology = topology
         self.volume = Volume()
         self._group = group
-        # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
-        self._check_group = check_group or group
         self._device = device
         # Kept between collectives: a step allocates nothing once the largest unit has passed.
         self._buffers: dict[str, torch.Tensor] = {}
@@ -83,35 +72,6 @@ class Collectives:
                 size_bytes, dtype=torch.uint8, device=self._device
             )
         return found[:size_bytes].view(dtype)
-
-    def check_same_collective(self, what: str) -> None:
-        """Wait until the ranks that this one exchanges data with have come to the same collective.
-
-        Without this, ranks whose programs differ would take each other's data for what they expect.
-        Raises: RanksDiverged.
-        """
-        t = self.topology
-        # These are enough: if any two ranks differ, some pair that exchanges data does.
-        others = sorted({*t.node_ranks, *t.counterparts} - {t.rank})
-        mine, theirs = _header(what), [torch.zeros(HEADER_BYTES, dtype=torch.uint8) for _ in others]
-        # All sends and receives in one batch, so that no rank waits for another's receive.
-        operations = [dist.P2POp(dist.isend, mine, rank, self._check_group) for rank in others]
-        operations += [
-            dist.P2POp(dist.irecv, to, rank, self._check_group)
-            for to, rank in zip(theirs, others, strict=True)
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        for rank, found in zip(others, theirs, strict=True):
-            if not torch.equal(found, mine):
-                name = bytes(found.tolist()).rstrip(b"\0").decode(errors="replace")
-                raise RanksDiverged(
-                    f"rank {t.rank} has come to {what}, and rank {rank} to {name}: all ranks must "
-                    "run the same modules in the same order, and call what is collective together, "
-                    "with the same values (control flow by rank? a state_dict on one? a learning "
-                    "rate that follows the loss of one?)",
-                    rank=rank,
-                )
 
     def all_gather(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
         """Complete each whole, of which this rank has its own part.
@@ -374,13 +334,6 @@ class Collectives:
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
-
-
-def _header(what: str) -> torch.Tensor:
-    """Encode the end of a collective's name in a message of fixed size."""
-    # The end tells most: it has the unit and the digest, and names begin alike.
-    text = what.encode()[-HEADER_BYTES:]
-    return torch.tensor(list(text.ljust(HEADER_BYTES, b"\0")), dtype=torch.uint8)
 
 
 def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:

@@ -1,11 +1,13 @@
 """Collectives of one model's ranks: agreements, all_gather of weights, reduce_scatter of gradients.
 
-    control lane   flags, small sums, messages    the caller waits
-    gather lane    shards of weights              after this rank's shard was read, ahead of compute
-    reduce lane    gradients of a unit            while backward goes on
+    control lane    flags, small sums, messages   the caller waits
+    exchange lane   shards of weights ("gather")  after this rank's shard was read, ahead of compute
+                    gradients ("reduce")          while backward goes on
 
-Each lane is a thread with a process group of its own. Work runs in the order of submission, which
-is the order of the program, and so the same on every rank. One rank alone calls nothing.
+Each lane is a thread with a process group of its own. The control lane runs what it gets in the
+order of submission, which is the order of the program, and so the same on every rank. The exchange
+lane has a queue for each kind, so that a gather that waits for a drive holds no reduction up. It
+launches from both in one order, which rank 0 names (`launch_order`). One rank alone calls nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from torch import Tensor, uint8
 
 from infinity._src._torch_compat import all_gather_single
 from infinity._src.distributed.collectives import Collectives, Volume
-from infinity._src.distributed.lanes import Lane, PendingCollective
-from infinity._src.distributed.process_groups import make_group
+from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
+from infinity._src.distributed.names import NameExchange
+from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.topology import Topology, default_store
 from infinity._src.distributed.watchdog import Watchdog
-from infinity.errors import EngineClosed
+from infinity.aio import Ticket
+from infinity.errors import EngineClosed, RankFailed
 
 # Ranks may run on unlike processors, which round differently: numbers may differ by this part.
 _ROUNDING = 1e-5
@@ -43,10 +47,10 @@ class Comm:
         self.topology = topology or Topology.alone()
         self.world, self.rank = self.topology.world, self.topology.rank
         self.watchdog: Watchdog | None = None
-        # One lane for each kind: a gather that waits for its rank's read holds no reduction up.
         self._control: Lane | None = None
-        self._gather: Lane | None = None
-        self._reduce: Lane | None = None
+        self._control_names: NameExchange | None = None
+        self._exchange: OrderedLane | None = None
+        # Of the exchange lane, by queue: the bytes of each are counted by themselves.
         self._collectives: dict[str, Collectives] = {}
         self._timeout_s = 0.0
         self._groups: list[dist.ProcessGroup] = []
@@ -70,14 +74,12 @@ class Comm:
         # Before the lanes: making a group waits for all ranks, and only the watchdog names a dead
         # one.
         comm.watchdog = Watchdog(comm.topology, default_store(), timeout_s=timeout_s, name=name)
+        # The failure must reach threads that are stuck in a backend, and cannot look at it.
+        comm.watchdog.on_failure.append(comm._abort)
         try:
             comm.watchdog.wait_for_all_ranks()
-            device = device or torch.device("cpu")
-            backend = "nccl" if device.type == "cuda" else "gloo"
-            # Small values that the caller reads at once: on the CPU whatever the model computes on.
-            comm._control = comm._open_lane("control", "gloo", torch.device("cpu"))
-            comm._gather = comm._open_lane("gather", backend, device)
-            comm._reduce = comm._open_lane("reduce", backend, device)
+            comm._open_control("control")
+            comm._open_exchange(device or torch.device("cpu"))
         except BaseException as error:
             # Before close(): the others may wait for this rank in the making of a lane.
             comm.report_failure(error)
@@ -85,26 +87,67 @@ class Comm:
             raise
         return comm
 
-    def _open_lane(self, name: str, backend: str, device: torch.device) -> Lane:
-        """Make a lane with its process groups and its `Collectives`. Collective; blocks."""
+    def _open_control(self, name: str) -> None:
+        """Make a control lane with its process group. Collective; blocks."""
+        assert self.watchdog is not None
+        # Small values that the caller reads at once: on the CPU whatever the model computes on.
+        (group,) = self._make_groups(name, ["gloo"])
+        self._control_names = NameExchange(self.topology, group)
+        self._control = Lane(name, group=group, watchdog=self.watchdog)
+
+    def _open_exchange(self, device: torch.device) -> None:
+        """Make the exchange lane with its process groups. Collective; blocks."""
         assert self.watchdog is not None
         # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
-        group, *beside = self._make_groups(
-            name, [backend] if backend == "gloo" else [backend, "gloo"], device
+        backends = ["nccl", "gloo"] if device.type == "cuda" else ["gloo"]
+        group, *beside = self._make_groups("exchange", backends)
+        names = NameExchange(self.topology, beside[0] if beside else group)
+        self._collectives = {
+            queue: Collectives(self.topology, group, device) for queue in ("gather", "reduce")
+        }
+        self._exchange = OrderedLane(
+            "exchange",
+            list(self._collectives),
+            group=group,
+            names=names,
+            watchdog=self.watchdog,
+            device=device,
         )
-        check = beside[0] if beside else None
-        self._collectives[name] = Collectives(self.topology, group, device, check_group=check)
-        return Lane(name, group=group, watchdog=self.watchdog, device=device, beside=check)
+        self._warm_up(self._exchange, group, device)
 
-    def _make_groups(
-        self, name: str, backends: Sequence[str], device: torch.device
-    ) -> list[dist.ProcessGroup]:
+    def _warm_up(self, lane: OrderedLane, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Exchange a little in every way that training does. Blocks.
+
+        A backend connects ranks when they first exchange something, and CUDA loads kernels when
+        they are first launched. Both may wait for all that runs on the device: they come here,
+        while nothing does.
+        """
+        # Of its own: its bytes and buffers are not training's.
+        collectives = Collectives(self.topology, group, device)
+        gathered = torch.zeros(self.world, 1, dtype=torch.float32, device=device)
+        reduced = torch.zeros_like(gathered)
+        mean, flags = (
+            torch.zeros_like(gathered[0]),
+            torch.zeros_like(gathered[0], dtype=torch.uint8),
+        )
+
+        def work(_group: Any) -> None:
+            collectives.all_gather([list(gathered)])
+            collectives.reduce_scatter_mean([list(reduced)], [mean])
+            collectives.all_reduce_or(flags)
+
+        op = lane.submit_to("gather", "the first exchange", work, numbered=False)
+        op.wait()
+        if not op.finished():
+            raise RankFailed("the first exchange between the ranks does not end on the device")
+
+    def _make_groups(self, name: str, backends: Sequence[str]) -> list[dist.ProcessGroup]:
         """Make the process groups of a lane, in a thread that can be given up.
 
         new_group() waits for all ranks with no way to stop it, also for one that has failed.
         """
         assert self.watchdog is not None
-        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog, device=device)
+        maker = Lane(f"{name}-maker", group=None, watchdog=self.watchdog)
 
         def make(_group: Any) -> None:
             for backend in backends:
@@ -138,43 +181,42 @@ class Comm:
             )
             # Destroyed by the communicator that owns the watchdog.
             other._groups = self._groups
-            other._control = other._open_lane("fork", "gloo", torch.device("cpu"))
+            other._open_control("fork")
+            assert other._control is not None
             self._forks.append(other._control)
         return other
 
     # -- weights and gradients ---------------------------------------------------------------------
 
     def submit_all_gather(
-        self, what: str, work: Callable[[Collectives], None]
+        self, what: str, work: Callable[[Collectives], None], needs: Sequence[Ticket] = ()
     ) -> PendingCollective:
-        """Submit `work` to the gather lane. Never blocks. what: its name, the same on all ranks."""
-        assert self._gather is not None
-        return self._gather.submit(what, self._checked("gather", what, work))
+        """Submit `work` to the gathers, behind the tickets in `needs`. Never blocks.
+
+        what: its name, the same on all ranks.
+        """
+        return self._submit("gather", what, work, needs)
 
     def submit_reduce_scatter(
         self, what: str, work: Callable[[Collectives], None]
     ) -> PendingCollective:
-        """Submit `work` to the reduce lane. Never blocks. what: its name, the same on all ranks."""
-        assert self._reduce is not None
-        return self._reduce.submit(what, self._checked("reduce", what, work))
+        """Submit `work` to the reductions. Never blocks. what: its name, the same on all ranks."""
+        return self._submit("reduce", what, work, ())
 
-    def _checked(
-        self, lane: str, what: str, work: Callable[[Collectives], None]
-    ) -> Callable[[Any], None]:
-        """Wrap `work` so that it begins once all ranks have come to the same collective."""
-        collectives = self._collectives[lane]
+    def _submit(
+        self,
+        queue: str,
+        what: str,
+        work: Callable[[Collectives], None],
+        needs: Sequence[Ticket],
+    ) -> PendingCollective:
+        assert self._exchange is not None
+        collectives = self._collectives[queue]
+        return self._exchange.submit_to(queue, what, lambda _group: work(collectives), needs=needs)
 
-        def checked(_group: Any) -> None:
-            # First: without it, ranks that differ would take each other's data for what they
-            # expect.
-            collectives.check_same_collective(what)
-            work(collectives)
-
-        return checked
-
-    def volume(self, lane: str) -> Volume:
-        """Bytes that this rank has sent in a lane ("gather", "reduce")."""
-        found = self._collectives.get(lane)
+    def volume(self, queue: str) -> Volume:
+        """Bytes that this rank has sent from a queue ("gather", "reduce")."""
+        found = self._collectives.get(queue)
         return found.volume if found is not None else Volume()
 
     # -- control -----------------------------------------------------------------------------------
@@ -184,14 +226,16 @@ class Comm:
 
         Raises: EngineClosed; RanksDiverged.
         """
-        if self._control is None:
+        if self._control is None or self._control_names is None:
             raise EngineClosed(
                 f"{what}: the engine of this model was closed, and its ranks exchange nothing more"
             )
-        collectives = self._collectives["control" if self._owns_watchdog else "fork"]
+        names = self._control_names
 
         def checked(group: Any) -> None:
-            collectives.check_same_collective(what)
+            # First: without it, ranks that differ would take each other's data for what they
+            # expect.
+            names.check(what)
             work(group)
 
         # A fork is used beside the main thread, so its collectives have no place in the numbering.
@@ -319,22 +363,31 @@ class Comm:
         if self.watchdog is not None:
             self.watchdog.check()
 
+    def _abort(self) -> None:
+        """Abort all groups, those of forks too; the watchdog's thread calls this at the first
+        failure.
+        """
+        # A copy: another thread may be making a group.
+        abort_groups(list(self._groups))
+
     def close(self, *, ok: bool = True) -> None:
         """Close the lanes, and publish that this rank leaves. Idempotent.
 
         Blocks until what was submitted has ended, if all ranks live.
         """
-        lanes = [self._control, self._gather, self._reduce, *self._forks]
+        lanes = [self._control, self._exchange, *self._forks]
         for lane in lanes:
             if lane is not None:
                 lane.close()
-        self._control = self._gather = self._reduce = None
+        self._control = self._exchange = self._control_names = None
         self._forks.clear()
         self._collectives.clear()
         if self.watchdog is not None and self._owns_watchdog:
             failed = self.watchdog.failure is not None
             # After the lanes, which still need its verdict on ranks that do not come.
             self.watchdog.close(ok)
+            if self._abort in self.watchdog.on_failure:
+                self.watchdog.on_failure.remove(self._abort)
             while self._groups:
                 group = self._groups.pop()
                 # An aborted group has no peers to part from, and destroying it would wait for a

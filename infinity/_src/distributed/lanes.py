@@ -1,10 +1,16 @@
-"""Lanes: collectives that run beside the main thread, in the order of their submission.
+"""Lanes: collectives that run beside the main thread, in an order that is the same on all ranks.
 
-    submit ──► queue ──► the lane's thread: work(group), one by one ──► PendingCollective
+    Lane          submit ──► queue ──► the lane's thread: work(group), one by one ──► Pending...
+    OrderedLane   submit ──► several queues ──► one thread: the head that rank 0 names ──► ...
 
 Each lane has a thread and a process group of its own, so that one lane that waits holds no other
-up. Every rank must submit the same to the same lane in the same order. After a failure nothing more
-runs, the group is aborted, and everything raises the first failure.
+up. Every rank must submit the same to the same queue in the same order. After a failure nothing
+more runs, groups are aborted (`process_groups.abort_groups`), and everything raises the first
+failure.
+
+Two lanes must not both launch on a GPU: collectives of several NCCL communicators have to be
+launched in one order on all ranks, and threads know none. So all that moves tensors of the device
+goes through one `OrderedLane`, on one communicator, and so does everything over gloo.
 """
 
 from __future__ import annotations
@@ -15,14 +21,17 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from infinity._src.distributed.process_groups import abort_group
+from infinity._src.distributed.launch_order import LaunchOrder
+from infinity._src.distributed.names import NameExchange
 from infinity._src.distributed.watchdog import Watchdog
+from infinity.aio import Ticket
 from infinity.errors import InfinityError, RankFailed
 
 log = logging.getLogger("infinity")
@@ -30,22 +39,81 @@ log = logging.getLogger("infinity")
 Work = Callable[[Any], None]
 # A call whose group was aborted returns at once, unless it is stuck in the backend.
 GIVE_UP_S = 5.0
+# A thread that waits for a change looks at the failure again after this long.
+_POLL_S = 0.25
 # Memory that stuck calls may still write into, kept for as long as the process lives.
 _GIVEN_UP: list[object] = []
 
+CPU = torch.device("cpu")
+
+
+class LaneStream(Protocol):
+    """CUDA stream of a lane."""
+
+    def wait_event(self, event: Any, /) -> None:
+        """Put what is launched from here on behind the event."""
+
+    def record_event(self) -> Any:
+        """Return an event behind all that was launched."""
+
+
+class DeviceEvent:
+    """CUDA event that can be waited for with a limit, as `threading.Event` can.
+
+    `synchronize` has none: behind a kernel of NCCL whose peer has died it would never return.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def is_set(self) -> bool:
+        """Return whether the device has come to the event. Does not block."""
+        try:
+            return bool(self._event.query())
+        except RuntimeError:
+            # The device has failed for good, so that nothing runs there any more.
+            return True
+
+    def wait(self, timeout: float) -> bool:
+        """Block until the device has come to the event, at most `timeout` seconds. Returns whether
+        it has.
+        """
+        end_s, pause_s = time.monotonic() + timeout, 20e-6
+        while not self.is_set():
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            time.sleep(min(pause_s, left_s))
+            # Short at first, since most waits are; a thread that polls for long must not cost.
+            pause_s = min(2 * pause_s, 2e-3)
+        return True
+
 
 class PendingCollective:
-    """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed."""
+    """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed.
+
+    needs: tickets that must be filled before it is launched. behind: CUDA event of the submitting
+    stream, after which the input of `work` is complete.
+    """
 
     def __init__(
-        self, what: str, number: int | None, work: Work, watchdog: Watchdog, ready: Any = None
+        self,
+        what: str,
+        number: int | None,
+        work: Work,
+        watchdog: Watchdog,
+        *,
+        device: torch.device = CPU,
+        needs: Sequence[Ticket] = (),
+        behind: Any = None,
     ) -> None:
         self.what = what
         self.number = number
+        self.needs = tuple(needs)
         self._work: Work | None = work
         self._watchdog = watchdog
-        self._ready = ready
-        """CUDA event of the submitting stream: the input of `work` is complete after it."""
+        self._device = device
+        self._behind = behind
         self._event: Any = None
         self._error: BaseException | None = None
         self._done = threading.Event()
@@ -56,8 +124,13 @@ class PendingCollective:
         """True once the work has ended, well or not; on CUDA, once launched. Does not block."""
         return self._done.is_set()
 
+    @property
+    def ready(self) -> bool:
+        """True once it can be launched as far as this rank goes. Does not block."""
+        return all(ticket.filled for ticket in self.needs)
+
     def wait(self) -> None:
-        """Block until it is done; on CUDA, until the current stream is behind it.
+        """Block until it is done; on CUDA, until the device's current stream is behind it.
 
         Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come,
             or after any failure.
@@ -76,7 +149,10 @@ class PendingCollective:
         if self._event is not None:
             # The stream waits, not the thread: `done` means launched, and kernels that read the
             # result are queued behind it.
-            torch.cuda.current_stream(self._event.device).wait_event(self._event)
+            # Of the model's device: another one may be current in this thread.
+            torch.cuda.current_stream(self._device).wait_event(self._event)
+            # Memory that is used or freed from here on is behind the kernels in this stream.
+            self._work = None
 
     def finished(self) -> bool:
         """Block until nothing writes into the work's memory any more. Raises nothing of the work's.
@@ -92,31 +168,45 @@ class PendingCollective:
             # After a failure it will not begin, either: the lane runs nothing more.
             return True
         if not self._done.wait(GIVE_UP_S):
-            # None if it has ended meanwhile: then there is nothing to keep.
-            work = self._work
-            if work is not None:
-                log.warning("%s is stuck; its memory is kept until the process ends", self.what)
-                _GIVEN_UP.append(work)
-            return False
+            return self._give_up()
         if self._event is not None:
             # On CUDA `done` means launched: the kernel may still write.
-            self._event.synchronize()
+            landed = DeviceEvent(self._event)
+            with contextlib.suppress(RankFailed):
+                self._watchdog.wait(landed, self.what, self.number)
+            # The groups are aborted at a failure, which ends the kernel, unless that is stuck, too.
+            if not landed.wait(GIVE_UP_S):
+                return self._give_up()
+            self._work = None
         return True
 
+    def _give_up(self) -> bool:
+        # None if it has ended meanwhile: then there is nothing to keep.
+        work = self._work
+        if work is not None:
+            log.warning("%s is stuck; its memory is kept until the process ends", self.what)
+            _GIVEN_UP.append(work)
+        return False
+
     def _end(self, error: BaseException | None = None) -> None:
-        self._error = error
-        # Dropped here, so that a PendingCollective that is kept holds no tensors.
-        self._work = None
+        if self._done.is_set():
+            # A read that failed has ended it, beside the thread that launches.
+            return
+        # An error that was set before the failure was reported says more than the failure.
+        self._error = self._error or error
+        if self._event is None:
+            # Dropped here, so that a PendingCollective that is kept holds no tensors. On CUDA its
+            # kernels may still run, and `wait` or `finished` drops it.
+            self._work = None
         self._done.set()
 
 
 class Lane:
     """A daemon thread that runs collectives in a process group of its own.
 
-    group: of this lane alone; `process_groups.make_group` makes one that can be aborted.
-    beside: a second group that work uses, aborted with it.
-    device: of the tensors. On CUDA, work runs on a stream of the lane, behind what the submitting
-    thread's stream held at submission.
+    group: of this lane alone; who makes it aborts it at a failure. device: of the tensors. On CUDA,
+    work runs on a stream of the lane, behind what the submitting thread's stream held at
+    submission.
     """
 
     def __init__(
@@ -125,23 +215,19 @@ class Lane:
         *,
         group: dist.ProcessGroup | None,
         watchdog: Watchdog,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-        beside: dist.ProcessGroup | None = None,
+        device: torch.device = CPU,
     ) -> None:
         self.name = name
         self._group = group
-        self._beside = beside
         self._watchdog = watchdog
         self._device = device
         # First in, first out: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
-        # First in, first out: when the last one has ended, all have.
-        self._last: PendingCollective | None = None
+        # Of each queue. First in, first out: when the last one has ended, all have.
+        self._last: dict[str, PendingCollective] = {}
         # A forked child inherits the object and the exit callback, but not the thread.
         self._pid = os.getpid()
-        # The failure must reach a lane that is stuck in its backend, and cannot look at it itself.
-        watchdog.on_failure.append(self._break_off)
         atexit.register(self._exits)
         # A daemon: the interpreter must be able to end while a call is stuck in the backend.
         self._thread = threading.Thread(target=self._run, name=f"infinity-lane-{name}", daemon=True)
@@ -154,21 +240,28 @@ class Lane:
         ranks have not come. For the main thread only: the numbers follow the order of the program.
         Raises: RankFailed after a failure.
         """
+        op = self._last[""] = self._make(what, work, numbered, ())
+        self._queue.put(op)
+        return op
+
+    def _make(
+        self, what: str, work: Work, numbered: bool, needs: Sequence[Ticket]
+    ) -> PendingCollective:
         assert not self._closed, f"lane {self.name} is closed"
         # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
         # Numbered at submission, in the main thread: lanes run beside each other.
         number = self._watchdog.next_number(what) if numbered else None
-        ready = (
+        behind = (
             # The submitting stream's work up to here makes the input of `work`: the lane waits for
             # no more.
             torch.cuda.current_stream(self._device).record_event()
             if self._device.type == "cuda"
             else None
         )
-        op = self._last = PendingCollective(what, number, work, self._watchdog, ready)
-        self._queue.put(op)
-        return op
+        return PendingCollective(
+            what, number, work, self._watchdog, device=self._device, needs=needs, behind=behind
+        )
 
     def close(self) -> None:
         """Wait for what was submitted, and end the thread. Idempotent.
@@ -181,17 +274,23 @@ class Lane:
         # The exit callback would keep the lane alive.
         atexit.unregister(self._exits)
         # The thread ends after everything that was submitted before.
-        self._queue.put(None)
-        left = self._last is None or self._last.finished()
+        self._no_more()
+        # Each one is waited for, also where an earlier one is stuck: a stuck call holds memory.
+        ended = [op.finished() for op in self._last.values()]
         # A stuck call would never return: its thread is given up, not joined.
-        self._thread.join(GIVE_UP_S if left else 0.0)
+        self._thread.join(GIVE_UP_S if all(ended) else 0.0)
         if self._thread.is_alive():
-            # The groups' destructors would wait for the stuck call.
-            _GIVEN_UP.extend((self._group, self._beside))
-        # The watchdog outlives some lanes (those that make groups), and must not call them then.
-        if self._break_off in self._watchdog.on_failure:
-            self._watchdog.on_failure.remove(self._break_off)
-        self._group = self._beside = self._last = None
+            self._keep_groups()
+        self._group = None
+        self._last.clear()
+
+    def _no_more(self) -> None:
+        """Let the thread end after everything that was submitted."""
+        self._queue.put(None)
+
+    def _keep_groups(self) -> None:
+        """Keep the groups until the process ends: destructors would wait for the stuck call."""
+        _GIVEN_UP.append(self._group)
 
     def _exits(self) -> None:
         """Close at the interpreter's exit, where nobody has called close().
@@ -203,65 +302,72 @@ class Lane:
             self._watchdog.report_exit()
             self.close()
 
-    def _break_off(self) -> None:
-        """Abort the lane's groups; the watchdog's thread calls this at the first failure."""
-        # The gloo group comes first, and by itself: abort() of NCCL may raise, or hang.
-        for group in (self._beside, self._group):
-            try:
-                if group is not None and not abort_group(group):
-                    log.debug("lane %s cannot be broken off", self.name)
-            # The other group is aborted all the same.
-            except Exception:
-                log.exception("lane %s: one of its groups cannot be broken off", self.name)
-
     def _run(self) -> None:
         # Taken once: `close` drops the attribute while this thread may still be in a call.
         group = self._group
         with self._stream() as stream:
-            while (op := self._queue.get()) is not None:
+            while (op := self._take()) is not None:
                 self._run_one(op, group, stream)
                 del op  # its tensors would be kept until the next one comes
 
-    def _run_one(self, op: PendingCollective, group: dist.ProcessGroup | None, stream: Any) -> None:
-        work = op._work
-        assert work is not None
+    def _take(self) -> PendingCollective | None:
+        """Return what runs next, and None at the end. Blocks. Called by the lane's thread."""
+        return self._queue.get()
+
+    def _prepare(self, op: PendingCollective) -> None:
+        """Do what comes before each work. Called by the lane's thread."""
+
+    def _run_one(
+        self, op: PendingCollective, group: dist.ProcessGroup | None, stream: LaneStream | None
+    ) -> None:
         op._begun = True
         # `finished` looks at the failure first, and at `_begun` then. In this order here, work that
         # it found not begun sees the failure, and does not run.
         if self._watchdog.failure is not None:
             op._end(self._watchdog.failure)
             return
+        work = op._work
+        assert work is not None, "only a failure ends what has not run"
         try:
             if stream is not None:
                 # The lane's stream, not its thread, waits: the thread can launch the next one.
-                stream.wait_event(op._ready)
+                stream.wait_event(op._behind)
+            self._prepare(op)
             work(group)
             if stream is not None:
-                # Behind the collective's kernels: `Op.wait` puts the compute stream behind it.
+                # Behind the collective's kernels: `wait` puts the compute stream behind it.
                 op._event = stream.record_event()
         except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
             # The traceback holds this frame, and `work` holds tensors.
             del work
-            # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank
-            # failed. Any other error is this rank's own.
-            peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
-            if not peer:
-                # Before the failure is known: a waiting thread would raise the failure instead of
-                # it.
-                op._error = error
-            failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
-            if failure is None:
-                # First: a waiting thread raises this error, and not the one that is published.
-                op._error = error
-                self._watchdog.report_failure(error)
-            else:
-                failure.__cause__ = failure.__cause__ or error
-            op._end(failure or error)
+            if stream is not None:
+                # Some of the work's kernels may run. A device that has failed refuses the event,
+                # and runs nothing any more.
+                with contextlib.suppress(RuntimeError):
+                    op._event = stream.record_event()
+            self._fail(op, error)
             return
         op._end()
 
+    def _fail(self, op: PendingCollective, error: BaseException) -> None:
+        """End a collective, and with it the engine, with the error of this rank or of a peer."""
+        # Collectives raise a plain RuntimeError (or one of torch's subclasses), whichever rank
+        # failed. Any other error is this rank's own.
+        peer = isinstance(error, RuntimeError) and not isinstance(error, InfinityError)
+        if not peer:
+            # Before the failure is known: a waiting thread would raise the failure instead of it.
+            op._error = error
+        failure = self._watchdog.find_culprit(error, op.what, op.number) if peer else None
+        if failure is None:
+            # First: a waiting thread raises this error, and not the one that is published.
+            op._error = error
+            self._watchdog.report_failure(error)
+        else:
+            failure.__cause__ = failure.__cause__ or error
+        op._end(failure or error)
+
     @contextlib.contextmanager
-    def _stream(self) -> Iterator[Any]:
+    def _stream(self) -> Iterator[LaneStream | None]:
         if self._device.type != "cuda":
             yield None
             return
@@ -272,3 +378,166 @@ class Lane:
         stream = torch.cuda.Stream(self._device)
         with torch.cuda.stream(stream):
             yield stream
+
+
+class OrderedLane(Lane):
+    """Lane with several queues, whose collectives one thread launches in one order on all ranks.
+
+    queues: their names. A collective is launched when it is the head of its queue, what it needs on
+    this rank is there, and rank 0 names its queue; `launch_order` says why that never ends in a
+    deadlock. The names of collectives are compared on the way (`names.agree`), so that all ranks
+    are ready when the first one launches: no kernel waits on a device for a drive of another rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        queues: Sequence[str],
+        *,
+        group: dist.ProcessGroup | None,
+        names: NameExchange,
+        watchdog: Watchdog,
+        device: torch.device = CPU,
+    ) -> None:
+        self._names = names
+        self._order: LaunchOrder[PendingCollective] = LaunchOrder(queues)
+        # Guards `_order` and `_ending`; notified when one of them, or readiness, changes.
+        self._changed = threading.Condition()
+        self._ending = False
+        self._chosen = 0  # the queue of the collective that `_take` has returned last
+        # Waits for reads, so that the thread that launches never waits for one alone.
+        self._reads: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
+        self._reader = threading.Thread(
+            target=self._await_reads, name=f"infinity-lane-{name}-reads", daemon=True
+        )
+        # It may wait for a change that no rank will make.
+        watchdog.on_failure.append(self._notify)
+        super().__init__(name, group=group, watchdog=watchdog, device=device)
+        self._reader.start()
+
+    def submit_to(
+        self,
+        queue_name: str,
+        what: str,
+        work: Work,
+        *,
+        needs: Sequence[Ticket] = (),
+        numbered: bool = True,
+    ) -> PendingCollective:
+        """Run `work(group)` in this queue's turn, once `needs` are filled. Does not block.
+
+        numbered: as in `submit`. Raises: RankFailed after a failure.
+        """
+        op = self._make(what, work, numbered, needs)
+        self._last[queue_name] = op
+        ready = op.ready
+        with self._changed:
+            self._order.add(queue_name, op)
+            # Another thread for nothing costs more than it seems while this one holds the GIL. On
+            # rank 0 the thread that waits for reads will wake it.
+            if ready or self._names.parent is not None:
+                self._changed.notify_all()
+        if not ready:
+            self._reads.put(op)
+        return op
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        super().close()
+        self._reads.put(None)
+        # It looks at the failure in each wait, so it ends unless a call is stuck.
+        self._reader.join(GIVE_UP_S)
+        if self._notify in self._watchdog.on_failure:
+            self._watchdog.on_failure.remove(self._notify)
+
+    def _no_more(self) -> None:
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+
+    def _keep_groups(self) -> None:
+        super()._keep_groups()
+        _GIVEN_UP.append(self._names)
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the thread that launches ------------------------------------------------------------------
+
+    def _take(self) -> PendingCollective | None:
+        """Return the collective that all ranks launch next."""
+        while True:
+            with self._changed:
+                self._await(lambda: len(self._order) > 0 or self._ending)
+                if self._watchdog.failure is not None or not len(self._order):
+                    # After a failure each one is ended, and not run.
+                    return self._pop_oldest()
+            # A rank asks for a name only with something to launch: rank 0 may be idle for as long
+            # as it likes, and a receive has a limit.
+            chosen = self._choose() if self._names.parent is None else self._follow()
+            if chosen is not None:
+                self._chosen = chosen
+                with self._changed:
+                    return self._order.pop(chosen)
+
+    def _prepare(self, op: PendingCollective) -> None:
+        # Filled by now. Raises the fault of a read.
+        for ticket in op.needs:
+            ticket.wait_filled()
+        self._names.agree(self._chosen, op.what)
+
+    def _choose(self) -> int | None:
+        """Wait for a head that is ready here, and return its queue; None after a failure."""
+        with self._changed:
+            self._await(lambda: self._order.choose(_is_ready) is not None)
+            return None if self._watchdog.failure else self._order.choose(_is_ready)
+
+    def _follow(self) -> int | None:
+        """Wait for the queue that is named, and for its head here; None after a failure."""
+        try:
+            queue_index = self._names.follow()
+        except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
+            with self._changed:
+                op = self._pop_oldest()
+            assert op is not None, "asked without anything to launch"
+            self._fail(op, error)
+            return None
+
+        def has_come() -> bool:
+            head = self._order.head(queue_index)
+            return head is not None and head.ready
+
+        with self._changed:
+            self._await(has_come)
+        return None if self._watchdog.failure else queue_index
+
+    def _await(self, holds: Callable[[], bool]) -> None:
+        """Wait until it holds, or for a failure. The lock is held."""
+        while not holds() and self._watchdog.failure is None:
+            self._changed.wait(_POLL_S)
+
+    def _pop_oldest(self) -> PendingCollective | None:
+        oldest = self._order.oldest()
+        return None if oldest is None else self._order.pop(oldest)
+
+    # -- the thread that waits for reads -----------------------------------------------------------
+
+    def _await_reads(self) -> None:
+        while (op := self._reads.get()) is not None:
+            try:
+                for ticket in op.needs:
+                    ticket.wait_filled(check=self._watchdog.check)
+            except RankFailed:
+                # The engine has ended; the other thread ends what is in the queues.
+                pass
+            except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
+                # At once: rank 0 may be about to wait for this rank.
+                self._fail(op, error)
+            self._notify()
+            del op  # its tensors would be kept until the next one comes
+
+
+def _is_ready(op: PendingCollective) -> bool:
+    return op.ready

@@ -1,4 +1,4 @@
-"""Process groups of lanes, and aborting a collective that is stuck in one.
+"""Process groups of lanes, and aborting the collectives that are stuck in them.
 
 `ProcessGroupGloo.abort` does nothing in torch 2.13: a stuck collective stays so until its timeout
 (a test would notice the change). But gloo fails at once when a connection closes. So aborting shuts
@@ -8,6 +8,10 @@ group; it is found by what new_group() adds to the process's descriptors.
 One gap is gloo's: gloo does not end a send that is in the middle of a write when its connection
 closes, so a thread that waits for that send waits until the timeout. Nothing comes to its memory
 any more, and the thread is given up.
+
+NCCL has an abort of its own. torch's watchdog would end the process by SIGABRT on an error of NCCL
+or a timeout, before a `RankFailed` that names the rank could be raised. It is switched off for the
+groups made here, as torch asks of programs that abort by themselves.
 """
 
 from __future__ import annotations
@@ -19,14 +23,19 @@ import os
 import re
 import socket
 import threading
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
 log = logging.getLogger("infinity")
 
+# Aborts of NCCL are over by then, or hang.
+ABORT_S = 5.0
+# NoHandling = 0: errors and timeouts of NCCL are this engine's to handle.
+_TEARDOWN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # The group's own timeout comes this much after the watchdog's, which names the rank.
 SLACK_S = 60.0
 _EPOLL = "anon_inode:[eventpoll]"
@@ -38,8 +47,8 @@ _MAKING = threading.Lock()
 def make_group(
     *, timeout_s: float, ranks: Sequence[int] | None = None, backend: str = "gloo"
 ) -> dist.ProcessGroup | None:
-    """Make a group of `ranks` (None: all) that `abort_group` can abort; None on ranks outside of
-    it.
+    """Make a group of `ranks` (None: all) that `abort_groups` can abort; None on ranks outside
+    of it.
 
     Collective over the whole world: every rank makes the same groups in the same order, while no
     other thread of the rank makes one. Blocks.
@@ -48,9 +57,10 @@ def make_group(
     with _MAKING:
         before = _epolls()
         timeout = datetime.timedelta(seconds=timeout_s + SLACK_S)
-        group = dist.new_group(
-            None if ranks is None else list(ranks), timeout=timeout, backend=backend
-        )
+        with _without_teardown() if backend == "nccl" else contextlib.nullcontext():
+            group = dist.new_group(
+                None if ranks is None else list(ranks), timeout=timeout, backend=backend
+            )
         added = _epolls() - before
     if not isinstance(group, dist.ProcessGroup):
         return None  # torch returns a sentinel to ranks that are not members
@@ -69,24 +79,72 @@ def make_group(
     return group
 
 
-def abort_group(group: dist.ProcessGroup) -> bool:
-    """Make this group's collectives fail on this rank, running ones included. The group is unusable
-    then.
+def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_S) -> bool:
+    """Make the collectives of these groups fail on this rank, running ones included. The groups are
+    unusable then.
 
-    Returns whether that was possible. If not, its collectives end with their timeout, or the
-    process.
+    Blocks for `limit_s` at most. Returns whether that was possible for all. The other collectives
+    end with their timeout, or the process.
     """
-    epoll = _EPOLLS.pop(group, None)
-    # gloo fails at once when a connection closes, so this ends the calls that wait in it.
-    if epoll is not None:
-        for fd in _watched(epoll):
-            _shut_down(fd)
-        return True
-    if dist.get_backend(group) == "nccl":
-        # NCCL has an abort of its own; gloo's does nothing in torch 2.13.
+    threads: list[threading.Thread] = []
+    well = True
+    for group in groups:
+        try:
+            if group in _EPOLLS:
+                # gloo fails at once when a connection closes, so this ends the calls that wait in
+                # it.
+                for fd in _watched(_EPOLLS.pop(group)):
+                    _shut_down(fd)
+            elif dist.get_backend(group) == "nccl":
+                threads.append(threading.Thread(target=_abort_nccl, args=(group,), daemon=True))
+            else:
+                log.debug("a process group cannot be aborted")
+                well = False
+        # The other groups are aborted all the same.
+        except Exception:
+            log.exception("a process group cannot be aborted")
+            well = False
+    # gloo first, since aborting NCCL may hang. All of NCCL together: one communicator's abort may
+    # wait for a kernel that waits for another communicator's. And each in a thread, because there
+    # is no way out of a call that hangs.
+    for thread in threads:
+        thread.start()
+    end_s = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    hanging = sum(thread.is_alive() for thread in threads)
+    if hanging:
+        log.warning(
+            "aborting %d of %d communicators of NCCL hangs after %g s: kernels may be stuck on the "
+            "device until the process ends",
+            hanging,
+            len(threads),
+            limit_s,
+        )
+    return well and not hanging
+
+
+def _abort_nccl(group: dist.ProcessGroup) -> None:
+    try:
         group.abort()
-        return True
-    return False
+    # Nobody waits for this thread's error.
+    except Exception:
+        log.exception("a communicator of NCCL cannot be aborted")
+
+
+@contextlib.contextmanager
+def _without_teardown() -> Iterator[None]:
+    """Switch off that torch's watchdog ends the process, for groups of NCCL made in the block."""
+    # Read once, by the group's constructor. The older name counts where the first one is not set.
+    before = os.environ.get(_TEARDOWN)
+    os.environ[_TEARDOWN] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TEARDOWN]
+        else:
+            os.environ[_TEARDOWN] = before
 
 
 def _epolls() -> set[int]:

@@ -26,7 +26,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -62,6 +62,16 @@ _NAME_MAX = 128  # characters, from the end, which tells most
 _CONNECTION = re.compile(
     r"gloo/transport|[Cc]onnection|closed by peer|[Tt]imed out|Broken pipe|NCCL|[Aa]borted"
 )
+
+
+class Settable(Protocol):
+    """Thing that is set once and can be waited for: a `threading.Event`, an event of a device."""
+
+    def is_set(self) -> bool:
+        """Return whether it is set. Does not block."""
+
+    def wait(self, timeout: float, /) -> bool:
+        """Block until it is set, at most `timeout` seconds. Returns whether it is."""
 
 
 class Watchdog:
@@ -222,7 +232,7 @@ class Watchdog:
         failure.__cause__ = error
         self._set_failure(failure)
 
-    def wait(self, done: threading.Event, what: str, number: int | None) -> None:
+    def wait(self, done: Settable, what: str, number: int | None) -> None:
         """Block until `done` is set. what, number: of the collective that sets it; None if not
         numbered.
 

@@ -245,7 +245,8 @@ class GradAccumulator:
     def wait_d2h(self) -> None:
         """Block until the copy from the device has landed. Raises: DeviceCopyError."""
         if self._d2h is not None:
-            self._d2h.wait_filled()
+            assert self.registry.grad_offload is not None
+            self.registry.grad_offload.device.wait_filled(self._d2h)
             self._d2h = None
 
     # -- filling -----------------------------------------------------------------------------------
@@ -370,7 +371,8 @@ class GradAccumulator:
             # Not prefetched: copy now. `copy=True`, since the caller adds in place.
             return self.tensor.to(device, copy=True, non_blocking=True)
         ticket, there = self._h2d
-        ticket.wait_filled()
+        assert self.registry.grad_offload is not None
+        self.registry.grad_offload.device.wait_filled(ticket)
         self._h2d = None
         return there
 

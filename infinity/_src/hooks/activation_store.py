@@ -280,7 +280,7 @@ class HostActivationStore:
         del priority
         # D2H and H2D have streams of their own, which do not wait for each other.
         while not stored.written.filled:
-            stored.written.wait_filled()
+            self._device.wait_filled(stored.written)
         ticket = self._device.copy(address, stored.slab.address, stored.size_bytes, out=True)
         stored.fetches.append(ticket)
         self.fetched_bytes += stored.size_bytes

@@ -42,6 +42,7 @@ class Device:
 
     driver: None where it is the CPU, and the executor copies by itself.
     stream: returns the handle of the current compute stream.
+    check: raises once another rank is known to have failed.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Device:
         driver: DeviceDriver | None = None,
         *,
         stream: Callable[[], int] = lambda: 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.torch_device = torch_device
         self.driver = driver
         self._stream = stream
+        self._check = check
         self._executor: Executor | None = None
         self._told = 0
         self._pool: Any = None
@@ -179,6 +182,14 @@ class Device:
         job["ptr"][0, :3] = to, source, size_bytes
         return self._executor.submit(job, priority=Priority.DEMAND)
 
+    def wait_filled(self, ticket: Ticket) -> None:
+        """Block until a ticket is `filled` whose copies are behind kernels of the device.
+
+        These may be behind a collective that waits for another rank. Raises: AioError; RankFailed
+        as soon as a rank is known to have failed, and then the copy may still be under way.
+        """
+        ticket.wait_filled(check=self._check)
+
     def close(self) -> None:
         """Unpin everything. The executor must be closed."""
         if self.driver is not None:
@@ -225,7 +236,7 @@ class GradOffload:
         while self._flights and self._bytes + size_bytes > self._bytes_max:
             ticket, source = self._flights[0]
             # Not `wait`: only the source must be free again.
-            ticket.wait_filled()
+            self.device.wait_filled(ticket)
             self._flights.popleft()
             self._free(source)
 
@@ -297,13 +308,19 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
     return device
 
 
-def open_device(torch_device: torch.device) -> Device:
-    """Open a device, with the driver for its copies. Raises: DeviceCopyError without the driver."""
+def open_device(torch_device: torch.device, *, check: Callable[[], None]) -> Device:
+    """Open a device, with the driver for its copies. Raises: DeviceCopyError without the driver.
+
+    check: as in `Device`.
+    """
     if torch_device.type != "cuda":
-        return Device(torch_device)
+        return Device(torch_device, check=check)
     index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
     there = torch.device("cuda", index)
     torch.cuda.init()
     return Device(
-        there, DeviceDriver(index), stream=lambda: int(torch.cuda.current_stream(there).cuda_stream)
+        there,
+        DeviceDriver(index),
+        stream=lambda: int(torch.cuda.current_stream(there).cuda_stream),
+        check=check,
     )

@@ -14,7 +14,7 @@ updates, so the mode can pay only where the CPU's cores are slower than its memo
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,15 +51,16 @@ class _Chunk(NamedTuple):
 class _DeviceBuffer:
     """Device memory for one chunk. stored: the write that still reads it."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(self, memory: torch.Tensor, device: Device) -> None:
         self.memory = memory
         self.stored: Ticket | None = None
+        self._device = device
 
     def wait(self) -> None:
         """Block until it is free. A failed write reads it no more; the pipeline raises its fault.
         """
         if self.stored is not None and not self.stored.failed:
-            self.stored.wait_filled()
+            self._device.wait_filled(self.stored)
         self.stored = None
 
 
@@ -84,15 +85,19 @@ class JointTicket:
         """True if one has failed."""
         return any(ticket.failed for ticket in self._tickets)
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until all are done; `timeout` is for each."""
         for ticket in self._tickets:
-            ticket.wait(timeout)
+            ticket.wait(timeout, check=check)
 
-    def wait_filled(self, timeout: float | None = None) -> None:
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         """Block until all are filled; `timeout` is for each."""
         for ticket in self._tickets:
-            ticket.wait_filled(timeout)
+            ticket.wait_filled(timeout, check=check)
 
     def cancel(self) -> None:
         """Do nothing: updates are never given up."""
@@ -180,7 +185,7 @@ class DeviceUpdate(DeferredUpdate):
         """Update a chunk that is fetched, or being fetched, and start its write-back. Blocks until
         the fetch is done.
         """
-        fetched.wait_filled()
+        self._device.wait_filled(fetched)
         sections = [window.memory[low:high] for low, high in self._bounds(chunk)]
         chunk.plan.run(chunk.position, sections)
         # The unit is gathered on this device, so the new parameters need not come back from the
@@ -228,7 +233,8 @@ class DeviceUpdate(DeferredUpdate):
             window.wait()
         self._windows = deque(
             _DeviceBuffer(
-                torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device)
+                torch.empty(size_bytes, dtype=torch.uint8, device=self._device.torch_device),
+                self._device,
             )
             for _ in range(2 * AHEAD_CHUNKS)
         )

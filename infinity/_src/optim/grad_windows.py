@@ -135,7 +135,7 @@ class GradWindows:
             return None
         unit = self._due.popleft()
         for ticket in self._tickets.pop(unit):
-            ticket.wait_filled()
+            self._device.wait_filled(ticket)
         return unit
 
     def update_submitted(self, unit: Unit, ticket: Ticket) -> None:
@@ -177,7 +177,8 @@ class GradWindows:
         ticket, self._reads[index] = self._reads[index], None
         while ticket is not None and not ticket.filled:
             try:
-                ticket.wait_filled()
+                # Of the memory that it writes, some is on the device.
+                self._device.wait_filled(ticket)
             except AioError:
                 # A failed update reads no more, and the pipeline raises its error.
                 break

@@ -12,7 +12,7 @@ evicts a unit that is needed sooner than the one it brings.
 A unit is filled by reads of this rank's shards, then by an all_gather of the others:
 
     one rank        tickets                                           ready when they are filled
-    several ranks   tickets -> gather lane: wait, all_gather, store   ready when the lane is done
+    several ranks   tickets -> a lane: all_gather, store              ready when the lane is done
 
 On several ranks all of this follows the program alone, never the times at which reads end: every
 rank unshards and evicts the same units in the same order, and a collective that has begun is never
@@ -811,8 +811,6 @@ class PendingUnshards:
         plain = [flat for flat in unit.flats if flat not in coded]
 
         def work(collectives: Collectives) -> None:
-            for ticket in tickets:
-                ticket.wait_filled()
             with torch.no_grad():
                 collectives.all_gather([_parts(flat) for flat in plain])
                 collectives.all_gather_quantized([_parts(flat) for flat in coded])
@@ -820,7 +818,7 @@ class PendingUnshards:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work)
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, tickets)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""

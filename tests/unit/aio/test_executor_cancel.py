@@ -233,3 +233,26 @@ def test_cancel_races_with_everything_and_loses_nothing(make_rig, rng):
     assert stats.jobs_cancelled == sum(error is not None for _, error, _ in ended)
     assert stats.jobs_done == stats.jobs_submitted
     assert rig.executor.fault() is None
+
+
+def test_a_wait_asks_its_check_and_what_that_raises_ends_the_wait_alone(make_rig, rng):
+    # One chunk takes two seconds.
+    rig, values = slow(make_rig, rng, [0], seam=aio.Seam(read_bytes_per_s=4e3))
+    ticket, targets = rig.fetch([0])
+    asked = 0
+
+    def check():
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise LookupError("a rank has failed")
+
+    for wait in (ticket.wait, ticket.wait_filled):
+        asked = 0
+        with pytest.raises(LookupError, match="a rank has failed"):
+            wait(20, check=check)
+        # Every 100 ms, and not only at the end.
+        assert asked == 2
+    assert not ticket.done
+    ticket.wait(20)
+    assert same(targets[0], values[0])

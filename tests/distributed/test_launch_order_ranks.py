@@ -1,0 +1,93 @@
+"""Ranks whose drives and threads take random times launch gathers and reductions in one order."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import infinity as inf
+from infinity._src.distributed.lanes import PendingCollective
+from infinity._src.distributed.names import NameExchange
+from infinity.aio import Seam
+from tests import harness, models
+from tests.distributed.ranks import on_ranks, shard_of
+from tests.harness import Training
+from tests.launch_logs import Launch, objection
+
+LLAMA = Training(models.llama, steps=3, rows=6, lr=2e-3)
+CONTROL = ("infinity-lane-control", "infinity-lane-fork")
+QUEUES = {0: "gather", 1: "reduce"}
+POLICIES: list[dict[str, Any]] = [
+    {"params": "nvme", "optim": "nvme", "ram": "min"},
+    {"params": "nvme", "optim": "nvme", "ram": "min", "update": "backward", "generations": 2},
+    {"params": "nvme", "optim": "nvme", "ram": "min", "update": "delayed", "delayed_warmup": 1},
+    {"params": "cpu", "optim": "cpu", "qwz": True, "hpz": "cpu", "qgz": True},
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Logged:
+    """Trainings in which each collective is late on each rank by chance. Returns the launches of
+    each, as `tests.launch_logs` compares them."""
+
+    def __call__(self, rank: int, place: Path) -> list[list[Launch]]:
+        patch = pytest.MonkeyPatch()
+        chance = random.Random(rank)
+        log: list[Launch] = []
+        agree, ready = NameExchange.agree, PendingCollective.ready.fget
+        assert ready is not None
+        late: dict[int, float] = {}
+
+        def agreed(self: NameExchange, queue: int, what: str) -> None:
+            agree(self, queue, what)
+            # Control lanes have no queues, and names of their own.
+            if threading.current_thread().name not in CONTROL:
+                log.append(Launch(queue, what, threading.get_ident()))
+
+        def is_ready(self: PendingCollective) -> bool:
+            # Some are ready late, on one rank only.
+            wait_s = late.setdefault(
+                id(self), time.monotonic() + chance.choice((0, 0, 0.004)) * chance.random()
+            )
+            return ready(self) and time.monotonic() >= wait_s
+
+        patch.setattr(NameExchange, "agree", agreed)
+        patch.setattr(PendingCollective, "ready", property(is_ready))
+        patch.setattr("infinity._src.distributed.lanes._POLL_S", 0.001)
+        found = []
+        try:
+            for index, chosen in enumerate(POLICIES):
+                log.clear()
+                late.clear()
+                nvme = {"nvme": place} if "nvme" in chosen.values() else {}
+                harness.offloaded(
+                    shard_of(LLAMA, rank, dist.get_world_size()),
+                    inf.Policy(**chosen, **nvme),
+                    seam=Seam(delay_us_max=2000, seed=17 * index + rank),
+                )
+                found.append(list(log))
+        finally:
+            patch.undo()
+        return found
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.ranks)])
+def test_all_ranks_launch_in_one_order_whatever_is_late(tmp_path: Path, world: int) -> None:
+    by_policy = list(zip(*on_ranks(Logged(), tmp_path / "run", world), strict=True))
+    passed = 0
+    for logs in by_policy:
+        assert not objection(logs)
+        assert {QUEUES[launch.queue] for launch in logs[0]} == {"gather", "reduce"}
+        changes = [
+            first.queue != second.queue for first, second in zip(logs[0], logs[0][1:], strict=False)
+        ]
+        passed += sum(changes)
+    # Else the test would compare queues that never met.
+    assert passed > 20
