@@ -279,7 +279,8 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     """
     sizes = grad_sizes(split.units, buffers.dtype)
     of_windows = windows_bytes(split.policy, sizes, copies=split.device.copies)
-    return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype)
+    copies = split.device.copies
+    return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
 def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
@@ -368,10 +369,11 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
         registry=registry,
         comm=comm,
         mode=mode,
-        reduce_scatter=ranks.reduce_scatter(learning, tiers.buffers, undo),
-        unreduced=ranks.unreduced_grads(learning, tiers.buffers, undo),
-        # The parts of several ranks come back when they are added to.
-        grad_offload=None if ranks.several else tiers.offload,
+        reduce_scatter=ranks.reduce_scatter(
+            learning, tiers.buffers, split.device, tiers.offload, undo
+        ),
+        unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
+        grad_offload=tiers.offload,
     )
     return Grads(registry, reducer)
 

@@ -43,6 +43,13 @@ def check_activations(policy: Policy, device: Device) -> None:
         )
 
 
+def update_threads(cpus: int, ranks: int) -> int:
+    """Return the threads that verify, update and copy chunks, of one of the ranks that share the
+    machine's processors. Together they are as many as one rank has.
+    """
+    return max(1, cpus // 4 // ranks)
+
+
 def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
     """Give the executor the files of a durable run's layers."""
     for layer in layers:
@@ -107,7 +114,7 @@ class Storage:
             large=PoolSpec(plan.large_count, plan.large_bytes),
             backend=policy.io_backend,
             verify=policy.verify,
-            workers=max(1, (os.cpu_count() or 2) // 4),
+            workers=update_threads(os.cpu_count() or 2, node_resources.ranks),
             block_bytes=settings.block_bytes,
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,

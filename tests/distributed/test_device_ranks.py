@@ -1,5 +1,5 @@
 """Two ranks, each on a simulated device: the same bits as on the CPU, nothing unordered, nothing
-pinned left behind.
+pinned left behind, and nothing on the bus that holds the device up.
 
 What this covers: copies of the executor (fetches into gathered units, gradients on their way out)
 against what the lanes read and write. A lane's work is announced as done by the host on the lane's
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import infinity as inf
 from infinity._src.distributed.collectives import Collectives, Parts
@@ -28,6 +29,7 @@ from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Unit
 from infinity.aio import Seam
 from tests import harness, models
+from tests.bus import assert_smooth, watched
 from tests.device import simulated
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
@@ -63,12 +65,13 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
     ],
     "zero++": [
         (LLAMA, {**STAGES["3"], "hpz": "cpu"}),
+        (LLAMA, {**STAGES["3"], "hpz": "cpu", "mesh": (2, 1)}),
         (LLAMA, {**STAGES["3"], "hpz": "device", **EARLY}),
         (LLAMA, {**STAGES["3"], "qwz": True}),
         (LLAMA, {**STAGES["2"], "qwz": True, **EARLY}),
         (LLAMA, {**STAGES["3, device"], "qwz": True, "hpz": "cpu"}),
         (LLAMA, {**STAGES["3"], "qgz": True, "error_feedback": True}),
-        (DEEP, {**STAGES["1"], "qgz": True}),
+        (DEEP, {**STAGES["1"], "qgz": True, "error_feedback": True}),
         (
             LLAMA,
             {
@@ -172,6 +175,7 @@ class OnBoth:
             try:
                 on_cpu = self.trained(index, {**chosen, "update_on": "cpu"}, training, rank, place)
                 with (
+                    watched() as bus,
                     simulated(pytest.MonkeyPatch(), seed=7 * index + rank) as device,
                     lanes_announced(device),
                 ):
@@ -180,6 +184,7 @@ class OnBoth:
                     assert to_device > 0
                     assert from_device > 0
                     assert device.live() == (0, 0, 0)
+                assert_smooth(bus)
             except Exception as error:
                 raise RuntimeError(f"run {index}, {chosen}: {error}") from error
             found.append((on_cpu, there))
@@ -188,10 +193,12 @@ class OnBoth:
     def trained(
         self, index: int, chosen: dict[str, Any], training: Training, rank: int, place: Path
     ) -> Result:
-        nvme = {"nvme": place} if "nvme" in chosen.values() else {}
+        nvme: dict[str, Any] = {"nvme": place} if "nvme" in chosen.values() else {}
+        if "mesh" in chosen:
+            nvme["mesh"] = init_device_mesh("cpu", chosen["mesh"], mesh_dim_names=("node", "rank"))
         shard = shard_of(training, rank, dist.get_world_size())
         result = harness.offloaded(
-            shard, inf.Policy(**chosen, **nvme), seam=Seam(seed=index + rank, delay_us_max=800)
+            shard, inf.Policy(**{**chosen, **nvme}), seam=Seam(seed=index + rank, delay_us_max=800)
         )
         return dataclasses.replace(result, stats=None)
 

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm, digest
 from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
-from infinity._src.grads.reduce import ReduceScatter
-from infinity._src.memory.device import Device
+from infinity._src.grads.reduce import FlagBuffers, ReduceScatter
+from infinity._src.memory.device import Device, GradOffload
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.unit import Flat, Unit
 
@@ -87,8 +87,12 @@ class RankSetup:
         """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
 
-    def transit_bytes(self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> int:
+    def transit_bytes(
+        self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype], *, copies: bool
+    ) -> int:
         """CPU memory of the buffers that several ranks need; it grows when parameters are unfrozen.
+
+        copies: the model computes on a device with memory of its own.
         """
         # One rank reduces nothing, so it needs none of these buffers.
         if not self.several:
@@ -101,10 +105,17 @@ class RankSetup:
             size_bytes += SecondaryShards.needs_bytes(flats, topology.nodes)
         if self._policy.error_feedback:
             size_bytes += ReduceScatter.error_bytes(learning, topology.nodes, topology.local_world)
+        if copies:
+            size_bytes += FlagBuffers.needs_bytes(learning)
         return size_bytes
 
     def unreduced_grads(
-        self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
+        self,
+        flats: Sequence[Flat],
+        gradients: GradBuffers,
+        device: Device,
+        offload: GradOffload | None,
+        undo: contextlib.ExitStack,
     ) -> UnreducedGrads | None:
         """Make the buffers in which micro-batches add up inside `no_sync`; None where shards do.
 
@@ -113,14 +124,19 @@ class RankSetup:
         # Without accumulation in whole gradients the shards add up, as on one rank.
         if not (self.several and self._policy.accumulates_locally):
             return None
-        unreduced = UnreducedGrads(gradients.dtype)
+        unreduced = UnreducedGrads(gradients.dtype, device, offload)
         undo.callback(unreduced.close)
         unreduced.allocate(flats)
         self._unreduced = unreduced
         return unreduced
 
     def reduce_scatter(
-        self, flats: Sequence[Flat], gradients: GradBuffers, undo: contextlib.ExitStack
+        self,
+        flats: Sequence[Flat],
+        gradients: GradBuffers,
+        device: Device,
+        offload: GradOffload | None,
+        undo: contextlib.ExitStack,
     ) -> ReduceScatter | None:
         """Make the reduction of these flats' gradients; None on one rank. Called once."""
         if not self.several:
@@ -133,6 +149,8 @@ class RankSetup:
             reduce_dtype=policy.reduce_dtype,
             qgz=policy.qgz,
             error_feedback=policy.error_feedback,
+            device=device,
+            offload=offload,
         )
         undo.callback(reducer.close)
         self._reduces = reducer

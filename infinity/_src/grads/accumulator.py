@@ -385,6 +385,7 @@ class GradAccumulator:
         if (
             came
             or self._h2d is not None
+            or not self.numel  # a rank may have no part of a small parameter
             or self.state is not AccumulatorState.HELD
             or self.backing is not None
             or self.log
@@ -523,7 +524,7 @@ class GradAccumulator:
     def _known_norm(self) -> float | None:
         """2-norm of this rank's part, if it was taken. Blocks while the device takes it."""
         if self._device_norm is not None:
-            self._part_norm, self._device_norm = float(self._device_norm), None
+            self.registry.read_device_norms()
         return self._part_norm
 
     def materialize(self) -> torch.Tensor:
@@ -674,6 +675,18 @@ class GradRegistry:
         if self._scratch.numel() < numel:
             self._scratch = torch.empty(numel, dtype=torch.float32)
         return self._scratch[:numel]
+
+    def read_device_norms(self) -> None:
+        """Read the norms that the device has taken, all at once. Blocks until it has."""
+        waiting = [
+            (accumulator, accumulator._device_norm)
+            for accumulator in self.accumulators
+            if accumulator._device_norm is not None
+        ]
+        # One read for all: each would wait for the device, for four bytes.
+        norms = torch.stack([norm for _, norm in waiting]).tolist()
+        for (accumulator, _), norm in zip(waiting, norms, strict=True):
+            accumulator._part_norm, accumulator._device_norm = norm, None
 
     def norms(self, accumulators: Sequence[GradAccumulator], order: float = 2.0) -> list[float]:
         """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all

@@ -20,23 +20,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 import xxhash
 
 from infinity._src._torch_compat import profiled
+from infinity._src.cleanup import cancel_and_wait
 from infinity._src.distributed.collectives import Collectives, Parts
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.accumulator import GradAccumulator, GradRegistry
 from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
-from infinity._src.memory.device import GradOffload
+from infinity._src.memory.constants import REDUCING_UNITS
+from infinity._src.memory.device import Device, GradOffload
+from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
+from infinity._src.sizes import round_up
+from infinity.aio import Slab, Ticket
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -56,11 +63,17 @@ class PendingReduce:
     # Kept alive until the computing stream waits for the lane's, which reads them.
     held: dict[Param, Sequence[torch.Tensor]]
     present: torch.Tensor  # uint8, a flag for each parameter of these flats
+    # Copies of unreduced sums and of error feedback to the device; the lane waits for them.
+    tickets: list[Ticket]
+    # Error feedback on a device with memory of its own, which goes back to RAM afterwards.
+    errors: dict[Flat, torch.Tensor]
 
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
         self.op.wait()
+        # `wait` puts the stream behind the lane's, and the host reads the flags.
+        self.op.finished()
         # Not earlier: the lane reads these gradients until the op is done.
         self.held.clear()
         found = []
@@ -72,6 +85,58 @@ class PendingReduce:
                     found.append((param, mean[start : start + numel]))
         return found
 
+    def finished(self) -> None:
+        """Block until nothing of it is under way, after a backward that broke off."""
+        self.op.finished()
+        # The lane may never have come to wait for them.
+        interrupt = cancel_and_wait(self.tickets)
+        if interrupt is not None:
+            raise interrupt
+
+
+class FlagBuffers:
+    """Pinned memory in which flags come from the device: the lane that copies them is not held up.
+
+    Buffers go round: more than can be under way at once. One thread uses it at a time.
+    """
+
+    COUNT = REDUCING_UNITS + 2
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._slabs: list[Slab] = []
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._turn = 0
+
+    @classmethod
+    def needs_bytes(cls, flats: Sequence[Flat]) -> int:
+        """Bytes of the buffers for units with these flats."""
+        sizes = [round_up(len(flat.unit.params), ALIGN_BYTES) for flat in flats]
+        return cls.COUNT * max(sizes, default=0)
+
+    def allocate(self, flats: Sequence[Flat]) -> None:
+        """Make the buffers fit units with these flats. Raises: MemoryError, DeviceCopyError."""
+        size_bytes = self.needs_bytes(flats)
+        if size_bytes > self._memory.numel():
+            # The old ones stay until `close`: flags of a unit may be on their way there.
+            self._slabs.append(Slab(size_bytes))
+            self._device.pin(self._slabs[-1])
+            self._memory = torch.from_numpy(self._slabs[-1].array(np.uint8))
+
+    def next(self, numel: int) -> torch.Tensor:
+        """Return the next buffer [numel]."""
+        size = self._memory.numel() // self.COUNT
+        self._turn = (self._turn + 1) % self.COUNT
+        return self._memory[self._turn * size :][:numel]
+
+    def close(self) -> None:
+        """Free the memory. Nothing may be under way."""
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        for slab in self._slabs:
+            self._device.unpin(slab)
+            slab.close()
+        self._slabs.clear()
+
 
 class ReduceScatter:
     """Reduces gradients of one model. One thread uses it at a time.
@@ -79,7 +144,8 @@ class ReduceScatter:
     flats: those that learn from the start. dtype_of: the dtype in which gradients wait.
     reduce_dtype: the dtype in which they travel; None: the same. qgz: they travel as int4 groups.
     error_feedback: the rounding errors of qgz stay in CPU memory and are added to the next
-    gradients.
+    gradients. offload: of a device with memory of its own. There the errors come by the executor
+    when the reduction starts, and go back when its result is taken.
     """
 
     def __init__(
@@ -91,25 +157,44 @@ class ReduceScatter:
         reduce_dtype: torch.dtype | None,
         qgz: bool,
         error_feedback: bool,
+        device: Device,
+        offload: GradOffload | None,
     ) -> None:
         self._comm = comm
         self._dtype_of = dtype_of
         self._reduce_dtype = reduce_dtype
         self._qgz = qgz
         self._error_feedback = error_feedback
-        self._errors: dict[Flat, tuple[torch.Tensor, ...]] = {}
+        self._device = device
+        self._offload = offload
+        self._errors = FlatBuffers(
+            lambda flat: sum(map(math.prod, self._error_shapes(flat))),
+            lambda _flat: torch.bfloat16,
+            device,
+        )
+        # Copies of errors back to RAM. The next copy from there comes behind them.
+        self._stored: dict[Flat, Ticket] = {}
+        self._flags = FlagBuffers(device)
         self.allocate(flats)
 
     def allocate(self, flats: Sequence[Flat]) -> None:
-        """Make room for the error feedback of these flats, where there is none yet. Raises:
-        MemoryError."""
+        """Make room for the error feedback of these flats, where there is none yet, and for flags
+        on their way. Raises: MemoryError, DeviceCopyError."""
+        # A new slab is zeros: no error has been made yet.
+        if self._error_feedback:
+            self._errors.allocate(flats)
+        if self._offload is not None:
+            self._flags.allocate(flats)
+
+    def _error_shapes(self, flat: Flat) -> list[tuple[int, int]]:
         topology = self._comm.topology
-        for flat in flats if self._error_feedback else ():
-            if flat not in self._errors:
-                shapes = self.error_shapes(flat, topology.nodes, topology.local_world)
-                self._errors[flat] = tuple(
-                    torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes
-                )
+        return self.error_shapes(flat, topology.nodes, topology.local_world)
+
+    def _cut(self, flat: Flat, errors: torch.Tensor) -> list[torch.Tensor]:
+        """Cut the errors of a flat into those of each reduction level."""
+        shapes = self._error_shapes(flat)
+        parts = errors.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @staticmethod
     def error_shapes(flat: Flat, nodes: int, local_world: int) -> list[tuple[int, int]]:
@@ -122,11 +207,7 @@ class ReduceScatter:
     @property
     def feedback_bytes(self) -> int:
         """Bytes of the error-feedback buffers."""
-        return sum(
-            error.numel() * error.element_size()
-            for errors in self._errors.values()
-            for error in errors
-        )
+        return self._errors.size_bytes
 
     @classmethod
     def error_bytes(cls, flats: Sequence[Flat], nodes: int, local_world: int) -> int:
@@ -137,9 +218,17 @@ class ReduceScatter:
             for shape in cls.error_shapes(flat, nodes, local_world)
         )
 
-    def start(self, unit: Unit, gradients: Wholes, *, size_bytes: int) -> PendingReduce:
-        """Begin the reduction of a unit. Does not block. `gradients` must not change until it is
-        done. size_bytes: of the gradients that are freed then.
+    def start(
+        self,
+        unit: Unit,
+        gradients: Wholes,
+        *,
+        size_bytes: int,
+        after: Sequence[Ticket] = (),
+    ) -> PendingReduce:
+        """Begin the reduction of a unit. Does not block, but for error feedback that is still on
+        its way to RAM. `gradients` must not change until it is done. size_bytes: of the gradients
+        that are freed then. after: copies that bring some of them.
 
         Raises: ValueError for a dtype that ranks do not reduce.
         """
@@ -147,21 +236,82 @@ class ReduceScatter:
         _check_reducible(flats, self._dtype_of)
         self.allocate(flats)  # flats that were thawed, and that no optimizer holds
         params = [param for flat in flats for param in flat.params]
-        present = torch.tensor([param in gradients for param in params], dtype=torch.uint8)
+        flags = [param in gradients for param in params]
         device = unit.flats[0].tensor.device
+        if self._offload is None:
+            present = torch.tensor(flags, dtype=torch.uint8)
+            there = present
+        else:
+            # Made by kernels: a copy from the host would hold the lane up.
+            present, there = self._flags.next(len(flags)), _flags_on(device, flags)
         means = [
             torch.empty(flat.layout.shard_numel, dtype=self._dtype_of(flat), device=device)
             for flat in flats
         ]
         # A copy: `PendingReduce.shards` clears it once the lane has read the gradients.
         held = dict(gradients)
+        errors, tickets = self._fetch_errors(flats)
+        tickets += after
+        # Those in RAM change in place, and go nowhere.
+        returned = errors if self._offload is not None else {}
 
         def work(collectives: Collectives) -> None:
+            for ticket in tickets:
+                ticket.wait_filled()
             with torch.no_grad():
-                self._reduce(collectives, flats, held, means, present)
+                collectives.all_reduce_or(there)
+                if present is not there:
+                    # `PendingReduce.shards` reads it behind `op`. The lane goes on meanwhile.
+                    present.copy_(there, non_blocking=True)
+                self._reduce(collectives, flats, held, means, errors)
 
         op = self._comm.submit_reduce_scatter(_title(unit), work)
-        return PendingReduce(unit, op, flats, means, size_bytes, held, present)
+        return PendingReduce(unit, op, flats, means, size_bytes, held, present, tickets, returned)
+
+    def take(self, pending: PendingReduce) -> list[tuple[Param, torch.Tensor]]:
+        """Return this rank's part of each gradient that some rank has. Blocks until they are
+        reduced. Raises: RankFailed."""
+        shards = pending.shards(self._comm.rank)
+        # Behind `op`: the compute stream is behind the lane's now, and copies are behind that.
+        self._store_errors(pending)
+        return shards
+
+    def drop(self, pending: PendingReduce) -> None:
+        """Block until nothing of a reduction is under way, whose result nobody wants."""
+        pending.finished()
+        # The errors that it has made count all the same, as in RAM, where they change in place.
+        self._store_errors(pending)
+
+    @property
+    def moves_errors(self) -> bool:
+        """True where error feedback travels to a device and back: a flat is then in one reduction
+        at a time."""
+        return self._error_feedback and self._offload is not None
+
+    def _fetch_errors(
+        self, flats: Sequence[Flat]
+    ) -> tuple[dict[Flat, torch.Tensor], list[Ticket]]:
+        """Return the errors of flats where the kernels are, and the copies that bring them."""
+        errors = {flat: self._errors[flat] for flat in flats if flat in self._errors}
+        tickets: list[Ticket] = []
+        for flat, rest in errors.items() if self._offload is not None else ():
+            # Copies there and back have streams of their own, which do not wait for each other.
+            if flat in self._stored:
+                self._stored.pop(flat).wait_filled()
+            there = torch.empty(rest.numel(), dtype=rest.dtype, device=self._device.torch_device)
+            size_bytes = rest.numel() * rest.element_size()
+            tickets.append(
+                self._device.copy(there.data_ptr(), rest.data_ptr(), size_bytes, out=True)
+            )
+            errors[flat] = there
+        return errors, tickets
+
+    def _store_errors(self, pending: PendingReduce) -> None:
+        """Start copying errors back to RAM."""
+        for flat, errors in pending.errors.items():
+            assert self._offload is not None
+            self._stored[flat] = self._offload.copy_out(errors, self._errors[flat])
+        pending.errors.clear()
 
     def _reduce(
         self,
@@ -169,7 +319,7 @@ class ReduceScatter:
         flats: Sequence[Flat],
         gradients: Wholes,
         means: Sequence[torch.Tensor],
-        present: torch.Tensor,
+        errors: Mapping[Flat, torch.Tensor],
     ) -> None:
         wholes: list[Parts] = []
         for index, flat in enumerate(flats):
@@ -184,41 +334,43 @@ class ReduceScatter:
                 _sum_into(whole[param.offset : end], gradients.get(param, ()))
             whole[end:].zero_()
             wholes.append(list(whole.view(flat.layout.world, -1)))
-        flags = present.to(means[0].device)
-        collectives.all_reduce_or(flags)
-        # `PendingReduce.shards` reads it behind `op`: a parameter counts if any rank has used it.
-        present.copy_(flags)
         if not self._qgz:
             collectives.reduce_scatter_mean(wholes, means)
             return
-        device = means[0].device
-        # The kernels add the errors on the device; where that has memory of its own, they are
-        # copied there and back.
-        taken = {
-            flat: [error.to(device) for error in self._errors[flat]]
-            for flat in flats
-            if flat in self._errors
-        }
+        cut = {flat: self._cut(flat, made) for flat, made in errors.items()}
         collectives.reduce_scatter_mean_quantized(
             wholes,
             means,
-            lambda turn, index: list(taken[flats[index]][turn]) if flats[index] in taken else None,
+            lambda turn, index: list(cut[flats[index]][turn]) if flats[index] in cut else None,
         )
-        for flat, errors in taken.items():
-            for kept, error in zip(self._errors[flat], errors, strict=True):
-                # On the CPU `to` has copied nothing: the kernels changed the errors in place.
-                if kept is not error:
-                    kept.copy_(error)
 
     def forget(self) -> None:
-        """Zero the error feedback: the states were replaced by those of another step."""
-        for errors in self._errors.values():
-            for error in errors:
-                error.zero_()
+        """Zero the error feedback: the states were replaced by those of another step. Blocks until
+        none is under way."""
+        for ticket in self._stored.values():
+            ticket.wait_filled()
+        self._stored.clear()
+        for errors in self._errors.tensors:
+            errors.zero_()
 
     def close(self) -> None:
         """Free the memory. Nothing may be under way."""
-        self._errors.clear()
+        self._stored.clear()
+        self._errors.close()
+        self._flags.close()
+
+
+def _flags_on(device: torch.device, flags: Sequence[bool]) -> torch.Tensor:
+    """Make flags on a device [len(flags)], uint8."""
+    found = torch.zeros(len(flags), dtype=torch.uint8, device=device)
+    start = 0
+    # A kernel for each run of flags that are set; most units have one run.
+    for is_set, run in itertools.groupby(flags):
+        count = sum(1 for _ in run)
+        if is_set:
+            found[start : start + count].fill_(1)
+        start += count
+    return found
 
 
 def _check_reducible(flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype]) -> None:
@@ -253,10 +405,6 @@ def _sum_into(target: torch.Tensor, terms: Sequence[torch.Tensor]) -> None:
     for other in others:
         first.view(-1).add_(other.reshape(-1).to(first))
     target.copy_(first.reshape(-1))
-
-
-REDUCING_UNITS = 2
-"""Units whose gradients may be under way between the ranks at once; beyond that backward waits."""
 
 
 class GradReducer:
@@ -355,7 +503,10 @@ class GradReducer:
         for unit in units:
             if spilled is not None:
                 spilled.prefetch(unit)
-            if self._prefetch is not None:
+            if self._unreduced is not None:
+                self._unreduced.prefetch(unit)
+            # On several ranks accumulators get parts of the mean, some units later: see `_reduce`.
+            if self._prefetch is not None and self._comm.world == 1:
                 self._prefetch.start(unit)
 
     def unit_done(self, unit: Unit) -> None:
@@ -384,8 +535,7 @@ class GradReducer:
                         self._reduce(unit)
             # The loop reads `p.grad` next, so all means must be in their accumulators.
             self._finish(0)
-        if self._prefetch is not None:
-            self._prefetch.backward_end()
+        self._end_prefetch()
         if self._buffers.spilled is not None:
             self._buffers.spilled.backward_end()
 
@@ -396,9 +546,9 @@ class GradReducer:
         self._fresh_bytes = 0
         while self._pending:
             # An exchange reads the gradients and writes the means: both must outlive it.
-            self._pending.popleft().op.finished()
-        if self._prefetch is not None:
-            self._prefetch.backward_end()
+            assert self._reduce_scatter is not None
+            self._reduce_scatter.drop(self._pending.popleft())
+        self._end_prefetch()
         if self._buffers.spilled is not None:
             self._buffers.spilled.reset()
 
@@ -478,6 +628,7 @@ class GradReducer:
         """Copy or add a gradient (this rank's part) into its accumulator, and show its proxy in
         `p.grad`."""
         accumulator = self.accumulator(param)
+        self._buffers.hold(param)
         accumulator.reconcile(param.at_rest.grad)
         accumulator.accumulate(grad)
         param.at_rest.grad = accumulator.proxy
@@ -491,6 +642,13 @@ class GradReducer:
             self._unreduced.clear()
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _end_prefetch(self) -> None:
+        """Drop sums on the device for which no gradient came. Blocks while they are copied."""
+        if self._prefetch is not None:
+            self._prefetch.backward_end()
+        if self._unreduced is not None:
+            self._unreduced.cancel_prefetch()
 
     def _flush_unit(self, unit: Unit) -> None:
         """The unit's gradients are in their accumulators: let windows and device memory go to
@@ -522,6 +680,8 @@ class GradReducer:
             # The loop must see a gradient now, though its values come with the reduction.
             if param.at_rest.grad is None:
                 param.at_rest.grad = accumulator.proxy
+        # Sums for which no gradient came, as of experts without tokens, would fill the device.
+        self._unreduced.cancel_prefetch(unit)
 
     def _drop_cleared(self, unit: Unit) -> None:
         """Drop sums whose gradients the loop has cleared."""
@@ -541,16 +701,25 @@ class GradReducer:
         """Start the reduction of the unit's sums and fresh gradients."""
         assert self._reduce_scatter is not None
         terms: dict[Param, list[torch.Tensor]] = {}
+        tickets: list[Ticket] = []
         if self._unreduced is not None and self._unreduced.any(unit):
             self._drop_cleared(unit)
-            terms = self._unreduced.pop(unit)
+            terms, tickets = self._unreduced.pop(unit)
             for param in terms:
                 assert param.grad is not None
                 param.grad.unreduced = False
+        if self._reduce_scatter.moves_errors and any(one.unit is unit for one in self._pending):
+            # Late gradients of a unit: its errors are still those of the reduction before.
+            self._finish(0)
         fresh = self._fresh.pop(unit, {})
         for param, grad in fresh.items():
             terms.setdefault(param, []).append(grad)
-        self._pending.append(self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh)))
+        self._pending.append(
+            self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
+        )
+        # The parts of the mean are added to sums that are there by the time they come.
+        if self._prefetch is not None:
+            self._prefetch.start(unit)
         # Each unit that is under way holds its fresh gradients in device memory.
         self._finish(REDUCING_UNITS)
 
@@ -562,7 +731,8 @@ class GradReducer:
             self._fresh_bytes -= pending.size_bytes
             start = time.perf_counter()
             # Oldest first: the mode gets gradients in the same order on all ranks.
-            shards = pending.shards(self._comm.rank)
+            assert self._reduce_scatter is not None
+            shards = self._reduce_scatter.take(pending)
             self.wait_s += time.perf_counter() - start
             for param, part in shards:
                 if param.grad is not None and param.grad.unreduced:

@@ -9,6 +9,7 @@ and is dropped when other sizes need room.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from infinity._src.memory.swap_space import SwapExtent, SwapSpace
 from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, JobKind, Priority, Slab, Ticket
 from infinity.aio._records import ALIGNMENT_BYTES, CHUNK_NUMEL
+from infinity.aio._slab import HUGE_PAGE_BYTES
 from infinity.errors import AioError
 
 CHUNK_BYTES = 2 * CHUNK_NUMEL
@@ -250,13 +252,14 @@ class HostActivationStore:
     several threads at once.
 
     It grows in the first steps to the size that they need, which depends on the batch. Slabs are
-    used again, by size. A slab of another size frees all that are unused.
+    used again, also for less than they hold: pinning stops the device, and batches that are padded
+    to their longest row have other sizes each time. Sizes are rounded up (`slab_bytes`). If no
+    free slab is large enough, smaller ones make room for a new one.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # Free slabs by size. The size that became free last comes last.
-        self._free: dict[int, list[StoredInHostMemory]] = {}
+        self._free: list[Slab] = []  # by size
         self._used: set[StoredInHostMemory] = set()
         self._freed: list[StoredInHostMemory] = []
         self._rest_bytes = 0
@@ -303,28 +306,26 @@ class HostActivationStore:
 
     def close(self) -> None:
         """Free all slabs. Nothing may be under way."""
-        for stored in (
-            *self._used,
-            *self._freed,
-            *(one for kept in self._free.values() for one in kept),
-        ):
-            self._drop(stored)
+        for slab in (*(stored.slab for stored in (*self._used, *self._freed)), *self._free):
+            self._drop(slab)
         self._used.clear()
         self._freed.clear()
         self._free.clear()
 
     def _slab_of(self, size_bytes: int) -> Slab:
-        free = self._free.get(size_bytes)
-        if free:
-            found = free.pop()
-            if not free:
-                del self._free[size_bytes]
-            return found.slab
-        while self._free:
-            # Pinned memory of sizes that the batch no longer has would only add up.
-            for stored in self._free.pop(next(iter(self._free))):
-                self._drop(stored)
-        slab = Slab(size_bytes)
+        # The smallest that is large enough: larger ones may be wanted next.
+        at = bisect.bisect_left(self._free, size_bytes, key=lambda slab: slab.size_bytes)
+        if at < len(self._free):
+            return self._free.pop(at)
+        wanted = slab_bytes(size_bytes)
+        # Pinned memory of shorter batches makes room, the largest first: so no more is pinned than
+        # the longest batch needs.
+        given = 0
+        while self._free and given < wanted:
+            slab = self._free.pop()
+            given += slab.size_bytes
+            self._drop(slab)
+        slab = Slab(wanted)
         try:
             self._device.pin(slab)
         except BaseException:
@@ -340,14 +341,21 @@ class HostActivationStore:
         for stored in freed:
             if not stored.idle:
                 self._freed.append(stored)
-                continue
-            kept = self._free.pop(stored.size_bytes, [])
-            self._free[stored.size_bytes] = [*kept, stored]
+            else:
+                bisect.insort(self._free, stored.slab, key=lambda slab: slab.size_bytes)
 
-    def _drop(self, stored: StoredInHostMemory) -> None:
-        self._device.unpin(stored.slab)
-        stored.slab.close()
-        self._rest_bytes -= stored.slab.size_bytes
+    def _drop(self, slab: Slab) -> None:
+        self._device.unpin(slab)
+        slab.close()
+        self._rest_bytes -= slab.size_bytes
+
+
+def slab_bytes(size_bytes: int) -> int:
+    """Return the bytes of a slab for so many: rounded up by an eighth at most, or by 2 MiB, so that
+    sizes that are nearly the same are the same.
+    """
+    step = max(HUGE_PAGE_BYTES, 1 << max(size_bytes.bit_length() - 4, 0))
+    return round_up(size_bytes, step)
 
 
 def _records(sizes: Sequence[int], key: int) -> npt.NDArray[Any]:

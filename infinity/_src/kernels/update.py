@@ -159,6 +159,9 @@ class UpdatePlan:
             for seg in self._chunks[index]:
                 start, numel = int(seg["start"]), int(seg["numel"])
                 gradient = _gradient(seg, base, self.device)
+                if not seg["relative"]:
+                    # It lies in pinned memory, perhaps: read over the bus once, not by each kernel.
+                    gradient = gradient.to(torch.float32, copy=True)
                 row, element = self._hypers[int(seg["hyper"])], int(seg["element"])
                 _update_torch(
                     self.states, _parts(self.states, sections, start, numel), gradient, row, element

@@ -14,6 +14,14 @@ AHEAD = 2
 OFFLOAD_UNITS = 2
 """Units, of the largest, whose fresh gradients may leave the device; then backward waits."""
 
+# On several ranks; the lane of reductions is that far behind backward.
+REDUCING_UNITS = 2
+"""Units whose gradients may be under way between the ranks at once; beyond that backward waits."""
+
+# Backward of the unit, and of the one after it, which is copied meanwhile.
+SUMS_UNITS = 2
+"""Units, of the largest, whose sums of earlier micro-batches may be on a device, to be added to."""
+
 # With update="backward" on the CPU, gradients wait for the drives of their update.
 UNITS_AHEAD = 3
 """Units, of the largest, whose fresh gradients may wait for the drives; then backward waits."""

@@ -241,7 +241,9 @@ class PlacementPlanner:
             # A norm is taken in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)
             + self.scratch_bytes
-            + self._transit_bytes(),
+            + self._transit_bytes()
+            # Gradients that came before an optimizer, or that none will take.
+            + self._gradients.unheld_bytes(formats if stores_gradients else ()),
             pools=self._pools,
             resident=self._policy.resident_parts,
             # A resident byte is valued for a step of one micro-batch: how many a step will have is

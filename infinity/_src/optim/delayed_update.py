@@ -55,7 +55,7 @@ class DelayedUpdate(DeferredUpdate):
     ) -> None:
         super().__init__()
         self._units = list(units)
-        self._delayed = self.delayed_params = DelayedParams(store)
+        self._delayed = self.delayed_params = DelayedParams(store, device)
         self._gradients = GradBuffers(rank, grad_dtype, device)  # the second set
         self._warmup = warmup
         self._taken = 0  # steps that updated something
@@ -101,6 +101,8 @@ class DelayedUpdate(DeferredUpdate):
         # All units, also those without work: each takes over the result of the update before.
         for unit in self._pipeline.next_order(self._units):
             work = by_unit.get(unit)
+            # A device may still be copying the values before from there.
+            self._unsharder.end_copies(unit)
             if self._delayed.refresh(unit) or (
                 work is not None and self._unsharder.shows_newest(unit)
             ):

@@ -5,20 +5,112 @@
                          updates t in place                     (step t+2 computes with the result)
     step t+1         gathers from the delayed parameters, in RAM
 
+On a device with memory of its own they are pinned, and nobody waits for their copy but who wants
+the unit: on one rank the executor copies, on several the gather lane, on its stream.
+
 Source: Ren et al., "ZeRO-Offload" (arXiv 2101.06840), section 5.2, one-step delayed parameter
 update (update="delayed").
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 
+from infinity._src.memory.device import Device
 from infinity._src.params.flat_buffers import FlatBuffers, flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import Priority, Ticket
+from infinity.errors import AioError
+
+
+class DelayedCopy:
+    """Copy of a unit's delayed shards into its gathered flats; a ticket (`infinity.aio.Ticket`) on
+    one rank.
+
+    parts: for each flat the read that fills its delayed shard, the place in the gathered flat, and
+    the shard. One thread uses it at a time. In a lane `run` does it all, and nobody asks the rest.
+    """
+
+    def __init__(
+        self, device: Device, parts: Sequence[tuple[Ticket, torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._device = device
+        self._parts = list(parts)
+        self._copies: list[Ticket] | None = None  # None: not begun
+        self._cancelled = False
+
+    def run(self) -> None:
+        """Copy on the current stream, once the shards are read. Blocks for the reads alone. Raises:
+        the AioError of a read.
+        """
+        for read, target, shard in self._parts:
+            read.wait_filled()
+            # Behind the lane's stream, as the all_gather that follows is. The shard is pinned.
+            target.copy_(shard, non_blocking=True)
+
+    def advance(self) -> None:
+        """Begin the copies if all shards are read. Never blocks."""
+        # The CPU has no copies that go on by themselves: its thread copies when it wants the unit.
+        if self._device.copies and all(read.filled for read, _, _ in self._parts):
+            self._begin()
+
+    def _begin(self) -> None:
+        if self._copies is not None or self._cancelled:
+            return
+        # Assigned first: an interrupt below leaves the tickets that there are.
+        self._copies = []
+        for _, target, shard in self._parts:
+            if self._device.copies:
+                size_bytes = shard.numel() * shard.element_size()
+                self._copies.append(
+                    self._device.copy(target.data_ptr(), shard.data_ptr(), size_bytes, out=True)
+                )
+            else:
+                with torch.no_grad():
+                    target.copy_(shard)
+
+    @property
+    def filled(self) -> bool:
+        """True when the unit's flats hold the shards, or never will."""
+        if self._copies is None:
+            return self._cancelled
+        return all(copy.filled for copy in self._copies)
+
+    done = filled
+
+    @property
+    def failed(self) -> bool:
+        """True when a read or a copy has failed."""
+        tickets = [*(read for read, _, _ in self._parts), *(self._copies or ())]
+        return any(ticket.failed for ticket in tickets)
+
+    def wait_filled(self, timeout: float | None = None) -> None:
+        """Block until it is filled; `timeout` is for each part. Raises: the AioError of a read, or
+        of a copy.
+        """
+        if self._copies is None and not self._cancelled:
+            for read, _, _ in self._parts:
+                read.wait_filled(timeout)
+            self._begin()
+        for copy in self._copies or ():
+            copy.wait_filled(timeout)
+
+    wait = wait_filled
+
+    def cancel(self) -> None:
+        """Give it up if it has not begun. The reads go on: the delayed parameters want them."""
+        self._cancelled = True
+
+    def end(self) -> None:
+        """Block until no copy is under way. One that has not begun still may."""
+        for copy in self._copies or ():
+            # Its fault is raised to those who wait for the unit.
+            with contextlib.suppress(AioError):
+                copy.wait_filled()
 
 
 class DelayedParams:
@@ -28,9 +120,13 @@ class DelayedParams:
     a time.
     """
 
-    def __init__(self, store: StateStore) -> None:
+    def __init__(self, store: StateStore, device: Device) -> None:
         self._store = store
-        self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype)
+        self._device = device
+        # Pinned: gathers copy from it to the device.
+        self._shards = FlatBuffers(
+            lambda flat: flat.layout.shard_numel, lambda flat: flat.dtype, device
+        )
         self._tickets: dict[Flat, Ticket] = {}
         self._stale: set[Flat] = set()
         self.active = False
@@ -64,7 +160,8 @@ class DelayedParams:
         """Start reading the unit's values at rest, before its next update is submitted. Returns
         whether they had changed.
 
-        Earlier updates must have been waited for. Does not block.
+        Earlier updates must have been waited for, and copies of the unit (`Unsharder.end_copies`).
+        Does not block.
         """
         # Reads are submitted before the update, and the executor keeps the order of a chunk's jobs.
         stale = [flat for flat in unit.flats if flat in self._stale]
@@ -81,24 +178,23 @@ class DelayedParams:
         # Only marked: the step that is about to run still computes with the values before.
         self._stale.update(flat for flat in unit.flats if flat in self._shards)
 
-    def copy_to(self, unit: Unit, rank: int) -> None:
-        """Copy the shards of a unit into its gathered flats, which are allocated. Blocks until they
-        have been read.
-
-        Raises: the AioError of the read.
+    def copy_to(self, unit: Unit, rank: int) -> DelayedCopy:
+        """Return the copy of the unit's shards into its gathered flats, which are allocated. It has
+        not begun.
         """
-        with torch.no_grad():
-            for flat in unit.flats:
-                # The other flats have no delayed values; `Unsharder._fill` reads them from their
-                # tier.
-                if flat in self._tickets:
-                    self._tickets[flat].wait_filled()
-                    start = rank * flat.layout.shard_numel
-                    flat.tensor[start : start + flat.layout.shard_numel].copy_(self._shards[flat])
+        parts = []
+        for flat in unit.flats:
+            # The other flats have no delayed values; `Unsharder._fill` reads them from their tier.
+            if flat in self._tickets:
+                start = rank * flat.layout.shard_numel
+                target = flat.tensor[start : start + flat.layout.shard_numel]
+                parts.append((self._tickets[flat], target, self._shards[flat]))
+        return DelayedCopy(self._device, parts)
 
     def write(self, flat: Flat, start: int, values: torch.Tensor) -> None:
         """Replace elements [start, start + len) of a shard, after the values at rest were replaced.
-        Blocks until a read has ended. Does nothing for a flat without delayed values.
+        Blocks until a read has ended; no copy of the unit may be under way. Does nothing for a flat
+        without delayed values.
         """
         if not self.active or flat not in self._tickets:
             return

@@ -8,7 +8,7 @@ sizes and dtypes differ, and those are given to the constructor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ class FlatBuffers:
         self._device = device
         self._slabs: list[Slab] = []
         self._tensors: dict[Flat, torch.Tensor] = {}
+        self._own: dict[Flat, Slab] = {}  # flats that have a slab to themselves
 
     def allocate(self, flats: Iterable[Flat]) -> list[Flat]:
         """Make room for the flats that have none yet, and return these. The others keep their
@@ -71,6 +72,8 @@ class FlatBuffers:
             self._tensors[flat] = part.view(dtype)
             # Padding included, so that the next tensor is aligned, too.
             start += self.bytes_of(flat)
+        if len(fresh) == 1:
+            self._own[fresh[0]] = slab
         return fresh
 
     def __contains__(self, flat: Flat) -> bool:
@@ -88,6 +91,24 @@ class FlatBuffers:
         """Bytes that the tensor of a flat takes, or would take."""
         return flat_bytes(self._numel_of(flat), self._dtype_of(flat))
 
+    def __iter__(self) -> Iterator[Flat]:
+        """The flats that have memory."""
+        return iter(self._tensors)
+
+    def free(self, flat: Flat) -> None:
+        """Free the memory of a flat that was the only fresh one of its `allocate`; that of others
+        stays until `close`. Nothing may be under way."""
+        slab = self._own.pop(flat, None)
+        if slab is not None:
+            del self._tensors[flat]
+            self._slabs.remove(slab)
+            self._free(slab)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of all flats that have memory."""
+        return list(self._tensors.values())
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all slabs."""
@@ -97,8 +118,12 @@ class FlatBuffers:
         """Free the memory, with the last view of it. Nothing may be under way."""
         # Tensors go first: a slab is unmapped only once no view of it is left.
         self._tensors.clear()
+        self._own.clear()
         for slab in self._slabs:
-            if self._device is not None:
-                self._device.unpin(slab)
-            slab.close()
+            self._free(slab)
         self._slabs.clear()
+
+    def _free(self, slab: Slab) -> None:
+        if self._device is not None:
+            self._device.unpin(slab)
+        slab.close()

@@ -23,7 +23,9 @@ class SecondaryShards:
     """The secondary shards of one model, on the device or in RAM (where: "device" or "cpu").
 
     ranks: the ranks whose shards this one stores. One thread uses it at a time, except that the
-    gather lane calls the functions that `store` and `load` return, in its order.
+    gather lane calls the functions that `store` and `load` return, in its order. On a device with
+    memory of its own these wait for nothing: copies of pinned memory follow each other on the
+    lane's stream, and the lane's next collective is launched meanwhile.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class SecondaryShards:
 
         def work() -> None:
             for flat in unit.flats:
-                self._parts[flat].copy_(self._of(flat))
+                for part, shard in self._both(flat):
+                    part.copy_(shard, non_blocking=True)
 
         return work
 
@@ -76,28 +79,24 @@ class SecondaryShards:
 
         def work() -> None:
             for flat in unit.flats:
-                for place, rank in enumerate(self.ranks):
-                    flat.tensor.view(-1, flat.layout.shard_numel)[rank].copy_(
-                        self._parts[flat][place]
-                    )
+                for part, shard in self._both(flat):
+                    shard.copy_(part, non_blocking=True)
 
         return work
 
-    def _of(self, flat: Flat) -> torch.Tensor:
+    def _both(self, flat: Flat) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """For each of the ranks the stored shard, and the one in the gathered flat."""
         shards = flat.tensor.view(-1, flat.layout.shard_numel)
-        # One rank has a slice, which is a view; a list of indices would copy.
-        return (
-            shards[list(self.ranks)]
-            if len(self.ranks) > 1
-            else shards[self.ranks[0] : self.ranks[0] + 1]
-        )
+        # One by one: a list of indices would travel to the device, and the lane wait for it.
+        return [(self._parts[flat][place], shards[rank]) for place, rank in enumerate(self.ranks)]
 
     def forget(self, unit: Unit) -> None:
         """Forget the shards of the unit, whose weights have changed."""
         self._stored.pop(unit, None)
 
     def close(self) -> None:
-        """Free the memory. Nothing may be under way."""
+        """Free the memory. Nothing may be under way: the last collective of the lane that uses it
+        has finished."""
         self._stored.clear()
         # Views go before the memory: a slab is unmapped only once no view of it is left.
         self._parts.clear()

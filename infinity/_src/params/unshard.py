@@ -28,10 +28,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +46,7 @@ from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
+from infinity._src.params.delayed_params import DelayedCopy
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
@@ -265,12 +265,11 @@ class Unsharder:
         tickets = [
             self._store.fetch(flat, 0, self._target(flat), priority=priority, on_device=True)
             for flat in unit.flats
-            # Flats with delayed parameters are copied from these by the thread that waits.
+            # Flats with delayed parameters are copied from these.
             if delayed_params is None or flat not in delayed_params
         ]
-        rank = self._comm.rank
-        copy = functools.partial(delayed_params.copy_to, unit, rank) if delayed_params else None
-        self._begin(unit, tickets, version, before_gather=copy)
+        copy = delayed_params.copy_to(unit, self._comm.rank) if delayed_params else None
+        self._begin(unit, tickets, version, delayed=copy)
 
     def _begin(
         self,
@@ -278,14 +277,16 @@ class Unsharder:
         tickets: Sequence[Ticket],
         version: ParamVersion,
         *,
-        before_gather: Callable[[], None] | None = None,
+        delayed: DelayedCopy | None = None,
     ) -> None:
-        """Record that these tickets fill this rank's shards with `version`."""
+        """Record that these tickets, and the copy of delayed shards, fill this rank's shards with
+        `version`.
+        """
         self._versions[unit] = version
         # Secondary shards serve the next pass: another version is not worth their place.
         key = (unit.generation, version) if version.quantized == self._quantized else None
         self._pending.begin(
-            unit, tickets, key, quantized=version.quantized, before_gather=before_gather
+            unit, tickets, key, quantized=version.quantized, delayed=delayed
         )
 
     def _match_version(self, unit: Unit, version: ParamVersion) -> None:
@@ -340,6 +341,7 @@ class Unsharder:
         """Begin to fill the units that the schedule wants next, as many as there is room for (in
         bytes). Does not block.
         """
+        self._pending.advance()
         if self._never_evict and len(self._versions) == len(self.units):
             return
         for index in itertools.islice(self._schedule.upcoming(), AHEAD_MAX):
@@ -549,6 +551,10 @@ class Unsharder:
             unit.move_to(STALE)
             self._begin(unit, (), self._versions[unit])
 
+    def end_copies(self, unit: Unit) -> None:
+        """Return when nothing copies the unit's delayed parameters to the device any more."""
+        self._pending.end_copies(unit)
+
     def mark_stale(self, units: Iterable[Unit]) -> None:
         """Give up the values of these units: a write of them was taken back. Blocks while they
         are being filled.
@@ -629,6 +635,7 @@ class Unsharder:
             self._store.overwrite(param.flat, start, values)
             # Else training would compute with the old value until the next step.
             if self._delayed_params is not None:
+                self.end_copies(param.unit)
                 self._delayed_params.write(param.flat, start, values)
         unit = param.unit
         self._changed(unit)
@@ -656,14 +663,13 @@ class Unsharder:
 class PendingUnshard:
     """The fill of one unit, on its way.
 
-    op: of the gather lane; None on one rank. before_gather: the waiting thread calls it once the
-    tickets are filled. submit: makes the op after that, where it could not be submitted ahead.
+    op: of the gather lane; None on one rank. delayed: one of the tickets, of a copy that begins
+    when somebody asks it to.
     """
 
     tickets: Sequence[Ticket]
     op: PendingCollective | None = None
-    before_gather: Callable[[], None] | None = None
-    submit: Callable[[], PendingCollective] | None = None
+    delayed: DelayedCopy | None = None
     stuck: bool = False
 
     @property
@@ -673,18 +679,11 @@ class PendingUnshard:
 
     def wait(self) -> None:
         """Block until the unit's memory holds its values. Raises: AioError, RankFailed."""
-        if self.op is None:  # else the lane waits for them
-            for ticket in self.tickets:
-                ticket.wait_filled()
-        # Before the other ranks take this shard: it copies the delayed values into it.
-        if self.before_gather is not None:
-            self.before_gather()
-            self.before_gather = None
-        if self.submit is not None:
-            # `submit` goes, so that a second wait finds the op and submits no other collective.
-            self.op, self.submit = self.submit(), None
         if self.op is not None:
-            self.op.wait()
+            self.op.wait()  # the lane waits for the tickets
+            return
+        for ticket in self.tickets:
+            ticket.wait_filled()
 
     def cancel_and_wait(self) -> KeyboardInterrupt | None:
         """Return when nothing is on its way into the memory, whatever became of it. Returns an
@@ -720,6 +719,10 @@ class PendingUnshards:
         self._comm = comm
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
+        # Several ranks: the last op that copies the delayed parameters of each unit, and the last
+        # that uses secondary shards. The compute stream waits for them, and not the host.
+        self._copying: dict[Unit, PendingCollective] = {}
+        self._last_secondary: PendingCollective | None = None
 
     def filled(self, unit: Unit) -> bool:
         """True when nothing is on its way any more into the memory of the unit, which is
@@ -737,29 +740,46 @@ class PendingUnshards:
         version: Hashable,
         *,
         quantized: bool = False,
-        before_gather: Callable[[], None] | None = None,
+        delayed: DelayedCopy | None = None,
     ) -> None:
         """Begin the all_gather behind tickets that fill this rank's shards. Does not block.
 
         version: under which secondary shards are stored; None: store none. quantized: weights
-        travel as int8 groups, and are rounded to these on this rank, too. before_gather: the
-        waiting thread calls it between the tickets and the all_gather.
+        travel as int8 groups, and are rounded to these on this rank, too. delayed: fills the flats
+        that have delayed parameters, on one rank as one of the tickets, on several in the lane.
         """
         # Before the collective, which nobody can take back.
         assert unit.state is STALE, f"{unit.name} is {unit.state}, and was to be filled"
-        if self._comm.world == 1:
-            fill = PendingUnshard(tickets, before_gather=before_gather)
-        elif before_gather is None:
-            fill = PendingUnshard(tickets, self._submit(unit, tickets, version, quantized))
+        if self._comm.world > 1:
+            op = self._submit(unit, tickets, version, quantized, delayed)
+            if delayed is not None:
+                self._copying[unit] = op
+            fill = PendingUnshard(tickets, op)
+        elif delayed is not None:
+            fill = PendingUnshard((*tickets, delayed), delayed=delayed)
         else:
-            # The lane must not wait for a copy that this thread has yet to make.
-            fill = PendingUnshard(
-                tickets,
-                before_gather=before_gather,
-                submit=lambda: self._submit(unit, tickets, version, quantized),
-            )
+            fill = PendingUnshard(tickets)
         self._by_unit[unit] = fill
         unit.move_to(PENDING)
+        if fill.delayed is not None:
+            # Begun here if the reads have ended, so that a prefetch copies, too. Last, so that an
+            # interrupt leaves no copy that the unit does not know.
+            fill.delayed.advance()
+
+    def advance(self) -> None:
+        """Begin the copies of delayed parameters whose reads have ended meanwhile. Never blocks."""
+        for fill in self._by_unit.values():
+            if fill.delayed is not None:
+                fill.delayed.advance()
+
+    def end_copies(self, unit: Unit) -> None:
+        """Return when nothing copies the unit's delayed parameters to the device any more."""
+        op = self._copying.pop(unit, None)
+        if op is not None:
+            op.finished()
+        fill = self._by_unit.get(unit)
+        if fill is not None and fill.delayed is not None:
+            fill.delayed.end()
 
     def begin_from_secondary(self, unit: Unit) -> None:
         """Begin to gather the unit from secondary shards. Does not block."""
@@ -774,6 +794,7 @@ class PendingUnshards:
                 collectives.all_gather([_parts(flat) for flat in flats], across=across)
 
         op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
+        self._last_secondary = op
         self._by_unit[unit] = PendingUnshard((), op)
         unit.move_to(PENDING)
 
@@ -802,7 +823,12 @@ class PendingUnshards:
             self.secondary.forget(unit)
 
     def _submit(
-        self, unit: Unit, tickets: Sequence[Ticket], version: Hashable, quantized: bool
+        self,
+        unit: Unit,
+        tickets: Sequence[Ticket],
+        version: Hashable,
+        quantized: bool,
+        delayed: DelayedCopy | None,
     ) -> PendingCollective:
         secondary = self.secondary if version is not None else None
         # Noted now, in the order of the program, so that all ranks note the same. The lane stores.
@@ -812,19 +838,32 @@ class PendingUnshards:
 
         def work(collectives: Collectives) -> None:
             with torch.no_grad():
+                # Before the other ranks take this shard.
+                if delayed is not None:
+                    delayed.run()
                 collectives.all_gather([_parts(flat) for flat in plain])
                 collectives.all_gather_quantized([_parts(flat) for flat in coded])
                 if store is not None:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, tickets)
+        op = self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, tickets)
+        if store is not None:
+            self._last_secondary = op
+        return op
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything."""
         for unit in list(self._by_unit):
             if unit.state is PENDING:
                 self.cancel(unit)
+        # Copies of pinned memory that is freed next: no ticket tells when they have ended.
+        for unit in list(self._copying):
+            self.end_copies(unit)
+        # First in, first out: when the last has ended, all have.
+        if self._last_secondary is not None:
+            self._last_secondary.finished()
+            self._last_secondary = None
         if self.secondary is not None:
             self.secondary.close()
 

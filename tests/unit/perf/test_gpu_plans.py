@@ -353,12 +353,12 @@ def test_tiles_of_linears_make_units_smaller_down_to_what_cannot_be_tiled() -> N
 
 def test_what_does_not_fit_says_which_change_alone_would_do_and_with_how_much() -> None:
     job = job_of(tokens=262_144, sequence=4096, micro_batches=4)
-    there = dataclasses.replace(machine("rtx4090", gpus=8), gpu_mem_bytes=27.5 * GIB)
+    there = dataclasses.replace(machine("rtx4090", gpus=8), gpu_mem_bytes=28.3 * GIB)
     found = predict(llama("70b", False), there, job)
     assert not found.gpu.fits
     text = found.why_not[0]
     assert text.startswith(
-        "GPU memory: 36.6 GiB is needed on each, 27.5 GiB is there; it fits with "
+        "GPU memory: 37.4 GiB is needed on each, 28.3 GiB is there; it fits with "
     )
     ways = {way.name: way for way in ways_to_fit(llama("70b", False), there, job)}
     assert set(ways) == {"activations on the CPU", "activations on the drives", "8 micro-batches"}
@@ -378,20 +378,20 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
     found = predict(llama("70b"), there, job)
     assert ways_to_fit(llama("70b"), there, job) == []
     assert (
-        "no single change of the job is enough: all that there are together need 16.2 GiB, enough"
+        "no single change of the job is enough: all that there are together need 20.1 GiB, enough"
         in found.why_not[0]
     )
-    # Three embeddings gathered and the gradients of three, four inputs of blocks, a block that
-    # works on one sequence, CUDA.
+    # Three embeddings gathered, the gradients of three and the sums of two, four inputs of blocks, a
+    # block that works on one sequence, CUDA.
     embedding, one = 128_256 * 8192 * 2, 8192 * 8192 * 2
-    least = 6 * embedding + 4 * one + 8192 * 2 * (12 * 8192 + 4 * 28672) + 640 * MIB
+    least = 8 * embedding + 4 * one + 8192 * 2 * (12 * 8192 + 4 * 28672) + 640 * MIB
     assert least_need(llama("70b"), there, job).bytes == least
-    assert least == pytest.approx(16.12 * GIB, rel=1e-3)
+    assert least == pytest.approx(20.03 * GIB, rel=1e-3)
     tight = describe_machine(gpu="rtx4090", gpu_mem_bytes=8 * GIB, ram_bytes=512 * GIB)
     assert (
         predict(llama("70b"), tight, job)
         .why_not[0]
-        .endswith("too much still; 11.7 GiB of it are units and gradients")
+        .endswith("too much still; 15.7 GiB of it are units and gradients")
     )
     small = describe_machine(gpu="rtx4090", gpu_mem_bytes=2 * GIB, ram_bytes=512 * GIB)
     long = job_of(tokens=65_536, sequence=65_536)

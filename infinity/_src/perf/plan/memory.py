@@ -16,6 +16,9 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     fresh gradients      of the unit in backward. On a GPU, also of units on their way from it:
                          OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". On the CPU with
                          update="backward", of UNITS_AHEAD
+    sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
+                         SUMS_UNITS, or on several ranks the parts of the units in reduction
+    errors on their way  of qgZ, on a GPU: of the units in reduction
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
                          or on drives
     one block at work,   activations of a block in backward, or the logits and their loss: the
@@ -42,7 +45,9 @@ from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
     OFFLOAD_UNITS,
+    REDUCING_UNITS,
     STORING_BYTES_MAX,
+    SUMS_UNITS,
     UNITS_AHEAD,
     WINDOW_UNITS,
 )
@@ -364,6 +369,7 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
         "exchange buffers": _exchange_bytes(machine, job, largest),
         "fresh gradients": min(waiting * largest, whole),
+        **(_returning_bytes(machine, job, largest, whole) if machine.gpus else {}),
         **_activations(shape, machine, job),
     }
     if machine.gpus:
@@ -376,6 +382,27 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
         )
     parts = {name: size for name, size in parts.items() if size}
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
+
+
+def _returning_bytes(
+    machine: Machine, job: Job, largest: float, whole: float
+) -> dict[str, float]:
+    """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
+    found = {}
+    # One more than may be under way when the next starts.
+    reducing = REDUCING_UNITS + 1
+    if job.micro_batches > 1:
+        if machine.world == 1 or job.policy.accumulates_locally:
+            sums = SUMS_UNITS * largest
+        else:
+            sums = reducing * largest / machine.world
+        found["sums of gradients"] = min(sums, whole)
+    if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
+        # As in `beside_placement`: two levels where there are several nodes of several ranks.
+        turns = min(machine.nodes, machine.ranks) > 1
+        errors = reducing * largest * (1 + turns / machine.ranks)
+        found["errors on their way"] = min(errors, 2 * whole)
+    return found
 
 
 def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:

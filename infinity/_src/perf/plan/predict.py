@@ -482,9 +482,8 @@ def _what_fits(shape: ModelShape, machine: Machine, job: Job) -> str:
             f"{way.name} ({way.how}): {format_size(way.need.bytes)}" for way in ways
         )
     least = least_need(shape, machine, job)
-    of_units = sum(
-        size for name, size in least.parts.items() if name in ("gathered units", "fresh gradients")
-    )
+    units = ("gathered units", "fresh gradients", "sums of gradients")
+    of_units = sum(size for name, size in least.parts.items() if name in units)
     enough = "enough" if least.fits else "too much still; shorter sequences need less"
     # Shorter sequences would not help: activations are the smaller part.
     if not least.fits and 2 * of_units > least.bytes:
