@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.distributed.transport import Transport
 from infinity._src.engine import offload
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity.aio import Seam
@@ -185,14 +186,19 @@ def reference(training: Training) -> Result:
 
 
 def offloaded(
-    training: Training, policy: inf.Policy, *, seam: Seam | None = None, load: Any = None
+    training: Training,
+    policy: inf.Policy,
+    *,
+    seam: Seam | None = None,
+    load: Any = None,
+    transport: type[Transport] | None = None,
 ) -> Result:
     """The same training through the engine. load: the model is made on the meta device and filled
     from it."""
     with one_thread():
         with torch.device("meta") if load is not None else contextlib.nullcontext():
             model = training.model()
-        offload(model, policy, load=load, _seam=seam)
+        offload(model, policy, load=load, _seam=seam, _transport=transport)
         handle = inf.handle(model)
         try:
             optimizer = training.make_optimizer(model)

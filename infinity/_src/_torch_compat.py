@@ -126,13 +126,18 @@ NO_TORCH_FUNCTION: Any = _C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that leaves everything to `__torch_dispatch__`."""
 
 
-def all_gather_single(whole: torch.Tensor, mine: torch.Tensor, *, group: Any) -> Any:
-    """Put the equal parts of all ranks of `group` one after another into `whole`. Blocks."""
+def all_gather_single(
+    whole: torch.Tensor, mine: torch.Tensor, *, group: Any, async_op: bool = False
+) -> Any:
+    """Put the equal parts of all ranks of `group` one after another into `whole`. Blocks.
+
+    async_op: return at once, with a handle to wait for it.
+    """
     import torch.distributed as dist
 
     # torch 2.13 renamed it, and will drop the old name some day.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(whole, mine, group=group)
+    return gather(whole, mine, group=group, async_op=async_op)
 
 
 def make_mem_pool() -> Any:

@@ -32,6 +32,7 @@ from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.setup import RankSetup
+from infinity._src.distributed.transport import Transport
 from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
@@ -165,6 +166,7 @@ def build_engine(
     *,
     load: Source | None,
     seam: Seam | None,
+    transport: type[Transport] | None,
     owner: EngineHandle,
     timeline: Timeline,
     undo: contextlib.ExitStack,
@@ -173,7 +175,7 @@ def build_engine(
     this raises. Collective.
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
-    split = take_apart(model, policy, device, owner, undo)
+    split = take_apart(model, policy, device, transport, owner, undo)
     source = open_source(model, with_files(load))
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
@@ -204,13 +206,14 @@ def take_apart(
     model: torch.nn.Module,
     policy: Policy,
     device: torch.device,
+    transport: type[Transport] | None,
     owner: EngineHandle,
     undo: contextlib.ExitStack,
 ) -> Split:
     """Meet the other ranks, find the model's units, open the device. Raises: ValueError for models
     that cannot be offloaded.
     """
-    ranks = RankSetup(policy, device, undo)
+    ranks = RankSetup(policy, device, undo, transport)
     resources = undo.enter_context(open_node_resources(ranks.comm, policy))
     # With the rank's own directories in place of "{rank}", and its part of shared drives.
     policy = resources.policy

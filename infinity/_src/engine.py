@@ -25,6 +25,7 @@ import torch
 from infinity._src.build import build_engine
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
+from infinity._src.distributed.transport import Transport
 from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
@@ -51,6 +52,7 @@ def offload(
     *,
     load: Source | None = None,
     _seam: Seam | None = None,
+    _transport: type[Transport] | None = None,
 ) -> torch.nn.Module:
     """Offload a model in place: from here on its parameters rest on the tiers of `policy` and are
     gathered just in time.
@@ -84,7 +86,7 @@ def offload(
     strided = [
         name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
     ]
-    handle_ = Handle(model, policy or Policy(), device, load, _seam)
+    handle_ = Handle(model, policy or Policy(), device, load, _seam, _transport)
     model.__dict__[_HANDLE] = handle_
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
@@ -119,6 +121,7 @@ class Handle:
         device: torch.device,
         load: Source | None,
         seam: Seam | None,
+        transport: type[Transport] | None,
     ) -> None:
         self.timeline = Timeline(spans_max=200_000)
         self.extra: Any = None  # the user's state, for durable runs and saves
@@ -130,6 +133,7 @@ class Handle:
                 device,
                 load=load,
                 seam=seam,
+                transport=transport,
                 owner=self,
                 timeline=self.timeline,
                 undo=undo,

@@ -1,4 +1,4 @@
-"""Hierarchical collectives over point-to-point messages, without a thread (that is `lanes`).
+"""Hierarchical collectives over a transport, without a thread (that is `lanes`).
 
     all_gather            every rank has one part of a whole, and gets the others       (weights)
     reduce_scatter_mean   every rank has a whole, and gets the mean of one part of it   (gradients)
@@ -22,13 +22,12 @@ Quantized parts (ZeRO++: Wang et al. 2023, sections 3.1 and 3.3) travel as
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from infinity._src.distributed.topology import Topology
+from infinity._src.distributed.transport import Message, Transport
 from infinity._src.kernels import comm_codec as wire
 
 SCALE_GROUP_NUMEL = 64
@@ -48,12 +47,15 @@ class Volume:
 
 
 class Collectives:
-    """Collectives of one lane over its process group. Methods block; one thread calls at a time."""
+    """Collectives of one queue. Methods block; one thread calls at a time.
 
-    def __init__(self, topology: Topology, group: Any, device: torch.device) -> None:
+    transport: of tensors of `device`.
+    """
+
+    def __init__(self, topology: Topology, transport: Transport, device: torch.device) -> None:
         self.topology = topology
         self.volume = Volume()
-        self._group = group
+        self._transport = transport
         self._device = device
         # Kept between collectives: a step allocates nothing once the largest unit has passed.
         self._buffers: dict[str, torch.Tensor] = {}
@@ -73,13 +75,20 @@ class Collectives:
             )
         return found[:size_bytes].view(dtype)
 
-    def all_gather(self, wholes: Sequence[Parts], *, across: bool = True) -> None:
-        """Complete each whole, of which this rank has its own part.
+    def all_gather(self, wholes: Sequence[torch.Tensor], *, across: bool = True) -> None:
+        """Complete each whole [world, part], of which this rank has its own part.
 
         across: False where it has the parts of its counterparts, too (secondary shards): then
         nothing travels between nodes.
         """
         t = self.topology
+        if min(t.nodes, t.local_world) == 1 and (across or t.nodes == 1):
+            # One level: each rank's part goes to all others, which a backend may have a better way
+            # for than messages. Counted alike: in a ring, too, a rank sends so many bytes.
+            for whole in wholes:
+                self._count((rank, whole[t.rank]) for rank in range(t.world) if rank != t.rank)
+            self._transport.all_gather(wholes, t.rank)
+            return
         # Across nodes first: each byte crosses once, and the node then shares what it has.
         if across and t.nodes > 1:
             others = [rank for rank in t.counterparts if rank != t.rank]
@@ -99,7 +108,7 @@ class Collectives:
             ],
         )
 
-    def all_gather_quantized(self, wholes: Sequence[Parts]) -> None:
+    def all_gather_quantized(self, wholes: Sequence[torch.Tensor]) -> None:
         """All-gather in groups of int8 (ZeRO++: qwZ).
 
         This rank's own part is rounded, too, so that all ranks compute with the same weights.
@@ -227,11 +236,10 @@ class Collectives:
             self.buffer(f"partial {index}", count * numel, torch.float32).view(count, numel)
         )
 
-    def _coded_buffers(self, name: str, parts: Parts, bits: int) -> list[torch.Tensor]:
+    def _coded_buffers(self, name: str, parts: Parts | torch.Tensor, bits: int) -> torch.Tensor:
+        """Buffers for so many parts as codes: [parts, bytes]."""
         size_bytes = wire.wire_bytes(parts[0].numel(), bits, SCALE_GROUP_NUMEL)
-        return list(
-            self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes)
-        )
+        return self.buffer(name, len(parts) * size_bytes, torch.uint8).view(len(parts), size_bytes)
 
     def _reduce_level(
         self,
@@ -308,32 +316,19 @@ class Collectives:
                 pieces, outs[at], bits=GRADIENT_BITS, group_numel=SCALE_GROUP_NUMEL, divisor=divisor
             )
 
-    def _send_receive(
-        self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        """Send each tensor to its rank, and receive each from its rank. Blocks.
+    def _send_receive(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send each tensor to its rank, and receive each from its rank, and count them. Blocks."""
+        self._count(sends)
+        self._transport.exchange(sends, receives)
 
-        Messages have no tags: between two ranks, both must list them in the same order.
-        """
-        if not sends and not receives:  # torch refuses an empty batch
-            return
-        here = set(self.topology.node_ranks)
+    def _count(self, sends: Iterable[Message]) -> None:
+        here = self.topology.node_ranks
         for rank, tensor in sends:
-            size_bytes = tensor.numel() * tensor.element_size()
+            # Counted where they are sent: each byte once, over all ranks.
             if rank in here:
-                # Counted where they are sent: each byte once, over all ranks.
-                self.volume.inside += size_bytes
+                self.volume.inside += tensor.nbytes
             else:
-                self.volume.across += size_bytes
-        # In one batch, so that no rank waits for another's receive before it posts its own.
-        operations = [dist.P2POp(dist.isend, tensor, rank, self._group) for rank, tensor in sends]
-        operations += [
-            dist.P2POp(dist.irecv, tensor, rank, self._group) for rank, tensor in receives
-        ]
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+                self.volume.across += tensor.nbytes
 
 
 def _placed(parts: Parts, ranks: Sequence[int], world: int) -> Parts:

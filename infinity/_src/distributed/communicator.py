@@ -26,6 +26,7 @@ from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.names import NameExchange
 from infinity._src.distributed.process_groups import abort_groups, make_group
 from infinity._src.distributed.topology import Topology, default_store
+from infinity._src.distributed.transport import Transport, transport_for
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
 from infinity.errors import EngineClosed, RankFailed
@@ -59,13 +60,19 @@ class Comm:
 
     @classmethod
     def open(
-        cls, *, mesh: Any = None, device: torch.device | None = None, timeout_s: float, name: str
+        cls,
+        *,
+        mesh: Any = None,
+        device: torch.device | None = None,
+        timeout_s: float,
+        name: str,
+        transport: type[Transport] | None = None,
     ) -> Comm:
         """Make a communicator with lanes, for a model that computes on `device`. Collective;
         blocks.
 
         name: the engine's, the same on all ranks and used once: the records of its heartbeat stay
-        in the store under it.
+        in the store under it. transport: of tensors of the device; None: the device's own.
         """
         comm = cls(Topology.find(mesh, timeout_s=timeout_s))
         if comm.world == 1:
@@ -78,8 +85,9 @@ class Comm:
         comm.watchdog.on_failure.append(comm._abort)
         try:
             comm.watchdog.wait_for_all_ranks()
+            device = device or torch.device("cpu")
             comm._open_control("control")
-            comm._open_exchange(device or torch.device("cpu"))
+            comm._open_exchange(device, transport or transport_for(device))
         except BaseException as error:
             # Before close(): the others may wait for this rank in the making of a lane.
             comm.report_failure(error)
@@ -95,15 +103,17 @@ class Comm:
         self._control_names = NameExchange(self.topology, group)
         self._control = Lane(name, group=group, watchdog=self.watchdog)
 
-    def _open_exchange(self, device: torch.device) -> None:
+    def _open_exchange(self, device: torch.device, transport: type[Transport]) -> None:
         """Make the exchange lane with its process groups. Collective; blocks."""
         assert self.watchdog is not None
         # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
-        backends = ["nccl", "gloo"] if device.type == "cuda" else ["gloo"]
+        backends = ["gloo"] if transport.backend == "gloo" else [transport.backend, "gloo"]
         group, *beside = self._make_groups("exchange", backends)
         names = NameExchange(self.topology, beside[0] if beside else group)
+        # One for both queues, whose work one thread launches.
+        moved = transport(group, device)
         self._collectives = {
-            queue: Collectives(self.topology, group, device) for queue in ("gather", "reduce")
+            queue: Collectives(self.topology, moved, device) for queue in ("gather", "reduce")
         }
         self._exchange = OrderedLane(
             "exchange",
@@ -113,9 +123,9 @@ class Comm:
             watchdog=self.watchdog,
             device=device,
         )
-        self._warm_up(self._exchange, group, device)
+        self._warm_up(self._exchange, moved, device)
 
-    def _warm_up(self, lane: OrderedLane, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _warm_up(self, lane: OrderedLane, transport: Transport, device: torch.device) -> None:
         """Exchange a little in every way that training does. Blocks.
 
         A backend connects ranks when they first exchange something, and CUDA loads kernels when
@@ -123,7 +133,7 @@ class Comm:
         while nothing does.
         """
         # Of its own: its bytes and buffers are not training's.
-        collectives = Collectives(self.topology, group, device)
+        collectives = Collectives(self.topology, transport, device)
         gathered = torch.zeros(self.world, 1, dtype=torch.float32, device=device)
         reduced = torch.zeros_like(gathered)
         mean, flags = (
@@ -132,7 +142,7 @@ class Comm:
         )
 
         def work(_group: Any) -> None:
-            collectives.all_gather([list(gathered)])
+            collectives.all_gather([gathered])
             collectives.reduce_scatter_mean([list(reduced)], [mean])
             collectives.all_reduce_or(flags)
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm, digest
+from infinity._src.distributed.transport import Transport
 from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
 from infinity._src.grads.reduce import FlagBuffers, ReduceScatter
 from infinity._src.memory.device import Device, GradOffload
@@ -35,10 +36,17 @@ _ENGINES: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDiction
 class RankSetup:
     """Ranks of one model: their communicator, and the parts that the policy wants for them.
 
-    The constructor is collective, and blocks.
+    The constructor is collective, and blocks. transport: of tensors of the device; None: the
+    device's own.
     """
 
-    def __init__(self, policy: Policy, device: torch.device, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        device: torch.device,
+        undo: contextlib.ExitStack,
+        transport: type[Transport] | None = None,
+    ) -> None:
         self._policy = policy
         # Counted for each default group: a second group in the process has a store without old
         # records.
@@ -48,7 +56,11 @@ class RankSetup:
             else ""
         )
         self.comm = Comm.open(
-            mesh=policy.mesh, device=device, timeout_s=policy.rank_timeout_s, name=name
+            mesh=policy.mesh,
+            device=device,
+            timeout_s=policy.rank_timeout_s,
+            name=name,
+            transport=transport,
         )
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}

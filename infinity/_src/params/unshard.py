@@ -868,6 +868,6 @@ class PendingUnshards:
             self.secondary.close()
 
 
-def _parts(flat: Flat) -> list[torch.Tensor]:
-    """The shards of all ranks in an unsharded flat."""
-    return list(flat.tensor.view(-1, flat.layout.shard_numel))
+def _parts(flat: Flat) -> torch.Tensor:
+    """The shards of all ranks in an unsharded flat: [world, shard]."""
+    return flat.tensor.view(-1, flat.layout.shard_numel)
