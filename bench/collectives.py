@@ -11,13 +11,15 @@
     flags       16 B, as ranks unite the flags of parameters that have a gradient
 
 The arms of an operation take turns in each round, in an order that chance decides, alike on all
-ranks. Figures are rank 0's time of a call, behind a barrier, and ratios are of one round. Beside
-them: whether the bits are those of the messages, and the memory that a call takes for a while.
+ranks. Figures are rank 0's, of a call: its time, and the CPU time of all threads of the process,
+which says more where other work shares the machine. Ratios are of one round. Beside them: whether
+the bits are those of the messages, and the memory that a call takes for a while.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
@@ -143,6 +145,8 @@ def _reduce_scatter(mean: torch.Tensor, values: torch.Tensor, group: Any) -> Non
 
 def peak_bytes(run: Callable[[], None]) -> int:
     """Memory that one call takes beyond what there was before, at most."""
+    # What malloc keeps of earlier calls would be taken without being seen.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     run()
@@ -156,18 +160,20 @@ def _status(field: str) -> int:
     raise harness.BenchError(f"/proc/self/status has no {field}")
 
 
-def seconds(run: Callable[[], None], repeats: int) -> float:
-    """Of one call, the ranks having begun together."""
+def seconds(run: Callable[[], None], repeats: int) -> tuple[float, float]:
+    """Of one call, the ranks having begun together: time, and CPU time of the process."""
     dist.barrier()
-    start = time.perf_counter()
+    start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(repeats):
         run()
-    return (time.perf_counter() - start) / repeats
+    spent, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+    return spent / repeats, cpu / repeats
 
 
 def measure_operation(cases: Cases, arms: Arms, rounds: int, chance: random.Random) -> Record:
     """Every arm once per round. The first arm's bits are compared with the others'."""
-    found: Record = {"bits": {}, "peak_bytes": {}, "seconds": {name: [] for name in arms}}
+    found: Record = {"bits": {}, "peak_bytes": {}}
+    found |= {what: {name: [] for name in arms} for what in ("seconds", "cpu_seconds")}
     expected = None
     for name, run in arms.items():
         cases.prepare()
@@ -178,12 +184,14 @@ def measure_operation(cases: Cases, arms: Arms, rounds: int, chance: random.Rand
         found["peak_bytes"][name] = peak_bytes(run)
     # As many calls as fill some time: rank 0 decides, for all.
     first = next(iter(arms.values()))
-    repeats = torch.tensor([max(1, int(MEASURE_S / seconds(first, 3)))])
+    repeats = torch.tensor([max(1, int(MEASURE_S / seconds(first, 3)[0]))])
     dist.broadcast(repeats, 0)
     for _ in range(rounds):
         for name in chance.sample(list(arms), len(arms)):
             cases.prepare()
-            found["seconds"][name].append(seconds(arms[name], int(repeats)))
+            spent, cpu = seconds(arms[name], int(repeats))
+            found["seconds"][name].append(spent)
+            found["cpu_seconds"][name].append(cpu)
     return found
 
 
@@ -228,22 +236,29 @@ def run_ranks(args: argparse.Namespace, ranks: int) -> Record:
 
 def rows_of(record: Record) -> list[list[str]]:
     """A row for each operation, size and arm: the time of a call, and ratios of one round."""
-    rows = []
-    for row in record["rows"]:
-        messages = row["seconds"][MESSAGES]
-        for name, times in row["seconds"].items():
-            ratios = [mine / theirs for mine, theirs in zip(times, messages, strict=True)]
-            rows.append([
-                str(record["ranks"]),
-                row["operation"],
-                _size(row["size_bytes"]),
-                name,
-                f"{1e6 * harness.Summary.of(times).median:,.0f}",
-                "" if name == MESSAGES else harness.Interval.of(ratios).text(2),
-                "same" if row["bits"][name] else "other",
-                _size(row["peak_bytes"][name]),
-            ])  # fmt: skip
-    return rows
+    return [
+        [
+            str(record["ranks"]),
+            row["operation"],
+            _size(row["size_bytes"]),
+            name,
+            *_beside_messages(row["seconds"], name),
+            *_beside_messages(row["cpu_seconds"], name),
+            "same" if same else "other",
+            _size(row["peak_bytes"][name]),
+        ]
+        for row in record["rows"]
+        for name, same in row["bits"].items()
+    ]
+
+
+def _beside_messages(times: dict[str, list[float]], name: str) -> list[str]:
+    """The median of an arm in microseconds, and of its ratios to the messages of a round."""
+    median = f"{1e6 * harness.Summary.of(times[name]).median:,.0f}"
+    if name == MESSAGES:
+        return [median, ""]
+    pairs = zip(times[name], times[MESSAGES], strict=True)
+    return [median, harness.Interval.of([mine / theirs for mine, theirs in pairs]).text(2)]
 
 
 def _size(size_bytes: int) -> str:
@@ -277,7 +292,10 @@ def main() -> int:
     if args.a_rank:
         run_rank(args)
         return 0
-    columns = ["ranks", "operation", "size", "arm", "us", "to messages", "bits", "takes"]
+    columns = [
+        "ranks", "operation", "size", "arm", "us", "to messages", "CPU us", "to messages", "bits",
+        "takes",
+    ]  # fmt: skip
     for ranks in args.ranks:
         record = run_ranks(args, ranks)
         if args.results is not None:
