@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed.transport import StagedTransport
+from infinity._src.distributed.transport import Message, StagedTransport
 from infinity.aio import Seam
 from tests import harness, models
 from tests.device import simulated
@@ -27,11 +27,11 @@ from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_o
 from tests.distributed.test_device_ranks import lanes_announced
 from tests.harness import Result, Training
 
-WORLD = 2
+WORLD, LAYERS = 2, 2
 TIMEOUT_S = 300.0  # the first use of a GPU takes its time, in each process
 MIN = {"ram": "min"}
 EARLY = {"update": "backward", "generations": 2}
-LLAMA = Training(functools.partial(models.llama, 2), steps=3, rows=4, lr=2e-3, max_norm=0.7)
+LLAMA = Training(functools.partial(models.llama, LAYERS), steps=3, rows=4, lr=2e-3, max_norm=0.7)
 DEEP = dataclasses.replace(LLAMA, accumulation=3, no_sync=True)
 
 Run = tuple[Training, dict[str, Any], Rules]
@@ -58,6 +58,16 @@ RUNS: dict[str, list[Run]] = {
 }
 
 
+class Counted(StagedTransport):
+    """Staging that counts its exchanges, in the process of a rank."""
+
+    exchanges = 0
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        Counted.exchanges += 1
+        super().exchange(sends, receives)
+
+
 @dataclasses.dataclass(frozen=True)
 class Staged:
     """Trainings on this rank's rows, on a device that all ranks have."""
@@ -72,13 +82,16 @@ class Staged:
         training, chosen, _ = self.runs[index]
         shard = shard_of(training, rank, dist.get_world_size())
         nvme = {"nvme": place} if "nvme" in chosen.values() else {}
+        before = Counted.exchanges
         with self.on_device(10 * index + rank):
             result = harness.offloaded(
                 shard,
                 inf.Policy(**chosen, **nvme),
                 seam=Seam(seed=index + rank, delay_us_max=800),
-                transport=StagedTransport,
+                transport=Counted,
             )
+        # A reduction of each unit at least: nothing went another way.
+        assert Counted.exchanges - before >= shard.steps * LAYERS
         return dataclasses.replace(result, stats=None)
 
     @contextlib.contextmanager
