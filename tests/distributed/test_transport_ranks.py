@@ -82,6 +82,8 @@ class EveryCollective:
 
         whole = flats()
         collectives.all_gather(whole)
+        sent = collectives.volume.inside + collectives.volume.across
+        assert sent == (world - 1) * sum(SHARD * dtype.itemsize for dtype in DTYPES)
         kept = flats()
         # Parts of the counterparts are there, as secondary shards have them.
         for flat, full in zip(kept, whole, strict=True):
