@@ -161,7 +161,7 @@ def _status(field: str) -> int:
 
 
 def seconds(run: Callable[[], None], repeats: int) -> tuple[float, float]:
-    """Of one call, the ranks having begun together: time, and CPU time of the process."""
+    """Time of one call, the ranks having begun together, and CPU time of the process."""
     dist.barrier()
     start, cpu_start = time.perf_counter(), time.process_time()
     for _ in range(repeats):

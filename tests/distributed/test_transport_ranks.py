@@ -25,7 +25,7 @@ from tests.distributed.ranks import on_ranks
 CPU = torch.device("cpu")
 SHARD = 4096
 DTYPES = (torch.bfloat16, torch.float32, torch.int16)
-"""Of three flats of a unit; gloo's collectives do not know the last."""
+"""Dtypes of three flats of a unit; gloo's collectives do not know the last."""
 
 
 class Watched(GlooTransport):
@@ -70,7 +70,7 @@ class EveryCollective:
         return found
 
     def results(self, collectives: Collectives, rank: int, world: int) -> list[torch.Tensor]:
-        """What comes of each collective."""
+        """Run each collective, and return its tensors."""
         chance = torch.Generator().manual_seed(rank)
         values = torch.randn(3, world, SHARD, generator=chance)
 
