@@ -34,7 +34,8 @@ import torch
 import torch.distributed as dist
 
 from infinity._src._torch_compat import all_gather_single
-from infinity._src.distributed.collectives import HEADER_BYTES, Collectives
+from infinity._src.distributed.collectives import Collectives
+from infinity._src.distributed.names import NAME_BYTES, NameExchange
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.transport import GlooTransport, NcclTransport
 from infinity._src.kernels import comm_codec
@@ -58,7 +59,8 @@ class Cases:
         cpu = torch.device("cpu")
         gloo = GlooTransport(self.group, cpu)
         topology = Topology.of(self.rank, self.world, self.world)
-        self.collectives = Collectives(topology, gloo, gloo, cpu)
+        self.collectives = Collectives(topology, gloo, cpu)
+        self.names = NameExchange(topology, self.group)
         # The same calls as over NCCL.
         self.whole_calls = NcclTransport(self.group, cpu)
         numel = size_bytes // 2 // self.world // 3 * 3
@@ -69,8 +71,8 @@ class Cases:
         self.flats = list(torch.zeros(3, self.world, numel // 3, dtype=torch.bfloat16))
         self.mean = torch.zeros(numel, dtype=torch.bfloat16)
         self.came = torch.zeros(self.world, numel, dtype=torch.bfloat16)
-        self.header = torch.full((HEADER_BYTES,), 7, dtype=torch.uint8)
-        self.headers = torch.zeros(self.world * HEADER_BYTES, dtype=torch.uint8)
+        self.header = torch.full((NAME_BYTES,), 7, dtype=torch.uint8)
+        self.headers = torch.zeros(self.world * NAME_BYTES, dtype=torch.uint8)
         self.flags = torch.zeros(FLAGS, dtype=torch.uint8)
 
     def prepare(self) -> None:
@@ -111,7 +113,7 @@ class Cases:
         """Operations of a few bytes."""
         return {
             "names": {
-                MESSAGES: lambda: self.collectives.check_same_collective("a name"),
+                MESSAGES: lambda: self.names.check("a name"),
                 "all_gather_single": self._gather_names,
             },
             "flags": {
@@ -206,7 +208,7 @@ def run_rank(args: argparse.Namespace) -> None:
         every = cases.large() if size != args.sizes[0] else {**cases.large(), **cases.small()}
         for name, arms in every.items():
             found = measure_operation(cases, arms, args.rounds, chance)
-            small = {"names": HEADER_BYTES, "flags": FLAGS}
+            small = {"names": NAME_BYTES, "flags": FLAGS}
             rows.append({"operation": name, "size_bytes": small.get(name, size), **found})
     if dist.get_rank() == 0:
         sys.stdout.write(json.dumps({"ranks": dist.get_world_size(), "rows": rows}) + "\n")
