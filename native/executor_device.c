@@ -35,10 +35,10 @@
  * a flight is filled with its last one. 4 MiB are 76 us of the bus. */
 #define BATCH_BYTES ((int64_t)4 << 20)
 #define BATCH_RUNS 16
-/* With so much behind the oldest flight nothing more is issued. It takes the bus 229 us, in which the
- * thread that sleeps on the oldest wakes (30 to 100 us, more in some virtual machines) and issues
- * the next; and a demand that comes now waits for all of it, so it is no more. bench/README.md has
- * the figures. */
+/* With so much behind the oldest flight nothing more is issued. The bus needs 229 us for it, in
+ * which the thread that sleeps on the oldest wakes (30 to 100 us, more in some virtual machines)
+ * and issues the next; and a demand that comes now waits for all of it, so it is no more.
+ * bench/README.md has the figures. */
 #define BEHIND_BYTES ((int64_t)12 << 20)
 #define UNDER_WAY 600 /* the driver's code: what the event stands for has not ended */
 #define STREAM_PER_THREAD ((void *)2) /* a handle that means another stream on every thread */

@@ -188,7 +188,7 @@ static void *stream_main(void *argument) {
     for (;;) {
         op *next = self->head;
         if (next == NULL) {
-            /* Told once: two idle streams that told each other at every wake-up would never rest. */
+            /* Told once: idle streams that told each other at every wake-up would never rest. */
             if (!self->idle) pthread_cond_broadcast(&changed);
             self->idle = true;
             if (self->stopping) break;

@@ -1,5 +1,5 @@
-"""What copies get of the bus: bytes per second, calls of the driver, and bytes under way, in the
-virtual time of the simulated device; and what merged copies must not change.
+"""Copies and the bus: bytes per second, calls of the driver, and bytes under way, in the virtual
+time of the simulated device; bits, order and faults of merged copies.
 
 Work is queued while the driver keeps the copying thread in its first call. What the thread does
 then depends on the driver's answers alone, so the figures are the same on every machine.
@@ -31,7 +31,7 @@ HOST, THERE = 1 << 40, 1 << 44
 
 
 class Copier:
-    """An executor without drives on a simulated device, whose copying thread waits for `let_go`."""
+    """An executor without drives on a simulated device; its copying threads can be held."""
 
     def __init__(self, device: Simulated, *, workers: int = 1) -> None:
         self.device = device
@@ -100,7 +100,7 @@ class Copier:
         return self.executor.submit(jobs, priority=aio.Priority.DEMAND)
 
     def handed_on(self) -> None:
-        """Wait until what was submitted is with the copying thread: one worker takes it in order."""
+        """Wait until the copying thread has what was submitted: one worker takes it in order."""
         memory, target = np.zeros(CHUNK, np.uint8), np.zeros(CHUNK, np.uint8)
         ids = self.define(memory.ctypes.data, 1)
         self.fetch(ids, target.ctypes.data, on_device=False).wait(60)
@@ -138,7 +138,7 @@ def apart(number: int, size: int, *, out: bool) -> tuple[int, int, int]:
 
 
 def pin_all(copier: Copier) -> None:
-    """As if the whole range of addresses was pinned; `close` lets it go."""
+    """Pin all addresses of `HOST`; `close` lets them go."""
     copier.driver.pin(HOST, THERE - HOST)
 
 
@@ -146,8 +146,8 @@ def pin_all(copier: Copier) -> None:
 
 
 def as_before(device: Simulated, *, depth: int, copies: int, size: int) -> float:
-    """The share of copies as they were made once: each with a wait, an event, and a sleep on it, so
-    many under way."""
+    """Return the share of the bus of copies as they were made once: a wait, an event, and a sleep
+    for each, so many under way."""
     driver = ctypes.CDLL(library())
     stream, mark = ctypes.c_void_p(), ctypes.c_void_p()
     device.current(1)
@@ -241,7 +241,7 @@ def test_chunks_of_a_unit_become_few_copies(make, wake_us: int) -> None:
 
 
 def test_a_single_demand_pays_for_no_other(make) -> None:
-    """As before: a wait, the copy, its event, and the sleep. One question more costs nothing, as
+    """Calls as before: a wait, the copy, its event, and the sleep. One question more costs nothing:
     the copy is under way while it is asked."""
     copier = make()
     pin_all(copier)
@@ -264,7 +264,7 @@ def filled_memory(copier: Copier, seed: int, size: int) -> np.ndarray:
 
 @pytest.mark.parametrize("order", [range(12), [1, 0, 3, 2, 5, 4, 7, 6, 8, 9, 10, 11]])
 def test_merged_copies_carry_the_same_bytes(make, order: Sequence[int]) -> None:
-    """Also where chunks come in the order in which several workers are through with them."""
+    """Chunks come in the order in which several workers are through with them."""
     copier = make(delay_us=300)
     source = filled_memory(copier, 0, 12 * CHUNK)
     ids = copier.define(source.ctypes.data, 12)
@@ -356,7 +356,7 @@ def test_a_late_kernel_reads_what_was_there_before_the_copy(make) -> None:
 
 
 def test_a_mark_is_waited_for_once(make) -> None:
-    """And not at all where the stream is behind a later one."""
+    """Marks behind which the stream is already cost no call."""
     copier = make()
     sources = [filled_memory(copier, seed, 4096) for seed in range(8)]
     target = filled_memory(copier, 9, 8 * 4096)
@@ -407,7 +407,7 @@ def three_in_one_flight(copier: Copier) -> tuple[list[aio.Ticket], np.ndarray, n
 
 
 def ends(tickets: Sequence[aio.Ticket]) -> list[bool]:
-    """Which of them failed, by the device."""
+    """Return which of them failed, by the device."""
     found = [outcome(ticket) for ticket in tickets]
     assert all(
         isinstance(error, DeviceCopyError) and "700" in str(error) for error in found if error
