@@ -78,7 +78,7 @@ native: $(STAMP)
 # without an interpreter under the same, with leaks. Then that program under ThreadSanitizer, which
 # does not work under an interpreter that was not built for it.
 SANITIZED := build/asan
-STRESS    := native/*.c tests/native_stress.c -o
+STRESS    := native/*.c tests/native_stress.c tests/sim_driver.c -o
 STRESS_ON := -std=gnu11 -g -ffp-contract=off -fno-math-errno -pthread -Wall -Wextra -Werror
 asan: $(STAMP) tsan
 	rm -rf $(SANITIZED) && mkdir -p $(SANITIZED)

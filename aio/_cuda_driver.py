@@ -27,6 +27,7 @@ FUNCTIONS = {
     "event_create": "cuEventCreate",
     "event_destroy": "cuEventDestroy_v2",
     "event_record": "cuEventRecord",
+    "event_query": "cuEventQuery",
     "event_wait": "cuEventSynchronize",
     "to_device": "cuMemcpyHtoDAsync_v2",
     "from_device": "cuMemcpyDtoHAsync_v2",
@@ -34,6 +35,7 @@ FUNCTIONS = {
     "host_unregister": "cuMemHostUnregister",
 }
 
+_HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
 _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
 
 
@@ -59,6 +61,15 @@ class DeviceDriver:
         # The primary context is torch's own: there is one per device, so streams are shared.
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.context = int(context.value or 0)
+        host_pointers = ctypes.c_int()
+        self._call(
+            "cuDeviceGetAttribute",
+            ctypes.byref(host_pointers),
+            ctypes.c_int(_HOST_POINTERS),
+            device,
+        )
+        #: Whether kernels read memory that `pin` has pinned at its address on the host.
+        self.host_pointers = bool(host_pointers.value)
         self._pinned: dict[int, int] = {}
 
     def _address(self, name: str) -> int:

@@ -363,6 +363,13 @@ def load_uring(ffi: Any, lib: Any) -> None:
 # gets it back after the interpreter's switch interval: 5 ms for a call that takes microseconds,
 # several times in each submission. These calls only take the executor's lock, which nobody holds
 # while waiting for anything, and no native thread ever wants the GIL.
+#
+# With a device, `executor_submit` and `gate_open` also record an event on the compute stream, which
+# blocks while that stream has no room for another launch. The GIL is kept all the same: the next
+# kernel of this thread would block as long, so nothing is lost but turns of other threads, and
+# letting go would cost every submission what is said above. No launch waits for a thread that the
+# GIL keeps out: collectives are launched in one order by all ranks, so what the stream waits for
+# has been launched.
 
 _POINTER, _INT, _LONG = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 

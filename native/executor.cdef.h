@@ -139,6 +139,7 @@ typedef struct {
     uint64_t event_create;      /* (void **event, unsigned flags) */
     uint64_t event_destroy;     /* (void *event) */
     uint64_t event_record;      /* (void *event, void *stream) */
+    uint64_t event_query;       /* (void *event): 600 = what it stands for has not ended */
     uint64_t event_wait;        /* (void *event): blocks */
     uint64_t to_device;         /* (uint64_t to, const void *from, size_t bytes, void *stream) */
     uint64_t from_device;       /* (void *to, uint64_t from, size_t bytes, void *stream) */

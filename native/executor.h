@@ -182,6 +182,7 @@ struct inf_run {
     bool hinted; /* on the list of those that want to be read ahead */
     bool copied_in; /* what the device has of it is here */
     int32_t direction; /* of its copy to or from the device */
+    int32_t copy_error; /* of the driver, when that copy was handed to it */
     bool prefetch_failed; /* its read ahead failed: it reads for itself */
     uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
@@ -220,6 +221,9 @@ struct inf_ticket {
 typedef struct inf_mark {
     struct inf_mark *next; /* of those that are free */
     void *event;
+    void *stream;   /* that it was recorded on */
+    uint64_t begun; /* by a count of all marks: before it was recorded ... */
+    uint64_t ended; /* ... and after that */
 } inf_mark;
 
 struct inf_gate {
@@ -249,6 +253,7 @@ struct inf_submission {
     int32_t pending;
     int32_t unfilled;
     bool escaped;
+    bool awaited; /* somebody sleeps until it is filled or done */
     inf_run runs[];
 };
 
@@ -342,6 +347,9 @@ typedef struct {
     pthread_t thread;
     void *stream;
     void **events;
+    /* the stream is behind all marks of this compute stream that had ended at this count */
+    void *behind_stream;
+    uint64_t behind; /* 0 = behind none */
     int32_t direction;
     bool made;
     bool started;
@@ -351,6 +359,7 @@ struct inf_device {
     inf_device_api api;
     void *compute_stream;
     inf_mark *marks; /* free */
+    uint64_t mark_count; /* atomic */
     inf_copies copies[INF_DIRECTION_COUNT];
     inf_chunk_record nothing; /* the chunk of COPYs */
     bool pinned;

@@ -214,6 +214,7 @@ int32_t inf_ticket_wait(inf_executor *ex, inf_ticket *ticket, int32_t word, int6
     struct timespec deadline;
     inf_deadline(&deadline, start_ns + timeout_ns);
     pthread_mutex_lock(&ex->lock);
+    if (ticket->submission != NULL) ticket->submission->awaited = true;
     if (escape && ticket->submission != NULL) {
         inf_gates_escape_for(ex, ticket->submission);
         inf_promote(ex, ticket->submission);

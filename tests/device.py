@@ -3,7 +3,7 @@ takes it for a GPU's.
 
 What computes is announced to the simulation as kernels: the reads of a gathered unit when it is
 demanded and when its use ends, a fresh gradient when it is accumulated, and memory that the
-allocator gets back when something writes there again.
+allocator gets back when something writes there again. Gradients may also come late for real.
 """
 
 from __future__ import annotations
@@ -29,12 +29,19 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def simulated(
-    monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000
+    monkeypatch: pytest.MonkeyPatch, *, seed: int = 0, delay_us: int = 2000, late_us: int = 0
 ) -> Iterator[Simulated]:
     """Models that are offloaded inside compute on a simulated device. At the end nothing may have
-    raced."""
+    raced.
+
+    late_us: each gradient is there that much after backward has handed it on, as behind a kernel of
+    a GPU; a copy that does not wait for that kernel takes other bytes.
+    """
     device = Simulated(seed=seed, delay_us=delay_us)
     demand, idle, copy, free = Unsharder.unshard, Unsharder.release, Device.copy, GradOffload._free
+    copy_out = GradOffload.copy_out
+    if late_us:
+        device.late(late_us)
 
     def reads(unit: Unit, what: str) -> None:
         for flat in unit.flats:
@@ -55,6 +62,12 @@ def simulated(
             )
         return copy(self, to, source, size_bytes, out=out)
 
+    def made_late(self: GradOffload, source: torch.Tensor, target: torch.Tensor) -> Any:
+        # As `copy_out` flattens it, so that this memory is what it copies.
+        source = source.detach().reshape(-1).contiguous()
+        device.late_write(*_bytes_of(source), what="a late kernel that makes a gradient")
+        return copy_out(self, source, target)
+
     def gone(self: GradOffload, source: torch.Tensor) -> None:
         free(self, source)
         device.kernel(
@@ -68,9 +81,12 @@ def simulated(
     monkeypatch.setattr(Unsharder, "release", idled)
     monkeypatch.setattr(module.Device, "copy", copied)
     monkeypatch.setattr(GradOffload, "_free", gone)
+    if late_us:
+        monkeypatch.setattr(GradOffload, "copy_out", made_late)
     monkeypatch.setattr(build, "open_device", opened)
     try:
         yield device
         assert device.races() == []
     finally:
+        device.synchronise()
         monkeypatch.undo()

@@ -1,5 +1,6 @@
 /* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead,
- * drop and look, all at once.
+ * copy, drop and look, all at once. Half of the memory that they name is on a device, the simulated
+ * one.
  *
  * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator,
  * other compilers (make tsan, make portable). Each thread owns some chunks and knows what they must
@@ -65,6 +66,35 @@ typedef struct {
     int64_t escaped;
 } actor;
 
+/* Of tests/sim_driver.c; only their addresses are used. */
+void cuCtxSetCurrent(void), cuCtxGetCurrent(void), cuStreamCreate(void), cuStreamDestroy_v2(void);
+void cuStreamSynchronize(void), cuStreamWaitEvent(void), cuEventCreate(void);
+void cuEventDestroy_v2(void), cuEventRecord(void), cuEventQuery(void), cuEventSynchronize(void);
+void cuMemcpyHtoDAsync_v2(void), cuMemcpyDtoHAsync_v2(void);
+void cuMemHostRegister_v2(void), cuMemHostUnregister(void);
+void sim_reset(uint64_t seed, int delay_us);
+
+static void attach(inf_executor *ex) {
+#define AT(function) ((uint64_t)(uintptr_t)(function))
+    const inf_device_api api = {.context = 1,
+                                .set_current = AT(cuCtxSetCurrent),
+                                .get_current = AT(cuCtxGetCurrent),
+                                .stream_create = AT(cuStreamCreate),
+                                .stream_destroy = AT(cuStreamDestroy_v2),
+                                .stream_wait = AT(cuStreamSynchronize),
+                                .stream_wait_event = AT(cuStreamWaitEvent),
+                                .event_create = AT(cuEventCreate),
+                                .event_destroy = AT(cuEventDestroy_v2),
+                                .event_record = AT(cuEventRecord),
+                                .event_query = AT(cuEventQuery),
+                                .event_wait = AT(cuEventSynchronize),
+                                .to_device = AT(cuMemcpyHtoDAsync_v2),
+                                .from_device = AT(cuMemcpyDtoHAsync_v2),
+                                .host_register = AT(cuMemHostRegister_v2),
+                                .host_unregister = AT(cuMemHostUnregister)};
+    CHECK(inf_executor_attach_device(ex, &api) == 0);
+}
+
 static const int32_t ITEMSIZES[SECTIONS] = {2, 2, 4, 4, 4};
 static const inf_hyper HYPER = {.decay = 0.9999f,
                                 .beta1 = 0.9f,
@@ -80,6 +110,8 @@ static uint64_t next(actor *me) {
     me->random ^= me->random >> 7;
     return me->random ^= me->random << 17;
 }
+
+static uint32_t somewhere(actor *me) { return next(me) & 1 ? INF_MASK_DEVICE : 0; }
 
 static void fill(actor *me, values *at) {
     for (int32_t i = 0; i < NUMEL; i++) {
@@ -121,6 +153,7 @@ static int32_t end(actor *me, inf_ticket *ticket) {
 
 static void store(actor *me, int32_t chunk, uint32_t mask) {
     inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_STORE, .mask = mask, .base = -1};
+    job.mask |= somewhere(me);
     fill(me, &me->source);
     if (mask == ALL) memcpy(&me->model[chunk], &me->source, sizeof me->source);
     else memcpy(me->model[chunk].g, me->source.g, sizeof me->source.g);
@@ -139,6 +172,7 @@ static void prefetch(actor *me) {
 static void fetch(actor *me, int32_t chunk) {
     inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_FETCH, .mask = ALL, .base = -1};
     memset(&me->target, 0, sizeof me->target);
+    job.mask |= somewhere(me);
     pointers(&me->target, &job);
     inf_ticket *ticket = submit(me, &job, NULL, NULL);
     bool cancel = next(me) % 4 == 0;
@@ -151,6 +185,7 @@ static void fetch(actor *me, int32_t chunk) {
 
 static void update(actor *me, int32_t chunk) {
     inf_job job = {.chunk = me->ids[chunk], .kind = INF_JOB_UPDATE, .base = -1, .seg_count = 1};
+    job.mask = somewhere(me);
     inf_seg seg = {
         .numel = NUMEL, .grad = (uint64_t)(uintptr_t)me->grad, .grad_dtype = INF_GRAD_FP32};
     for (int32_t i = 0; i < NUMEL; i++) me->grad[i] = (float)(int32_t)next(me) * 1e-9f;
@@ -166,7 +201,7 @@ static void update(actor *me, int32_t chunk) {
     if (next(me) & 1) { /* sometimes where the result goes */
         uint16_t *given = !gated && (next(me) & 1) ? me->out : me->given;
         memcpy(given, me->model[chunk].hi, sizeof me->given);
-        job.mask = INF_MASK_PARAM_IN_MEMORY;
+        job.mask |= INF_MASK_PARAM_IN_MEMORY;
         job.ptr[1] = (uint64_t)(uintptr_t)given;
     }
     inf_ticket *ticket = submit(me, &job, &seg, gate);
@@ -187,6 +222,34 @@ static void update(actor *me, int32_t chunk) {
     if (opened) CHECK(memcmp(me->out, model->hi, sizeof me->out) == 0);
 }
 
+/* Several at once, one behind another in the queue, in both directions. */
+static void copy(actor *me) {
+    inf_ticket *tickets[2 * SECTIONS];
+    int32_t count = 0;
+    fill(me, &me->source);
+    memset(&me->target, 0, sizeof me->target);
+    inf_job to = {0}, from = {0};
+    pointers(&me->target, &to);
+    pointers(&me->source, &from);
+    for (int32_t s = 0; s < SECTIONS; s++) {
+        /* Each half apart: adjacent copies, of which some become one. */
+        uint64_t half = (uint64_t)NUMEL * (uint64_t)ITEMSIZES[s] / 2;
+        inf_job jobs[2];
+        for (uint64_t h = 0; h < 2; h++)
+            jobs[h] = (inf_job){.chunk = -1,
+                                .kind = INF_JOB_COPY,
+                                .mask = INF_MASK_DEVICE | (uint32_t)(next(me) & 1),
+                                .base = -1,
+                                .ptr = {to.ptr[s] + h * half, from.ptr[s] + h * half, half}};
+        int64_t error = 0;
+        tickets[count] = inf_executor_submit(me->ex, jobs, 2, NULL, 0, NULL, 0,
+                                             (int32_t)(next(me) % 3), NULL, &error);
+        CHECK(tickets[count++] != NULL);
+    }
+    while (count > 0) CHECK(end(me, tickets[--count]) == 0);
+    CHECK(memcmp(&me->target, &me->source, sizeof me->target) == 0);
+}
+
 static void define_again(actor *me, int32_t chunk) {
     CHECK(inf_executor_drop(me->ex, &me->ids[chunk], 1) == 0);
     CHECK(inf_executor_define(me->ex, &me->plans[chunk], 1, &me->ids[chunk]) == 0);
@@ -197,11 +260,12 @@ static void *act(void *argument) {
     for (int32_t i = 0; i < CHUNKS_EACH; i++) store(me, i, ALL);
     for (int32_t round = 0; round < me->rounds; round++) {
         int32_t chunk = (int32_t)(next(me) % CHUNKS_EACH);
-        switch (next(me) % 10) {
+        switch (next(me) % 11) {
             case 0: store(me, chunk, next(me) & 1 ? ALL : 16); break;
             case 1: define_again(me, chunk); break;
             case 2: case 3: case 4: update(me, chunk); break;
             case 5: case 6: prefetch(me); break;
+            case 7: copy(me); break;
             default: fetch(me, chunk); break;
         }
     }
@@ -313,12 +377,13 @@ static void run(inf_executor *ex, int32_t threads, int32_t rounds) {
           stats.submissions_live == 0);
     printf(
         "%llu jobs, %llu updates, %lld given up, %lld without target, %llu ahead (%llu dropped), "
-        "%llu retries, %llu short\n",
+        "%llu retries, %llu short, %llu bytes to the device, %llu from it\n",
         (unsigned long long)stats.jobs_done, (unsigned long long)stats.updates,
         (long long)cancelled, (long long)escaped, (unsigned long long)stats.reads_ahead,
         (unsigned long long)stats.reads_ahead_dropped,
         (unsigned long long)(drives[0].retries + drives[1].retries),
-        (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers));
+        (unsigned long long)(drives[0].short_transfers + drives[1].short_transfers),
+        (unsigned long long)stats.copied_bytes[0], (unsigned long long)stats.copied_bytes[1]);
     free(actors);
 }
 
@@ -367,6 +432,8 @@ int main(int argc, char **argv) {
             fprintf(stderr, "native_stress: %s (%d)\n", why, error);
             return 1;
         }
+        sim_reset((uint64_t)kind, kind & 1 ? 0 : 200);
+        attach(ex);
         __atomic_store_n(&looking, 1, __ATOMIC_RELAXED);
         run(ex, threads, atoi(argv[2]));
         inf_executor_shut(ex, kind & 1);

@@ -8,7 +8,7 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from infinity.aio import DeviceDriver
 from native.build_native import compiler_command
@@ -29,14 +29,25 @@ def library() -> str:
     return str(path)
 
 
+class Calls(NamedTuple):
+    """Calls of the driver. sleeps: until an event has come."""
+
+    copies: int
+    records: int
+    waits: int
+    queries: int
+    sleeps: int
+
+
 class Simulated:
     """The device. Memory is ordinary; copies come late, by up to `delay_us`; races are found
-    whatever the timing."""
+    whatever the timing. tests/sim_driver.c says what is real about it."""
 
     def __init__(self, *, seed: int = 0, delay_us: int = 500) -> None:
         self._sim = ctypes.CDLL(library())
-        for name in ("sim_copied", "sim_live", "sim_pinned"):
-            getattr(self._sim, name).restype = ctypes.c_uint64
+        for name in ("copied", "torch_copied", "live", "pinned", "calls", "in_flight_max"):
+            getattr(self._sim, f"sim_{name}").restype = ctypes.c_uint64
+        self._sim.sim_seen_ns.restype = ctypes.c_int64
         self._sim.sim_race.restype = ctypes.c_char_p
         self._sim.sim_reset(ctypes.c_uint64(seed), ctypes.c_int(delay_us))
 
@@ -95,9 +106,103 @@ class Simulated:
             ctypes.c_char_p(word),
         )
 
-    def fail(self, nth: int) -> None:
-        """The n-th copy from now on (1: the next) fails as an illegal address does."""
-        self._sim.sim_fail(ctypes.c_int(nth))
+    def late(self, us: int) -> None:
+        """Late kernels take so long on the compute stream from now on."""
+        self._sim.sim_late(ctypes.c_int(us))
+
+    def late_write(self, address: int, size_bytes: int, *, what: str) -> None:
+        """Submit a late kernel that writes what is at `address` now. Until it has run, 0xA5 is
+        there."""
+        word = _WORDS.setdefault(what, what.encode())
+        self._sim.sim_late_write(
+            ctypes.c_uint64(address), ctypes.c_size_t(size_bytes), ctypes.c_char_p(word)
+        )
+
+    def late_copy(self, to: int, source: int, size_bytes: int, *, what: str) -> None:
+        """Submit a late kernel that reads `source` when it runs, and writes it to `to`."""
+        word = _WORDS.setdefault(what, what.encode())
+        self._sim.sim_late_copy(
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(size_bytes),
+            ctypes.c_char_p(word),
+        )
+
+    def synchronise(self) -> None:
+        """Wait for the compute stream."""
+        self._sim.cuStreamSynchronize(ctypes.c_void_p())
+
+    def timing(
+        self, *, call_us: float = 5.0, wake_us: float = 100.0, bytes_per_s: float = 55e9
+    ) -> None:
+        """Make time virtual, and begin it: a call takes its thread `call_us`, waking from a sleep
+        `wake_us` more, and bytes take the bus. Nothing is moved any more. Counts of calls begin at
+        0."""
+        self._sim.sim_timing(
+            ctypes.c_int64(int(call_us * 1e3)),
+            ctypes.c_int64(int(wake_us * 1e3)),
+            ctypes.c_double(bytes_per_s),
+        )
+
+    def busy(self, us: float) -> None:
+        """Submit a kernel that takes `us` of virtual time."""
+        self._sim.sim_busy(ctypes.c_int64(int(us * 1e3)))
+
+    def seen_s(self) -> float:
+        """Virtual seconds until a thread last saw that an event had come."""
+        return int(self._sim.sim_seen_ns()) / 1e9
+
+    def calls(self) -> Calls:
+        """Calls that gave streams something or asked for it, by kind."""
+        return Calls(*(int(self._sim.sim_calls(kind)) for kind in range(len(Calls._fields))))
+
+    def hold(self) -> None:
+        """Keep threads that give streams something in that call, until `let_go`."""
+        self._sim.sim_hold(1)
+
+    def holding(self) -> int:
+        """Threads that are kept."""
+        return int(self._sim.sim_holding())
+
+    def let_go(self) -> None:
+        """End `hold`."""
+        self._sim.sim_hold(0)
+
+    def hold_kernels(self, hold: bool) -> None:
+        """Late kernels do not begin while they are held."""
+        self._sim.sim_hold_kernels(ctypes.c_int(hold))
+
+    def in_flight_max(self) -> tuple[int, int]:
+        """The most bytes that a stream had been given and no thread had seen moved, to the device
+        and from it."""
+        return int(self._sim.sim_in_flight_max(0)), int(self._sim.sim_in_flight_max(1))
+
+    def host_pointers(self, can: bool) -> None:
+        """Say whether kernels may use the host's addresses of pinned memory."""
+        self._sim.sim_host_pointers(ctypes.c_int(can))
+
+    def pinned(self, address: int, size_bytes: int) -> bool:
+        """Return whether this range is pinned."""
+        return bool(self._sim.sim_is_pinned(ctypes.c_uint64(address), ctypes.c_size_t(size_bytes)))
+
+    def torch_copy(self, to: int, source: int, size_bytes: int, *, out: bool, blocks: bool) -> None:
+        """Announce a copy between host and device (`out`: to the device) that torch has made."""
+        self._sim.sim_torch_copy(
+            ctypes.c_uint64(to),
+            ctypes.c_uint64(source),
+            ctypes.c_size_t(size_bytes),
+            ctypes.c_int(not out),
+            ctypes.c_int(blocks),
+        )
+
+    def torch_copied(self) -> tuple[int, int]:
+        """Bytes that torch copied to the device, and from it."""
+        return int(self._sim.sim_torch_copied(0)), int(self._sim.sim_torch_copied(1))
+
+    def fail(self, nth: int, what: str = "copies") -> None:
+        """The n-th call from now on (1: the next) fails as an illegal address does. what: a field
+        of `Calls`."""
+        self._sim.sim_fail(ctypes.c_int(Calls._fields.index(what)), ctypes.c_int(nth))
 
     def races(self) -> list[str]:
         """Return the descriptions of the races found, at most 64: accesses that nothing orders."""

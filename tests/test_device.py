@@ -121,6 +121,19 @@ def test_whatever_the_timing(
     harness.assert_equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["cpu", "min", "backward", "delayed", "updated there"])
+def test_gradients_that_are_late(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels run behind the host: without its mark a copy would take what was there before."""
+    given = POLICIES[name]
+    expected = _on_the_cpu(name, tmp_path)
+    with simulated(monkeypatch, delay_us=0, late_us=1000) as device:
+        found = train(alike(given), given, tmp_path)
+        assert device.live() == (0, 0, 0)
+    harness.assert_equal(found, expected)
+
+
 _KNOWN: dict[str, harness.Result] = {}
 
 
@@ -260,6 +273,12 @@ def test_what_cannot_be_updated_there_is_refused(
         with pytest.raises(ValueError, match="AdamW, SGD and Lion"):
             inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
         inf.handle(model).close()
+    with simulated(monkeypatch) as device:
+        device.host_pointers(False)
+        with pytest.raises(ValueError, match=r"CAN_USE_HOST_POINTER.*update_on='cpu'"):
+            inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+        assert device.live() == (0, 0, 0)
+        inf.handle(inf.offload(models.make(models.llama), inf.Policy())).close()
 
 
 def test_a_device_that_is_not_there_is_a_users_error() -> None:

@@ -329,6 +329,7 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
                 "update_on='device': the model computes on the CPU, which updates already; use "
                 "update_on='cpu'"
             )
+        device.check_host_pointers()
         return DeviceUpdate(store=tiers.store, executor=tiers.executor, device=device)
     if policy.delays:
         return DelayedUpdate(

@@ -114,6 +114,16 @@ class Device:
             self._executor.compute_stream(stream)
             self._told = stream
 
+    def check_host_pointers(self) -> None:
+        """Raise ValueError where kernels cannot read pinned gradients: updates on the device do."""
+        if self.driver is not None and not self.driver.host_pointers:
+            raise ValueError(
+                f"update_on='device': kernels of {self.torch_device} cannot read pinned memory of "
+                "the host at its own address (its driver says 0 for "
+                "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM), and gradients wait there; use "
+                "update_on='cpu'"
+            )
+
     def allocation(self) -> contextlib.AbstractContextManager[Any]:
         """Make torch's allocator use the gather buffers' own pool inside this context.
 
