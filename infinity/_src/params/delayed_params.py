@@ -15,7 +15,7 @@ update (update="delayed").
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -43,9 +43,14 @@ class DelayedCopy:
         self._copies: list[Ticket] | None = None  # None: not begun
         self._cancelled = False
 
+    @property
+    def reads(self) -> list[Ticket]:
+        """Tickets of the reads that fill the shards."""
+        return [read for read, _, _ in self._parts]
+
     def run(self) -> None:
-        """Copy on the current stream, once the shards are read. Blocks for the reads alone. Raises:
-        the AioError of a read.
+        """Copy on the current stream. Blocks for reads that are under way: a lane has them ended
+        before it launches. Raises: the AioError of a read.
         """
         for read, target, shard in self._parts:
             read.wait_filled()
@@ -85,19 +90,21 @@ class DelayedCopy:
     @property
     def failed(self) -> bool:
         """True when a read or a copy has failed."""
-        tickets = [*(read for read, _, _ in self._parts), *(self._copies or ())]
+        tickets = [*self.reads, *(self._copies or ())]
         return any(ticket.failed for ticket in tickets)
 
-    def wait_filled(self, timeout: float | None = None) -> None:
-        """Block until it is filled; `timeout` is for each part. Raises: the AioError of a read, or
-        of a copy.
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
+        """Block until it is filled; `timeout` is for each part, and `check` as in `Ticket.wait`.
+        Raises: the AioError of a read, or of a copy.
         """
         if self._copies is None and not self._cancelled:
-            for read, _, _ in self._parts:
-                read.wait_filled(timeout)
+            for read in self.reads:
+                read.wait_filled(timeout, check=check)
             self._begin()
         for copy in self._copies or ():
-            copy.wait_filled(timeout)
+            copy.wait_filled(timeout, check=check)
 
     wait = wait_filled
 

@@ -847,7 +847,9 @@ class PendingUnshards:
                     store()
 
         how = " in int8 groups" if quantized else ""
-        op = self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, tickets)
+        # Waited for before the launch, which holds up the collectives behind it.
+        needs = tickets if delayed is None else [*tickets, *delayed.reads]
+        op = self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs)
         if store is not None:
             self._last_secondary = op
         return op

@@ -381,8 +381,8 @@ def test_where_no_change_alone_is_enough_all_together_are_told() -> None:
         "no single change of the job is enough: all that there are together need 20.1 GiB, enough"
         in found.why_not[0]
     )
-    # Three embeddings gathered, the gradients of three and the sums of two, four inputs of blocks, a
-    # block that works on one sequence, CUDA.
+    # Three embeddings gathered, the gradients of three and the sums of two, four inputs of blocks,
+    # a block that works on one sequence, CUDA.
     embedding, one = 128_256 * 8192 * 2, 8192 * 8192 * 2
     least = 8 * embedding + 4 * one + 8192 * 2 * (12 * 8192 + 4 * 28672) + 640 * MIB
     assert least_need(llama("70b"), there, job).bytes == least
