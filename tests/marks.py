@@ -20,3 +20,11 @@ def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]
+
+
+def mostly_ranks(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Mark all values but the quick ones for `make ranks`: jobs of several ranks that take long."""
+    return [
+        value if value in quick else pytest.param(value, marks=pytest.mark.ranks)
+        for value in values
+    ]

@@ -50,6 +50,7 @@ class Simulated:
         self._sim.sim_seen_ns.restype = ctypes.c_int64
         self._sim.sim_race.restype = ctypes.c_char_p
         self._sim.sim_reset(ctypes.c_uint64(seed), ctypes.c_int(delay_us))
+        self._before = self._living()
 
     def driver(self, ordinal: int = 0) -> DeviceDriver:
         """The driver of a device (0 or 1), for an executor."""
@@ -215,7 +216,13 @@ class Simulated:
         return int(self._sim.sim_copied(0)), int(self._sim.sim_copied(1))
 
     def live(self) -> tuple[int, int, int]:
-        """Streams, events and bytes pinned that exist."""
+        """Streams, events and bytes pinned that exist, less those of before this object was."""
+        streams, events, pinned_bytes = (
+            max(0, now - before) for now, before in zip(self._living(), self._before, strict=True)
+        )
+        return streams, events, pinned_bytes
+
+    def _living(self) -> tuple[int, int, int]:
         return int(self._sim.sim_live(0)), int(self._sim.sim_live(1)), int(self._sim.sim_pinned())
 
 

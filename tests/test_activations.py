@@ -263,11 +263,8 @@ def climb(directory: str, tier: str, reentrant: bool) -> None:
     print(json.dumps(record))
 
 
-@pytest.mark.parametrize(
-    "reentrant",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["plain", "reentrant"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
 def test_the_peak_falls_by_what_all_layers_but_a_few_would_hold(
     reentrant: bool, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_peak_memory_keeps_to_every_budget_in_every_mode(tmp_path: Path) -> None
     assert records["activations"]["stored"] > 0
 
 
+@pytest.mark.slow
 def test_what_is_freed_and_kept_for_reuse_stays_within_its_allowance(tmp_path: Path) -> None:
     """As the engine runs where nobody set malloc otherwise."""
     records = measured(tmp_path, {"min": {}, "a third": {"more": 1 / 3}})

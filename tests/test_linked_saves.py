@@ -13,6 +13,7 @@ import torch
 import infinity as inf
 from infinity._src.engine import offload
 from tests import models
+from tests.marks import mostly_slow
 from tests.test_durable import STEPS, assert_same, made, policy, train, undisturbed, values_of
 
 
@@ -38,7 +39,9 @@ def restored(directory: Path, factory: Any = models.llama) -> tuple[int, dict[st
 
 
 @pytest.mark.parametrize(
-    "factory", [models.llama, models.mixtral, models.lora], ids=lambda factory: factory.__name__
+    "factory",
+    mostly_slow([models.llama, models.mixtral, models.lora], models.llama),
+    ids=lambda factory: factory.__name__,
 )
 @pytest.mark.parametrize("update", ["deferred", "backward"])
 def test_every_checkpoint_stays_what_it_was_while_training_goes_on(tmp_path, factory, update):

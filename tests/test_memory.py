@@ -84,6 +84,7 @@ def train(directory: str, layers: int) -> None:
     print(json.dumps(record))
 
 
+@pytest.mark.slow
 def test_peak_memory_grows_by_the_gradients_only_with_five_times_the_layers(tmp_path: Path) -> None:
     few, many = measure(tmp_path, LAYERS), measure(tmp_path, 5 * LAYERS)
     assert few["finite"]

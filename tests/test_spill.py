@@ -91,6 +91,7 @@ def test_models_and_dtypes(training: Training, tmp_path: Path) -> None:
     assert result.stats.spilled_bytes > 0
 
 
+@pytest.mark.slow
 @settings(
     max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -198,7 +199,7 @@ def wide_in_ram(update: str) -> harness.Result:
 
 
 @pytest.mark.parametrize(
-    "update", mostly_slow(["deferred", "delayed", "backward"], "deferred", "backward")
+    "update", mostly_slow(["deferred", "delayed", "backward"], "deferred")
 )
 def test_units_of_several_chunks_keep_their_bits_in_every_mode_and_timing(
     update: str, tmp_path: Path

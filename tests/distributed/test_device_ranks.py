@@ -33,6 +33,7 @@ from tests.bus import assert_smooth, watched
 from tests.device import simulated
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
+from tests.marks import mostly_ranks
 from tests.simulated import Simulated
 
 MIN = {"ram": "min"}
@@ -203,7 +204,7 @@ class OnBoth:
         return dataclasses.replace(result, stats=None)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_ranks(RUNS, "deferred", "backward", "zero++"))
 def test_two_ranks_on_a_device_have_the_bits_of_two_on_the_cpu(name: str, tmp_path: Path) -> None:
     """Copies come late, drives too; the driver reports accesses that nothing orders, and what stays
     pinned."""

@@ -57,7 +57,7 @@ def trained(
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, THREE])
 def test_every_stage_and_place_gives_the_same_bits(tmp_path: Path, world: int) -> None:
     """Two micro-batches a step, each of which is reduced, and a norm that clips every step. Three
     ranks: every second place."""
@@ -154,6 +154,7 @@ STAGES: tuple[dict[str, Any], ...] = (
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, THREE])
 def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_not_at_all(
     tmp_path: Path, world: int
@@ -200,6 +201,7 @@ def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements
             assert_modelled(results, training, Rules(local=training.no_sync))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, THREE])
 def test_frozen_tied_and_checkpointed_models_in_every_stage(tmp_path: Path, world: int) -> None:
     llama = Training(functools.partial(models.llama, 2), steps=2, rows=6, lr=2e-3, accumulation=1)

@@ -156,6 +156,7 @@ def spilling(rank: int, place: Path) -> Result:
     return result
 
 
+@pytest.mark.ranks
 def test_what_is_thawed_and_held_by_nobody_has_gradients_beside_those_that_spill(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ from tests.harness import Training
 TILED = Training(test_tiling.llama, steps=3, rows=4, lr=2e-3)
 
 
+@pytest.mark.ranks
 def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: Path) -> None:
     runs = tuple((TILED, PLACEMENTS[name]) for name in ("cpu", "nvme"))
     by_placement = list(zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True))

@@ -479,7 +479,8 @@ def far_silent(ranks: Ranks) -> Any:
     return far(ranks, silent)
 
 
-@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.ranks), 1])
+@pytest.mark.ranks
+@pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_of_another_host_that_falls_silent_is_named(tmp_path: Path, who: int) -> None:
     (tmp_path / "who").write_text(str(who))
     with watched.started(far_silent, tmp_path, 2) as processes:

@@ -51,7 +51,7 @@ LLAMA = functools.partial(models.llama, 2)
 FP32 = Training(LLAMA, steps=2, rows=12, lr=1e-3, max_norm=0.7, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("world", [2, 3, FOUR])
+@pytest.mark.parametrize("world", [2, THREE, FOUR])
 def test_one_training_at_every_world_size_is_the_same_within_rounding(
     tmp_path: Path, world: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_one_training_at_every_world_size_is_the_same_within_rounding(
                 assert_near(ours, one, losses=1e-5, norms=1e-4, share=0.99, far=2 * 2 * 1e-3)
 
 
-@pytest.mark.parametrize("world", [2, 3, FOUR])
+@pytest.mark.parametrize("world", [2, THREE, FOUR])
 def test_where_sums_are_exact_every_world_size_gives_the_same_bits(
     tmp_path: Path, world: int
 ) -> None:
@@ -121,6 +121,7 @@ TRAININGS: tuple[Training, ...] = (
 )
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("world", [2, THREE])
 def test_every_stage_is_ddp_with_the_same_update_within_rounding(
     tmp_path: Path, world: int

@@ -86,6 +86,7 @@ def test_secondary_shards_change_no_bit(tmp_path: Path, mesh: tuple[int, int]) -
     assert_modelled(plain[LLAMA], LLAMA, Rules(nodes=mesh[0]))
 
 
+@pytest.mark.ranks
 def test_in_every_update_mode_the_switches_change_what_they_say_and_nothing_else(
     tmp_path: Path,
 ) -> None:
@@ -286,6 +287,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: model
     return float(loss)
 
 
+@pytest.mark.ranks
 def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_nothing_else(
     tmp_path: Path,
 ) -> None:
@@ -315,6 +317,7 @@ def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_n
 LEARNING = Training(models.llama, steps=12, rows=4, lr=3e-3, accumulation=1)
 
 
+@pytest.mark.ranks
 def test_training_with_every_switch_learns_as_plain_training_does(tmp_path: Path) -> None:
     """The same batch again and again: the loss falls, near that of the plain run. Two micro-batches
     see what rounding lost."""

@@ -160,7 +160,11 @@ def compiled(
 @pytest.mark.parametrize(
     "whole_block", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "block"]
 )
-@pytest.mark.parametrize("checkpointing", [None, False], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing",
+    [None, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["plain", "checkpointed"],
+)
 def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
     checkpointing: bool | None, whole_block: bool, device: str, tmp_path: Path
 ) -> None:
@@ -207,6 +211,7 @@ def test_inductor_compiles_blocks_on_a_gpu(cuda: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 def test_blocks_compiled_after_offload(device: str, tmp_path: Path) -> None:
     """As torchtitan's recipes do it: shard first, compile then."""

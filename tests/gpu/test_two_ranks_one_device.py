@@ -26,6 +26,7 @@ from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.distributed.test_device_ranks import lanes_announced
 from tests.harness import Result, Training
+from tests.marks import mostly_slow
 
 WORLD, LAYERS = 2, 2
 TIMEOUT_S = 300.0  # the first use of a GPU takes its time, in each process
@@ -108,7 +109,7 @@ class Staged:
             torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", mostly_slow(RUNS, "stages"))
 def test_two_ranks_on_one_device_have_the_bits_of_a_plain_loop_there(
     name: str, device: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from infinity.errors import (
     ShortTransferError,
     SwapFullError,
 )
+from tests.marks import mostly_slow
 from tests.unit.aio.rig import (
     BACKENDS,
     DTYPES,
@@ -176,7 +177,7 @@ def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True], ids=["once", "for_ever"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", mostly_slow(KINDS, "EIO", "EINTR", "short", "bitflip"))
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_request_may_fail_and_nothing_wrong_comes_back(files, backend, op, name, persistent):

@@ -68,6 +68,7 @@ def test_a_plain_copy_is_charged_for_the_bytes_that_were_asked_for(
     assert copies.seconds(to_bytes=250.0, from_bytes=0.0) == 4.0 * 250 / 200
 
 
+@pytest.mark.slow
 def test_arms_start_from_the_same_loss_and_go_down(bench: Any) -> None:
     arm, workload = bench("train_arm"), bench("r1").Workload(**TINY)
     asked = {"rows": 2, "warmup": 1, "steps": 3}
@@ -92,6 +93,7 @@ def test_arms_start_from_the_same_loss_and_go_down(bench: Any) -> None:
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
 def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command = [
@@ -133,6 +135,7 @@ def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_pat
     assert "is not installed" in page
 
 
+@pytest.mark.slow
 def test_an_arm_that_ends_is_recorded_with_its_last_words(bench: Any) -> None:
     train = bench("train")
     plan = train.Plan("cpu", "tiny", TINY, {"params": "nowhere"}, 0.0)

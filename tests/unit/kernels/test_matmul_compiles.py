@@ -48,7 +48,7 @@ def compiled(tmp_path: Path, capability: int, name: str, count: str) -> list[dic
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("name", mostly_slow(OPS, "tile_matmul"))
+@pytest.mark.parametrize("name", mostly_slow(OPS))
 def test_the_first_configuration_fits_any_gpu_and_no_sum_is_left_to_chance(
     tmp_path: Path, name: str
 ) -> None:

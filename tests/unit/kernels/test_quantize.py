@@ -23,6 +23,7 @@ from infinity._src.kernels.quantize import (
 )
 from infinity._src.kernels.rounding import random_bits, rounding_key
 from tests import oracle
+from tests.marks import mostly_slow
 
 # overflow to infinity is meant; the interpreter is numpy
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -193,7 +194,7 @@ def test_a_group_that_is_not_finite_comes_back_as_nan_wholly(
     assert torch.equal(torch.isnan(back), (torch.arange(300) >= 128) & (torch.arange(300) < 192))
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("symmetric", mostly_slow([True, False], True))
 def test_random_rounding_keeps_the_mean(symmetric: bool) -> None:
     values = torch.linspace(-1, 0.7, 64)
     keys = range(4000)

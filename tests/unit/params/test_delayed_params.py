@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ class Work:
         self.filled = self.failed = False
         self.fails = fails
 
-    def wait_filled(self, timeout: float | None = None) -> None:
+    def wait_filled(
+        self, timeout: float | None = None, *, check: Callable[[], None] | None = None
+    ) -> None:
         self.filled, self.failed = True, self.fails
         if self.fails:
             raise AioError("a bad block")

@@ -85,7 +85,7 @@ class Stack(nn.Module):
 def place(monkeypatch: pytest.MonkeyPatch) -> Place:
     """The device of the models that are offloaded."""
     found = Place()
-    monkeypatch.setattr(build, "open_device", lambda _device: found)
+    monkeypatch.setattr(build, "open_device", lambda _device, *, check: found)
     return found
 
 
