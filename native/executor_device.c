@@ -466,6 +466,9 @@ static void *copies_main(void *argument) {
         if (next != NULL || !asked) error = CALL(one_pointer, api->event_query)(oldest);
         if (error == UNDER_WAY && next == NULL)
             error = CALL(one_pointer, api->event_wait)(oldest);
+        /* The driver may refuse to tell (while somebody captures a graph) though copies still run:
+         * their memory is free only when the stream is. */
+        if (error != 0 && error != UNDER_WAY) CALL(one_pointer, api->stream_wait)(copies->stream);
         pthread_mutex_lock(&ex->lock);
         asked = error == UNDER_WAY;
         if (!asked) land_oldest(copies, &flights, error);

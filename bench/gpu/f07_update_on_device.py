@@ -19,4 +19,4 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
 
 
 if __name__ == "__main__":
-    sys.exit(stage.main(__file__, __doc__, 300, steps))
+    sys.exit(stage.main(__file__, __doc__, 450, steps))

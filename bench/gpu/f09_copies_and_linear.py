@@ -12,7 +12,7 @@ import stage
 
 def steps(run: stage.Run) -> Iterator[stage.Step]:
     common = ("--device", run.device, "--results", run.results)
-    yield stage.Step("copies", run.script("copies.py", *common), 100)
+    yield stage.Step("copies", run.script("copies.py", *common), 200)
     trace = ("--trace", run.out / "trace.json.gz")
     yield stage.Step("profile", run.script("profile_steps.py", *common, *trace), 100)
     linear = run.script("largest_linear.py", *common, "--seconds", 130)
@@ -20,4 +20,4 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
 
 
 if __name__ == "__main__":
-    sys.exit(stage.main(__file__, __doc__, 370, steps))
+    sys.exit(stage.main(__file__, __doc__, 470, steps))

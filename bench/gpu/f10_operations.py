@@ -27,7 +27,8 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
     for name in run.args.ops:
         arguments = ("--ops", name, "--device", device, "--rounds", 10, "--results", run.results)
         command = run.script("bench_ops.py", *arguments, *smoke)
-        yield stage.Step(name, command, EACH_S, env=env)
+        limit_s = EACH_S if len(run.args.ops) > 1 else run.left_s
+        yield stage.Step(name, command, limit_s, env=env)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import dataclasses
 import random
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.distributed.lanes import PendingCollective
+from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.names import NameExchange
 from infinity.aio import Seam
 from tests import harness, models
@@ -41,15 +42,24 @@ class Logged:
         patch = pytest.MonkeyPatch()
         chance = random.Random(rank)
         log: list[Launch] = []
-        agree, ready = NameExchange.agree, PendingCollective.ready.fget
+        agree, run_one = NameExchange.agree, Lane._run_one
+        ready = PendingCollective.ready.fget
         assert ready is not None
+        named: deque[tuple[int, str]] = deque()
         late: dict[int, float] = {}
 
         def agreed(self: NameExchange, queue: int, what: str) -> None:
-            agree(self, queue, what)
             # Control lanes have no queues, and names of their own.
             if threading.current_thread().name not in CONTROL:
+                named.append((queue, what))
+            agree(self, queue, what)
+
+        def launched(self: Lane, op: PendingCollective, *rest: Any) -> None:
+            if isinstance(self, OrderedLane):
+                queue, what = named.popleft()
+                assert what == op.what, (what, op.what)
                 log.append(Launch(queue, what, threading.get_ident()))
+            run_one(self, op, *rest)
 
         def is_ready(self: PendingCollective) -> bool:
             # Some are ready late, on one rank only.
@@ -59,6 +69,7 @@ class Logged:
             return ready(self) and time.monotonic() >= wait_s
 
         patch.setattr(NameExchange, "agree", agreed)
+        patch.setattr(Lane, "_run_one", launched)
         patch.setattr(PendingCollective, "ready", property(is_ready))
         patch.setattr("infinity._src.distributed.lanes._POLL_S", 0.001)
         found = []

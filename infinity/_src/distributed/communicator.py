@@ -106,10 +106,9 @@ class Comm:
     def _open_exchange(self, device: torch.device, transport: type[Transport]) -> None:
         """Make the exchange lane with its process groups. Collective; blocks."""
         assert self.watchdog is not None
-        # NCCL moves no CPU tensors, and names of collectives are compared on the CPU.
-        backends = ["gloo"] if transport.backend == "gloo" else [transport.backend, "gloo"]
-        group, *beside = self._make_groups("exchange", backends)
-        names = NameExchange(self.topology, beside[0] if beside else group)
+        # Names have a group of their own: they travel beside the data, and on the CPU.
+        group, for_names = self._make_groups("exchange", [transport.backend, "gloo"])
+        names = NameExchange(self.topology, for_names)
         # One for both queues, whose work one thread launches.
         moved = transport(group, device)
         self._collectives = {

@@ -1,7 +1,8 @@
 """Lanes: collectives that run beside the main thread, in an order that is the same on all ranks.
 
     Lane          submit ──► queue ──► the lane's thread: work(group), one by one ──► Pending...
-    OrderedLane   submit ──► several queues ──► one thread: the head that rank 0 names ──► ...
+    OrderedLane   submit ──► several queues ──► one thread: the head that rank 0 names ──► one
+                  thread: work(group), one by one ──► Pending...
 
 Each lane has a thread and a process group of its own, so that one lane that waits holds no other
 up. Every rank must submit the same to the same queue in the same order. After a failure nothing
@@ -314,25 +315,22 @@ class Lane:
         """Return what runs next, and None at the end. Blocks. Called by the lane's thread."""
         return self._queue.get()
 
-    def _prepare(self, op: PendingCollective) -> None:
-        """Do what comes before each work. Called by the lane's thread."""
-
     def _run_one(
         self, op: PendingCollective, group: dist.ProcessGroup | None, stream: LaneStream | None
     ) -> None:
         op._begun = True
+        # Before the failure is looked at: a read that fails ends the collective beside this thread.
+        work = op._work
         # `finished` looks at the failure first, and at `_begun` then. In this order here, work that
         # it found not begun sees the failure, and does not run.
         if self._watchdog.failure is not None:
             op._end(self._watchdog.failure)
             return
-        work = op._work
         assert work is not None, "only a failure ends what has not run"
         try:
             if stream is not None:
                 # The lane's stream, not its thread, waits: the thread can launch the next one.
                 stream.wait_event(op._behind)
-            self._prepare(op)
             work(group)
             if stream is not None:
                 # Behind the collective's kernels: `wait` puts the compute stream behind it.
@@ -383,10 +381,14 @@ class Lane:
 class OrderedLane(Lane):
     """Lane with several queues, whose collectives one thread launches in one order on all ranks.
 
-    queues: their names. A collective is launched when it is the head of its queue, what it needs on
+    queues: their names. A collective is named when it is the head of its queue, what it needs on
     this rank is there, and rank 0 names its queue; `launch_order` says why that never ends in a
     deadlock. The names of collectives are compared on the way (`names.agree`), so that all ranks
     are ready when the first one launches: no kernel waits on a device for a drive of another rank.
+
+        reads      waits for shards of weights
+        names      agrees on the next collective, while the one before still runs
+        launches   runs them, in the order that was agreed on
     """
 
     def __init__(
@@ -404,7 +406,13 @@ class OrderedLane(Lane):
         # Guards `_order` and `_ending`; notified when one of them, or readiness, changes.
         self._changed = threading.Condition()
         self._ending = False
-        self._chosen = 0  # the queue of the collective that `_take` has returned last
+        self._chosen = 0  # the queue of the collective that `_next` has returned last
+        # Agreed on by all ranks, to be launched in this order; None at the end.
+        self._agreed: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
+        # Agrees beside the launches: the ranks' names travel while a collective runs.
+        self._namer = threading.Thread(
+            target=self._agree_on_all, name=f"infinity-lane-{name}-names", daemon=True
+        )
         # Waits for reads, so that the thread that launches never waits for one alone.
         self._reads: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._reader = threading.Thread(
@@ -414,6 +422,7 @@ class OrderedLane(Lane):
         watchdog.on_failure.append(self._notify)
         super().__init__(name, group=group, watchdog=watchdog, device=device)
         self._reader.start()
+        self._namer.start()
 
     def submit_to(
         self,
@@ -429,10 +438,11 @@ class OrderedLane(Lane):
         numbered: as in `submit`. Raises: RankFailed after a failure.
         """
         op = self._make(what, work, numbered, needs)
-        self._last[queue_name] = op
         ready = op.ready
         with self._changed:
             self._order.add(queue_name, op)
+            # After it: an interrupt must not leave one for `close` to wait for that never runs.
+            self._last[queue_name] = op
             # Another thread for nothing costs more than it seems while this one holds the GIL. On
             # rank 0 the thread that waits for reads will wake it.
             if ready or self._names.parent is not None:
@@ -446,8 +456,12 @@ class OrderedLane(Lane):
             return
         super().close()
         self._reads.put(None)
-        # It looks at the failure in each wait, so it ends unless a call is stuck.
+        # They look at the failure in each wait, so they end unless a call is stuck.
+        self._namer.join(GIVE_UP_S)
         self._reader.join(GIVE_UP_S)
+        if self._namer.is_alive():
+            # The group's destructor would wait for the stuck call.
+            _GIVEN_UP.append(self._names)
         if self._notify in self._watchdog.on_failure:
             self._watchdog.on_failure.remove(self._notify)
 
@@ -467,7 +481,29 @@ class OrderedLane(Lane):
     # -- the thread that launches ------------------------------------------------------------------
 
     def _take(self) -> PendingCollective | None:
-        """Return the collective that all ranks launch next."""
+        return self._agreed.get()
+
+    # -- the thread that names ---------------------------------------------------------------------
+
+    def _agree_on_all(self) -> None:
+        """Agree with the other ranks on one collective after the other."""
+        while (op := self._next()) is not None:
+            try:
+                if self._watchdog.failure is None:
+                    # Filled by now. Raises the fault of a read.
+                    for ticket in op.needs:
+                        ticket.wait_filled()
+                    self._names.agree(self._chosen, op.what)
+            except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
+                self._fail(op, error)
+            else:
+                # After a failure, too: the thread that launches ends it, and does not run it.
+                self._agreed.put(op)
+            del op  # its tensors would be kept until the next one comes
+        self._agreed.put(None)
+
+    def _next(self) -> PendingCollective | None:
+        """Return the collective that all ranks launch next; None at the end."""
         while True:
             with self._changed:
                 self._await(lambda: len(self._order) > 0 or self._ending)
@@ -481,12 +517,6 @@ class OrderedLane(Lane):
                 self._chosen = chosen
                 with self._changed:
                     return self._order.pop(chosen)
-
-    def _prepare(self, op: PendingCollective) -> None:
-        # Filled by now. Raises the fault of a read.
-        for ticket in op.needs:
-            ticket.wait_filled()
-        self._names.agree(self._chosen, op.what)
 
     def _choose(self) -> int | None:
         """Wait for a head that is ready here, and return its queue; None after a failure."""

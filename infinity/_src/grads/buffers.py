@@ -221,7 +221,7 @@ class UnreducedGrads:
             if self._offload is not None and param.numel:
                 if param in present:
                     ticket, there = self._to_device(param)
-                    ticket.wait_filled()
+                    self._device.wait_filled(ticket)
                     source = there.add_(source)
                     del self._h2d[param]
                 self._d2h[param] = self._offload.copy_out(source, total)
@@ -255,7 +255,8 @@ class UnreducedGrads:
             source = self._sum_of(param)
             # H2D and D2H have streams of their own, which do not wait for each other.
             if param in self._d2h:
-                self._d2h.pop(param).wait_filled()
+                self._device.wait_filled(self._d2h[param])
+                del self._d2h[param]
             there = torch.empty(
                 param.numel, dtype=source.dtype, device=self._device.torch_device
             )

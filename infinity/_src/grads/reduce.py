@@ -71,9 +71,11 @@ class PendingReduce:
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
         reduced. Raises: RankFailed."""
-        self.op.wait()
-        # `wait` puts the stream behind the lane's, and the host reads the flags.
+        # The host reads the flags, so it waits for the lane's kernels.
         self.op.finished()
+        # After it: where a rank has failed meanwhile this raises, and no flag is read that the
+        # aborted collective has left. It puts the stream behind the lane's, too.
+        self.op.wait()
         # Not earlier: the lane reads these gradients until the op is done.
         self.held.clear()
         found = []
@@ -265,7 +267,12 @@ class ReduceScatter:
                     present.copy_(there, non_blocking=True)
                 self._reduce(collectives, flats, held, means, errors)
 
-        op = self._comm.submit_reduce_scatter(_title(unit), work)
+        try:
+            op = self._comm.submit_reduce_scatter(_title(unit), work)
+        except BaseException:
+            # The errors' memory goes back to torch.
+            cancel_and_wait(tickets)
+            raise
         return PendingReduce(unit, op, flats, means, size_bytes, held, present, tickets, returned)
 
     def take(self, pending: PendingReduce) -> list[tuple[Param, torch.Tensor]]:
@@ -294,16 +301,24 @@ class ReduceScatter:
         """Return the errors of flats where the kernels are, and the copies that bring them."""
         errors = {flat: self._errors[flat] for flat in flats if flat in self._errors}
         tickets: list[Ticket] = []
-        for flat, rest in errors.items() if self._offload is not None else ():
-            # Copies there and back have streams of their own, which do not wait for each other.
-            if flat in self._stored:
-                self._stored.pop(flat).wait_filled()
-            there = torch.empty(rest.numel(), dtype=rest.dtype, device=self._device.torch_device)
-            size_bytes = rest.numel() * rest.element_size()
-            tickets.append(
-                self._device.copy(there.data_ptr(), rest.data_ptr(), size_bytes, out=True)
-            )
-            errors[flat] = there
+        try:
+            for flat, rest in errors.items() if self._offload is not None else ():
+                # Copies there and back have streams of their own, which do not wait for each other.
+                if flat in self._stored:
+                    self._device.wait_filled(self._stored[flat])
+                    del self._stored[flat]
+                there = torch.empty(
+                    rest.numel(), dtype=rest.dtype, device=self._device.torch_device
+                )
+                size_bytes = rest.numel() * rest.element_size()
+                tickets.append(
+                    self._device.copy(there.data_ptr(), rest.data_ptr(), size_bytes, out=True)
+                )
+                errors[flat] = there
+        except BaseException:
+            # The memory of those that have begun goes back to torch.
+            cancel_and_wait(tickets)
+            raise
         return errors, tickets
 
     def _store_errors(self, pending: PendingReduce) -> None:
@@ -348,7 +363,7 @@ class ReduceScatter:
         """Zero the error feedback: the states were replaced by those of another step. Blocks until
         none is under way."""
         for ticket in self._stored.values():
-            ticket.wait_filled()
+            self._device.wait_filled(ticket)
         self._stored.clear()
         for errors in self._errors.tensors:
             errors.zero_()
@@ -547,7 +562,8 @@ class GradReducer:
         while self._pending:
             # An exchange reads the gradients and writes the means: both must outlive it.
             assert self._reduce_scatter is not None
-            self._reduce_scatter.drop(self._pending.popleft())
+            self._reduce_scatter.drop(self._pending[0])
+            self._pending.popleft()
         self._end_prefetch()
         if self._buffers.spilled is not None:
             self._buffers.spilled.reset()
@@ -702,21 +718,26 @@ class GradReducer:
         assert self._reduce_scatter is not None
         terms: dict[Param, list[torch.Tensor]] = {}
         tickets: list[Ticket] = []
-        if self._unreduced is not None and self._unreduced.any(unit):
-            self._drop_cleared(unit)
-            terms, tickets = self._unreduced.pop(unit)
-            for param in terms:
-                assert param.grad is not None
-                param.grad.unreduced = False
         if self._reduce_scatter.moves_errors and any(one.unit is unit for one in self._pending):
             # Late gradients of a unit: its errors are still those of the reduction before.
             self._finish(0)
-        fresh = self._fresh.pop(unit, {})
-        for param, grad in fresh.items():
-            terms.setdefault(param, []).append(grad)
-        self._pending.append(
-            self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
-        )
+        if self._unreduced is not None and self._unreduced.any(unit):
+            self._drop_cleared(unit)
+            terms, tickets = self._unreduced.pop(unit)
+        try:
+            for param in terms:
+                assert param.grad is not None
+                param.grad.unreduced = False
+            fresh = self._fresh.pop(unit, {})
+            for param, grad in fresh.items():
+                terms.setdefault(param, []).append(grad)
+            self._pending.append(
+                self._reduce_scatter.start(unit, terms, size_bytes=_bytes_of(fresh), after=tickets)
+            )
+        except BaseException:
+            # Their memory goes back to torch, and nobody else would wait for them.
+            cancel_and_wait(tickets)
+            raise
         # The parts of the mean are added to sums that are there by the time they come.
         if self._prefetch is not None:
             self._prefetch.start(unit)
@@ -727,12 +748,14 @@ class GradReducer:
         """Hand reduced gradients to the mode, in the order in which they were started, until no
         more than `but` units are under way. Blocks."""
         while len(self._pending) > but:
-            pending = self._pending.popleft()
-            self._fresh_bytes -= pending.size_bytes
-            start = time.perf_counter()
             # Oldest first: the mode gets gradients in the same order on all ranks.
+            pending = self._pending[0]
+            start = time.perf_counter()
             assert self._reduce_scatter is not None
             shards = self._reduce_scatter.take(pending)
+            # Removed once it has ended: after Ctrl-C in the wait `reset` still knows it.
+            self._pending.popleft()
+            self._fresh_bytes -= pending.size_bytes
             self.wait_s += time.perf_counter() - start
             for param, part in shards:
                 if param.grad is not None and param.grad.unreduced:

@@ -376,8 +376,10 @@ class Lifecycle:
                     self._hook_backward(frame, output)
             finally:
                 try:
-                    self._drop_casts(frame)
-                    self._release_units(frame, check=True)
+                    try:
+                        self._drop_casts(frame)
+                    finally:
+                        self._release_units(frame, check=True)
                 finally:
                     # Last, also after an error: the phase of the clock must end.
                     if frame.outermost:

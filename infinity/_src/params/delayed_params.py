@@ -40,7 +40,9 @@ class DelayedCopy:
     ) -> None:
         self._device = device
         self._parts = list(parts)
-        self._copies: list[Ticket] | None = None  # None: not begun
+        # Parts whose copies have begun: an interrupt or a fault may come between two of them.
+        self._begun = 0
+        self._copies: list[Ticket] = []
         self._cancelled = False
 
     @property
@@ -64,11 +66,8 @@ class DelayedCopy:
             self._begin()
 
     def _begin(self) -> None:
-        if self._copies is not None or self._cancelled:
-            return
-        # Assigned first: an interrupt below leaves the tickets that there are.
-        self._copies = []
-        for _, target, shard in self._parts:
+        """Begin the copies that have not begun; all of them, unless it raises."""
+        for _, target, shard in [] if self._cancelled else self._parts[self._begun :]:
             if self._device.copies:
                 size_bytes = shard.numel() * shard.element_size()
                 self._copies.append(
@@ -77,20 +76,21 @@ class DelayedCopy:
             else:
                 with torch.no_grad():
                     target.copy_(shard)
+            # After the copy: one that is begun twice fills the same memory with the same values.
+            self._begun += 1
 
     @property
     def filled(self) -> bool:
         """True when the unit's flats hold the shards, or never will."""
-        if self._copies is None:
-            return self._cancelled
-        return all(copy.filled for copy in self._copies)
+        begun = self._cancelled or self._begun == len(self._parts)
+        return begun and all(copy.filled for copy in self._copies)
 
     done = filled
 
     @property
     def failed(self) -> bool:
         """True when a read or a copy has failed."""
-        tickets = [*self.reads, *(self._copies or ())]
+        tickets = [*self.reads, *self._copies]
         return any(ticket.failed for ticket in tickets)
 
     def wait_filled(
@@ -99,11 +99,11 @@ class DelayedCopy:
         """Block until it is filled; `timeout` is for each part, and `check` as in `Ticket.wait`.
         Raises: the AioError of a read, or of a copy.
         """
-        if self._copies is None and not self._cancelled:
+        if not self._cancelled and self._begun < len(self._parts):
             for read in self.reads:
                 read.wait_filled(timeout, check=check)
             self._begin()
-        for copy in self._copies or ():
+        for copy in self._copies:
             copy.wait_filled(timeout, check=check)
 
     wait = wait_filled
@@ -114,7 +114,7 @@ class DelayedCopy:
 
     def end(self) -> None:
         """Block until no copy is under way. One that has not begun still may."""
-        for copy in self._copies or ():
+        for copy in self._copies:
             # Its fault is raised to those who wait for the unit.
             with contextlib.suppress(AioError):
                 copy.wait_filled()

@@ -774,9 +774,10 @@ class PendingUnshards:
 
     def end_copies(self, unit: Unit) -> None:
         """Return when nothing copies the unit's delayed parameters to the device any more."""
-        op = self._copying.pop(unit, None)
+        op = self._copying.get(unit)
         if op is not None:
             op.finished()
+            del self._copying[unit]
         fill = self._by_unit.get(unit)
         if fill is not None and fill.delayed is not None:
             fill.delayed.end()

@@ -77,6 +77,30 @@ def test_the_thread_that_wants_the_unit_waits_for_the_reads_itself(device: Copyi
     assert copy.filled
 
 
+def test_copies_that_were_broken_off_are_begun_by_the_next_who_asks(
+    device: Copying, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of(device, Work(), Work())
+    for read in copy.reads:
+        read.filled = True  # type: ignore[misc]
+    begin, calls = device.copy, []
+
+    def breaks(*given: Any, out: bool) -> Work:
+        calls.append(given)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return begin(*given, out=out)
+
+    monkeypatch.setattr(device, "copy", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        copy.advance()
+    device.begun[0].filled = True
+    assert not copy.filled
+    copy.wait_filled()
+    assert copy.filled
+    assert [work.filled for work in device.begun] == [True, True]
+
+
 def test_a_copy_that_is_given_up_never_begins_and_its_reads_go_on(device: Copying) -> None:
     copy = copy_of(device, read := Work())
     assert cancel_and_wait([copy]) is None
