@@ -1,4 +1,4 @@
-"""7. Updates on the device (five minutes): Policy(update_on="device") gives the bits of
+"""7. Updates on the device (eight minutes): Policy(update_on="device") gives the bits of
 update_on="cpu", by torch and by Triton; then with a late GPU; then the plain loop's tests with
 Triton's update forced everywhere."""
 

@@ -1,4 +1,4 @@
-"""9. The bus (six minutes): what the engine's copies reach of plain pinned ones, a profile of two
+"""9. The bus (eight minutes): what the engine's copies reach of plain pinned ones, a profile of two
 steps (the gaps between copies say whether they are too small), and the largest linear that trains
 within 1 GiB of GPU memory."""
 
