@@ -270,21 +270,18 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-def numbers(text: str) -> list[int]:
-    """ "2,3" as numbers."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 1 or more")
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=numbers, default=[2, 3], help="numbers of ranks (2,3)")
     parser.add_argument(
-        "--sizes", type=numbers, default=SIZES, help="bytes of a unit (64 KiB, 1 MiB, 16 MiB)"
+        "--ranks", type=harness.counts, default=[2, 3], help="numbers of ranks (2,3)"
+    )
+    parser.add_argument(
+        "--sizes",
+        type=harness.counts,
+        default=SIZES,
+        help="bytes of a unit (64 KiB, 1 MiB, 16 MiB)",
     )
     parser.add_argument("--rounds", type=int, default=15, help="every arm once per round (15)")
     parser.add_argument("--seed", type=int, default=0, help="of the order within rounds (0)")

@@ -310,3 +310,11 @@ def run_main(main: Any) -> int:
     except KeyboardInterrupt:
         note("interrupted; scratch files and processes are gone")
         return 130
+
+
+def counts(text: str) -> list[int]:
+    """Read counts such as 1,2,4, for an argument."""
+    found = [int(part) for part in text.split(",")]
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 1 or more")
+    return found

@@ -108,22 +108,19 @@ def rows_of(records: Sequence[Record], drive_mbps: float) -> list[list[str]]:
     return rows
 
 
-def counts(text: str) -> list[int]:
-    """ "1,2,4" as numbers."""
-    found = [int(part) for part in text.split(",")]
-    if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give numbers of 1 or more")
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--dir", type=Path, required=True, help="directory on the real drive")
-    parser.add_argument("--ranks", type=counts, default=[1, 2, 4], help="numbers of ranks (1,2,4)")
     parser.add_argument(
-        "--drives", type=counts, default=[1, 2, 4], help="numbers of throttled drives (1,2,4)"
+        "--ranks", type=harness.counts, default=[1, 2, 4], help="numbers of ranks (1,2,4)"
+    )
+    parser.add_argument(
+        "--drives",
+        type=harness.counts,
+        default=[1, 2, 4],
+        help="numbers of throttled drives (1,2,4)",
     )
     parser.add_argument(
         "--drive-mbps",
