@@ -33,6 +33,7 @@ FUNCTIONS = {
     "from_device": "cuMemcpyDtoHAsync_v2",
     "host_register": "cuMemHostRegister_v2",
     "host_unregister": "cuMemHostUnregister",
+    "capture_mode": "cuThreadExchangeStreamCaptureMode",
 }
 
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM

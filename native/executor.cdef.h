@@ -145,6 +145,7 @@ typedef struct {
     uint64_t from_device;       /* (void *to, uint64_t from, size_t bytes, void *stream) */
     uint64_t host_register;     /* (void *memory, size_t bytes, unsigned flags): pins it */
     uint64_t host_unregister;   /* (void *memory) */
+    uint64_t capture_mode;      /* (int *mode): exchanges the calling thread's */
 } inf_device_api;
 
 /* ---- slab ------------------------------------------------------------------------------------ */

@@ -46,11 +46,13 @@
 #define REGISTER_PORTABLE 1u
 #define EVENT_BLOCKING_SYNC 1u
 #define EVENT_DISABLE_TIMING 2u
+#define CAPTURE_RELAXED 2
 
 typedef int (*one_pointer)(void *);
 typedef int (*two_pointers)(void *, void *);
 typedef int (*create)(void **, unsigned);
 typedef int (*get_context)(void **);
+typedef int (*exchange_mode)(int *);
 typedef int (*wait_event)(void *, void *, unsigned);
 typedef int (*host_register)(void *, size_t, unsigned);
 typedef int (*to_device)(uint64_t, const void *, size_t, void *);
@@ -449,6 +451,9 @@ static void *copies_main(void *argument) {
     in_flight flights = {.first = 0};
     bool asked = false; /* the oldest was, just now, and is under way */
     CALL(one_pointer, api->set_current)((void *)(uintptr_t)api->context);
+    /* Else a graph that any thread of the process captures would be broken by asking an event. */
+    int mode = CAPTURE_RELAXED;
+    CALL(exchange_mode, api->capture_mode)(&mode);
     pthread_mutex_lock(&ex->lock);
     for (;;) {
         flight *next = take(copies, &flights);
@@ -466,8 +471,8 @@ static void *copies_main(void *argument) {
         if (next != NULL || !asked) error = CALL(one_pointer, api->event_query)(oldest);
         if (error == UNDER_WAY && next == NULL)
             error = CALL(one_pointer, api->event_wait)(oldest);
-        /* The driver may refuse to tell (while somebody captures a graph) though copies still run:
-         * their memory is free only when the stream is. */
+        /* The driver may refuse to tell though copies still run: their memory is free only when the
+         * stream is. */
         if (error != 0 && error != UNDER_WAY) CALL(one_pointer, api->stream_wait)(copies->stream);
         pthread_mutex_lock(&ex->lock);
         asked = error == UNDER_WAY;

@@ -72,6 +72,7 @@ void cuStreamSynchronize(void), cuStreamWaitEvent(void), cuEventCreate(void);
 void cuEventDestroy_v2(void), cuEventRecord(void), cuEventQuery(void), cuEventSynchronize(void);
 void cuMemcpyHtoDAsync_v2(void), cuMemcpyDtoHAsync_v2(void);
 void cuMemHostRegister_v2(void), cuMemHostUnregister(void);
+void cuThreadExchangeStreamCaptureMode(void);
 void sim_reset(uint64_t seed, int delay_us);
 
 static void attach(inf_executor *ex) {
@@ -91,7 +92,8 @@ static void attach(inf_executor *ex) {
                                 .to_device = AT(cuMemcpyHtoDAsync_v2),
                                 .from_device = AT(cuMemcpyDtoHAsync_v2),
                                 .host_register = AT(cuMemHostRegister_v2),
-                                .host_unregister = AT(cuMemHostUnregister)};
+                                .host_unregister = AT(cuMemHostUnregister),
+                                .capture_mode = AT(cuThreadExchangeStreamCaptureMode)};
     CHECK(inf_executor_attach_device(ex, &api) == 0);
 }
 

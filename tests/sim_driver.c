@@ -33,6 +33,7 @@
 #define REGISTERED 256
 #define ACCESSES (1 << 16)
 #define ILLEGAL_ADDRESS 700
+#define CAPTURE_UNSUPPORTED 900
 #define NOT_READY 600
 
 typedef struct { uint64_t at[AGENTS]; } clock_vector;
@@ -278,6 +279,40 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
     return 0;
 }
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
+
+/* Somebody captures a graph, in the mode that is torch's default: no thread may ask whether
+ * something has ended, unless it has said that it does not mind. */
+static _Thread_local int capture_mode;
+static bool capturing, capture_broken;
+
+int cuThreadExchangeStreamCaptureMode(int *mode) {
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return 0;
+}
+
+void sim_capture(int on) {
+    pthread_mutex_lock(&lock);
+    capturing = on != 0;
+    if (capturing) capture_broken = false;
+    pthread_mutex_unlock(&lock);
+}
+
+int sim_capture_broken(void) {
+    pthread_mutex_lock(&lock);
+    bool broken = capture_broken;
+    pthread_mutex_unlock(&lock);
+    return broken;
+}
+
+/* [locked] */
+static bool breaks_capture(void) {
+    if (!capturing || capture_mode == 2) return false;
+    capture_broken = true;
+    return true;
+}
+
 int cuCtxSetCurrent(void *context) { current = context; return 0; }
 int cuCtxGetCurrent(void **context) { *context = current; return 0; }
 int cuGetErrorName(int code, const char **name) {
@@ -320,6 +355,10 @@ int cuStreamDestroy_v2(void *handle) {
 int cuStreamSynchronize(void *handle) {
     stream *on = stream_of(handle);
     pthread_mutex_lock(&lock);
+    if (breaks_capture()) {
+        pthread_mutex_unlock(&lock);
+        return CAPTURE_UNSUPPORTED;
+    }
     while (runs_late(on) && !(on->head == NULL && on->idle)) pthread_cond_wait(&changed, &lock);
     charge(CALL_SLEEP);
     if (timed && on->at_ns > host_ns) host_ns = on->at_ns + wake_ns;
@@ -403,6 +442,10 @@ static void see(const event *mark) {
 int cuEventQuery(void *handle) {
     const event *mark = handle;
     pthread_mutex_lock(&lock);
+    if (breaks_capture()) {
+        pthread_mutex_unlock(&lock);
+        return CAPTURE_UNSUPPORTED;
+    }
     bool failed = charge(CALL_QUERY);
     bool come = timed ? mark->at_ns <= host_ns : mark->done >= mark->turn;
     if (come) see(mark);
@@ -413,6 +456,10 @@ int cuEventQuery(void *handle) {
 int cuEventSynchronize(void *handle) {
     event *mark = handle;
     pthread_mutex_lock(&lock);
+    if (breaks_capture()) {
+        pthread_mutex_unlock(&lock);
+        return CAPTURE_UNSUPPORTED;
+    }
     bool failed = charge(CALL_SLEEP);
     uint64_t turn = mark->turn;
     while (!timed && mark->done < turn) pthread_cond_wait(&changed, &lock);
@@ -479,7 +526,7 @@ void sim_reset(uint64_t new_seed, int delay_us) {
     copied[0] = copied[1] = torch_copied[0] = torch_copied[1] = 0;
     memset(calls, 0, sizeof calls);
     can_use_host_pointers = 1;
-    timed = held = kernels_held = false;
+    timed = held = kernels_held = capturing = capture_broken = false;
     pthread_cond_broadcast(&changed);
     pthread_mutex_unlock(&lock);
 }

@@ -178,6 +178,14 @@ class Simulated:
         and from it."""
         return int(self._sim.sim_in_flight_max(0)), int(self._sim.sim_in_flight_max(1))
 
+    def capture(self, on: bool) -> None:
+        """Somebody begins to capture a graph, or ends that."""
+        self._sim.sim_capture(ctypes.c_int(on))
+
+    def capture_broken(self) -> bool:
+        """Return whether a thread has broken the capture since it began."""
+        return bool(self._sim.sim_capture_broken())
+
     def host_pointers(self, can: bool) -> None:
         """Say whether kernels may use the host's addresses of pinned memory."""
         self._sim.sim_host_pointers(ctypes.c_int(can))
