@@ -47,11 +47,6 @@ class Stack(nn.Module):
         return x
 
 
-def fill(_name: str, tensor: torch.Tensor) -> None:
-    """Small values: products of many matrices stay finite."""
-    tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
-
-
 class Way:
     """One direction through the engine: a model at rest where that direction is all that is
     moved."""
@@ -60,9 +55,16 @@ class Way:
         self.way, self.device = way, device
         with torch.device("meta"):
             model = Stack(side, layers)
+        # Small values: products of many matrices stay finite. One for all: random numbers of so
+        # many bytes would take a CPU a minute.
+        matrix = torch.empty(side, side, dtype=torch.bfloat16).normal_(0.0, side**-0.5)
         tier = "device" if way == "from the device" else "cpu"
         where = {"device": "cuda"} if device == "cuda" else {}
-        self.model = inf.offload(model, inf.Policy(params=tier, optim="cpu", **where), load=fill)
+        self.model = inf.offload(
+            model,
+            inf.Policy(params=tier, optim="cpu", **where),
+            load=lambda _name, tensor: tensor.copy_(matrix),
+        )
         self.handle = inf.handle(self.model)
         self.optimizer = inf.SGD(self.model.parameters(), lr=1e-4)
         self.row = torch.ones(1, side, device=device, dtype=torch.bfloat16, requires_grad=True)

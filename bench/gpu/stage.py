@@ -314,7 +314,9 @@ def main(
     run.say(f"==== {run.name} on {run.device}, {began['run']}, at most {run.args.seconds:.0f} s")
     status = 1
     try:
-        status = _steps(run, steps)
+        # A folder of the command alone: what a step that was cut off leaves goes with it.
+        with harness.scratch(run.swap) as run.swap:
+            status = _steps(run, steps)
     finally:
         run.record({**began, "state": "ended", "status": status})
         _table(run)
@@ -342,10 +344,11 @@ def _steps(run: Run, steps: Callable[[Run], Iterable[Step]]) -> int:
 
 
 def _with_cleaning(run: Run, steps: Iterable[Step]) -> Iterator[Step]:
-    """The steps; what pytest left in the swap directory goes behind each."""
+    """The steps; what each left in the swap directory goes behind it."""
     for step in steps:
         yield step
-        shutil.rmtree(run.swap / "pytest", ignore_errors=True)
+        for left in run.swap.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _table(run: Run) -> None:
