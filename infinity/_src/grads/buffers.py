@@ -302,14 +302,19 @@ class UnreducedGrads:
             param: [] for param in self._zeroed.pop(unit, set())
         }
         tickets: list[Ticket] = []
-        for param in self._present.pop(unit, set()):
-            if self._offload is None or not param.numel:
-                found[param] = [self._sum_of(param)]
-                continue
-            ticket, there = self._to_device(param)
-            found[param] = [there]
-            tickets.append(ticket)
-            del self._h2d[param]
+        try:
+            for param in self._present.pop(unit, set()):
+                if self._offload is None or not param.numel:
+                    found[param] = [self._sum_of(param)]
+                    continue
+                ticket, there = self._to_device(param)
+                found[param] = [there]
+                tickets.append(ticket)
+                del self._h2d[param]
+        except BaseException:
+            # The memory of those that have begun goes back to torch.
+            cancel_and_wait(tickets)
+            raise
         return found, tickets
 
     def clear(self) -> None:

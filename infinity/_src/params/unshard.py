@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -56,6 +57,8 @@ from infinity._src.sizes import format_size
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
 
 SHORT_WAIT_NS = 20_000
 """Shorter waits are not drawn in the timeline: they are the cost of asking."""
@@ -135,6 +138,7 @@ class Unsharder:
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
         self._unsharding: Unit | None = None
+        self._no_room_noted = False
         self._mode = mode
         self._access = access
         self._heap = heap
@@ -211,8 +215,13 @@ class Unsharder:
         if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
-        """Allocate the unit's memory and begin to fill it. Does not block."""
+    def _allocate_and_fill(
+        self, unit: Unit, priority: Priority, version: ParamVersion, distance: int = NEVER
+    ) -> None:
+        """Allocate the unit's memory and begin to fill it. Does not block. distance: as in
+        `_make_room`, which makes room in the books; here idle units are evicted where the device
+        has less than that. Raises: torch.OutOfMemoryError.
+        """
         size_bytes = unit.size_bytes
         self._make_room(size_bytes, NEVER)
         # Booked before the state says that there is memory, so that an interrupt between the two
@@ -220,14 +229,24 @@ class Unsharder:
         self._versions[unit] = version
         self._gathered_bytes += size_bytes
         try:
-            unsharded_param.allocate(unit, self._device)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
+            self._allocate(unit, distance)
         finally:
             if unit.state is SHARDED:  # there was none to be had
                 self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
+
+    def _allocate(self, unit: Unit, distance: int) -> None:
+        while True:
+            try:
+                unsharded_param.allocate(unit, self._device)
+                return
+            except torch.OutOfMemoryError as error:
+                # The device of another rank may have room, and all ranks evict the same. Whole
+                # parameters are all in use.
+                alone = self._comm.world == 1 and not self._never_evict
+                if not (alone and self._evict_farthest(distance)):
+                    raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
         """Say why the device has no room for the unit, and what makes some."""
@@ -348,7 +367,8 @@ class Unsharder:
             unit = self.units[index]
             if unit.state is not SHARDED:
                 continue
-            if not self._make_room(unit.size_bytes, self._schedule.distance(index)):
+            distance = self._schedule.distance(index)
+            if not self._make_room(unit.size_bytes, distance):
                 # In order only: a smaller unit farther away must not take the room of this one.
                 return
             # Not `_wanted`: `gather()` prefetches too, between passes, for the training pass to
@@ -357,7 +377,19 @@ class Unsharder:
                 version = ParamVersion(False, self._quantized)
             else:
                 version = self._trained(unit)
-            self._allocate_and_fill(unit, Priority.PREFETCH, version)
+            try:
+                self._allocate_and_fill(unit, Priority.PREFETCH, version, distance)
+            except torch.OutOfMemoryError as error:
+                if self._comm.world > 1:  # every rank prefetches the same
+                    raise
+                # Nobody wants the unit yet. Activations may leave before somebody does.
+                self._note_no_room(error)
+                return
+
+    def _note_no_room(self, error: torch.OutOfMemoryError) -> None:
+        if not self._no_room_noted:
+            self._no_room_noted = True
+            log.warning("a unit is gathered on demand and not ahead, here and later: %s", error)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are
@@ -366,24 +398,33 @@ class Unsharder:
         if self._never_evict:
             return True
         while self._gathered_bytes + size_bytes > self.gathered_bytes_max:
-            idle = filter(self._may_evict, self._versions)
-            # The index decides between equals, so that all ranks choose the same one.
-            far = max(
-                idle,
-                key=lambda unit: (self._schedule.distance(unit.index), unit.index),
-                default=None,
-            )
-            if far is None:
+            if not self._evict_farthest(distance):
                 return False
-            # NEVER is a demand: it may evict any idle unit.
-            if distance is not NEVER and self._schedule.distance(far.index) <= distance:
-                return False
-            self._evict(far)
+        return True
+
+    def _evict_farthest(self, distance: int) -> bool:
+        """Evict the idle unit whose next use is farthest, if that is later than `distance`. Returns
+        whether there was one.
+        """
+        idle = filter(self._may_evict, self._versions)
+        # The index decides between equals, so that all ranks choose the same one.
+        far = max(
+            idle,
+            key=lambda unit: (self._schedule.distance(unit.index), unit.index),
+            default=None,
+        )
+        if far is None:
+            return False
+        # NEVER is a demand: it may evict any idle unit.
+        if distance is not NEVER and self._schedule.distance(far.index) <= distance:
+            return False
+        self._evict(far)
         return True
 
     def _may_evict(self, unit: Unit) -> bool:
         """True when the unit is idle, and nothing is on its way into its memory."""
-        if unit.refs or unit is self._unsharding:
+        # One that is SHARDED is in the books since its memory is being allocated.
+        if unit.refs or unit is self._unsharding or unit.state is SHARDED:
             return False
         if self._comm.world > 1:
             # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
@@ -719,10 +760,9 @@ class PendingUnshards:
         self._comm = comm
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
-        # Several ranks: the last op that copies the delayed parameters of each unit, and the last
-        # that uses secondary shards. The compute stream waits for them, and not the host.
+        # Several ranks: the last op that copies the delayed parameters of each unit. The compute
+        # stream waits for it, and not the host.
         self._copying: dict[Unit, PendingCollective] = {}
-        self._last_secondary: PendingCollective | None = None
 
     def filled(self, unit: Unit) -> bool:
         """True when nothing is on its way any more into the memory of the unit, which is
@@ -795,7 +835,6 @@ class PendingUnshards:
                 collectives.all_gather([_parts(flat) for flat in flats], across=across)
 
         op = self._comm.submit_all_gather(f"gather of {unit.name} from secondary shards", work)
-        self._last_secondary = op
         self._by_unit[unit] = PendingUnshard((), op)
         unit.move_to(PENDING)
 
@@ -850,23 +889,17 @@ class PendingUnshards:
         how = " in int8 groups" if quantized else ""
         # Waited for before the launch, which holds up the collectives behind it.
         needs = tickets if delayed is None else [*tickets, *delayed.reads]
-        op = self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs)
-        if store is not None:
-            self._last_secondary = op
-        return op
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs)
 
     def close(self) -> None:
-        """Return when nothing is under way, and forget everything."""
+        """Return when nothing is under way, and forget everything. Raises: RankFailed where that
+        cannot be had; nothing is freed then."""
         for unit in list(self._by_unit):
             if unit.state is PENDING:
                 self.cancel(unit)
-        # Copies of pinned memory that is freed next: no ticket tells when they have ended.
-        for unit in list(self._copying):
-            self.end_copies(unit)
-        # First in, first out: when the last has ended, all have.
-        if self._last_secondary is not None:
-            self._last_secondary.finished()
-            self._last_secondary = None
+        # Copies from and to pinned memory that is freed next: no ticket tells when they have ended.
+        self._comm.drain()
+        self._copying.clear()
         if self.secondary is not None:
             self.secondary.close()
 

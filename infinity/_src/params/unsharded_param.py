@@ -84,7 +84,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
 
 def allocate(unit: Unit, device: Device | None = None) -> None:
     """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only where
-    memory is short. Raises: torch.OutOfMemoryError, and no flat keeps memory.
+    memory is short. Raises: torch.OutOfMemoryError. Whatever it raises, no flat keeps memory.
     """
     if device is None:
         _grow(unit)
@@ -104,7 +104,7 @@ def _allocate_on(unit: Unit, device: Device) -> None:
         # From a pool of its own: among activations units would leave holes that nothing else fits.
         with device.allocation():
             _grow(unit)
-    except torch.OutOfMemoryError:
+    except BaseException:
         # The state says that there is none. Nobody has used it: no stream has to be noted.
         _free(unit)
         raise

@@ -150,6 +150,81 @@ def test_a_gather_that_finds_no_room_at_all_says_what_holds_it_and_leaves_a_clea
     assert torch.equal(step(model), expected)
 
 
+def test_a_gather_that_finds_no_room_takes_that_of_idle_units(
+    model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = units_of(model)
+    unsharder = inf.handle(model).unsharder
+    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    with torch.no_grad():
+        expected = step(model)
+        unsharder.invalidate(units[0])
+        assert [unit.state for unit in units] == [SHARDED, UNSHARDED, UNSHARDED]
+        allocator = Allocator(monkeypatch, place)
+        evicted: list[Unit] = []
+        evict = unsharded_param.evict
+        monkeypatch.setattr(
+            unsharded_param,
+            "evict",
+            lambda unit, device=None: (evicted.append(unit), evict(unit, device)),
+        )
+        # Two each for the first try and for the one after the first eviction.
+        allocator.failures = 4
+        assert torch.equal(step(model), expected)
+        # The unit itself is in the books by then, and must not be taken for idle.
+        assert evicted == [units[2], units[1]]
+
+
+def test_a_prefetch_that_finds_no_room_waits_for_the_demand_and_is_told_once(
+    model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    units = units_of(model)
+    handle = inf.handle(model)
+    handle.unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    with torch.no_grad():
+        step(model)
+        expected = step(model)
+        allocator = Allocator(monkeypatch, place)
+        grow = allocator.resize
+        demanded: list[int] = []
+        model.before = demanded.append
+
+        def not_ahead(tensor: torch.Tensor, size_bytes: int) -> None:
+            ahead = next(unit.index for unit in units if unit.flats[0].tensor is tensor)
+            allocator.failures = int(size_bytes > 0 and ahead > len(demanded) - 1)
+            grow(tensor, size_bytes)
+
+        monkeypatch.setattr(unsharded_param, "resize_storage", not_ahead)
+        for _ in range(2):
+            demanded.clear()
+            for unit in units:
+                handle.unsharder.invalidate(unit)
+            assert torch.equal(step(model), expected)
+    told = [each for each in caplog.messages if "on demand and not ahead" in each]
+    assert len(told) == 1
+    assert "layers.1 cannot be gathered" in told[0]
+
+
+def test_whatever_breaks_an_allocation_off_no_flat_keeps_memory(
+    model: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = step(model)
+
+    def interrupted(tensor: torch.Tensor, size_bytes: int) -> None:
+        resize_storage(tensor, size_bytes)
+        if size_bytes:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(unsharded_param, "resize_storage", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            step(model)
+    for unit in units_of(model):
+        assert unit.state is SHARDED
+        assert all(storage_size(flat.tensor) == 0 for flat in unit.flats)
+    assert torch.equal(step(model), expected)
+
+
 def test_flats_of_a_unit_that_found_no_room_keep_no_memory(
     place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
