@@ -56,7 +56,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -146,6 +146,8 @@ class Executor:
         with pread and pwrite).
     block_bytes: the longest request. None: 1 MiB for rings, whole runs (up to 16 MiB) for threads,
         which have one request each. The executor fits it and `depth` to each drive.
+    check: as in `infinity.aio.open_executor`. A device whose kernels never end is not seen from
+        here, and copies that are behind them would be waited for without a limit.
 
     Raises OSError when the backend cannot be had here, ImportError when the extension
     is missing, MemoryError when the pools do not fit what the machine or its cgroup leaves. Use
@@ -166,6 +168,7 @@ class Executor:
         threads_per_drive: int = 8,
         hold_s: float = 0.02,
         seam: Seam | None = None,
+        check: Callable[[], None] | None = None,
         backend_reason: str = "",
     ) -> None:
         uring = backend == "io_uring"
@@ -220,7 +223,7 @@ class Executor:
             if text.startswith("no memory"):
                 raise MemoryError(text)
             raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
-        self._core = Core(ffi, lib, pointer, drives)
+        self._core = Core(ffi, lib, pointer, drives, check_waits=check)
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
         # A refused binding costs speed only, so it is logged and not raised.
@@ -590,13 +593,13 @@ class Executor:
         return taken
 
     def wait_all(self, timeout: float | None = None) -> None:
-        """Make all gates escape and block until no job is pending. Raises TimeoutError; faults stay
-        on their tickets.
+        """Make all gates escape and block until no job is pending. Raises TimeoutError, and what
+        the executor's `check` raises; faults stay on their tickets.
         """
         self._core.check()
         # A closed gate would never become idle by itself if nobody opens it.
         self._core.lib.inf_executor_release_gates(self._core.pointer)
-        if not self._core.wait_idle(timeout):
+        if not self._core.wait_idle(timeout, check=self._core.check_waits):
             raise TimeoutError(f"jobs are pending after {timeout} s")
 
     def close(self, *, wait: bool = True) -> None:

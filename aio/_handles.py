@@ -36,9 +36,21 @@ CANCEL_S = 30.0
 
 
 class Core:
-    """Owner of the C executor and of all that must live as long. `address`: for the quick calls."""
+    """Owner of the C executor and of all that must live as long. `address`: for the quick calls.
 
-    def __init__(self, ffi: Any, lib: Any, pointer: Any, drives: Sequence[SwapFile]) -> None:
+    check_waits: called every 100 ms in waits of tickets; what it raises ends them.
+    """
+
+    def __init__(
+        self,
+        ffi: Any,
+        lib: Any,
+        pointer: Any,
+        drives: Sequence[SwapFile],
+        *,
+        check_waits: Callable[[], None] | None = None,
+    ) -> None:
+        self.check_waits = check_waits
         self.ffi = ffi
         self.lib = lib
         self.pointer = pointer
@@ -68,7 +80,13 @@ class Core:
         if self.stopped:
             raise AioClosedError("the executor is closed")
 
-    def wait_idle(self, timeout: float | None) -> bool:
+    def wait_idle(
+        self, timeout: float | None, *, check: Callable[[], None] | None = None
+    ) -> bool:
+        """Block until no job is pending, at most `timeout` seconds. Returns whether none is.
+
+        check: called every 100 ms; what it raises ends the wait.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         # Waits in slices with the GIL released, so that signal handlers run in between.
         while True:
@@ -79,6 +97,8 @@ class Core:
                 return True
             if deadline is not None and time.monotonic() >= deadline:
                 return False
+            if check is not None:
+                check()
 
     def stop(self, *, wait: bool) -> None:
         """End intake, wait, join the threads, free the pools."""
@@ -192,9 +212,9 @@ class Ticket(Protocol):
     ) -> None:
         """Block until done; makes the gates that it depends on escape, and its jobs demands.
 
-        Blocks with the GIL released; Ctrl-C works. check: called every 100 ms; what it raises ends
-        the wait, and not the work. Raises the typed AioError of the first failed job, every time;
-        TimeoutError after `timeout` seconds.
+        Blocks with the GIL released; Ctrl-C works. check: called every 100 ms, beside the one of
+        the executor; what it raises ends the wait, and not the work. Raises the typed AioError of
+        the first failed job, every time; TimeoutError after `timeout` seconds.
         """
         ...
 
@@ -287,8 +307,9 @@ class JobTicket:
                     f"the ticket is not {'filled' if word else 'done'} after {timeout} s"
                 )
             # A copy of a device may wait there for another rank, which may have died.
-            if check is not None:
-                check()
+            for each in (check, core.check_waits):
+                if each is not None:
+                    each()
 
     def __del__(self) -> None:
         if not self._core.forked:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from infinity.aio._executor import Executor
 from infinity.aio._records import PoolSpec
@@ -35,6 +35,7 @@ def open_executor(
     depth: int | Sequence[int] = 32,
     hold_s: float = 0.02,
     seam: Seam | None = None,
+    check: Callable[[], None] | None = None,
 ) -> Executor:
     """Open the best executor there is here, or the one that `backend` names.
 
@@ -42,9 +43,11 @@ def open_executor(
     `workers`: threads that verify, update and copy. `verify`: "full", "sample" or "off"
     (_validate.VERIFY). `block_bytes`: the longest request (None: the backend's default), `depth`:
     how many of them a drive has at most, one number or one for each drive; both are fitted to the
-    drive. `hold_s`: idle time after which closed gates escape. Raises ImportError when the C
-    extension is missing, ValueError for an unknown backend, OSError when a named one cannot be had
-    ("auto" steps down from io_uring to threads instead), MemoryError when the pools do not fit.
+    drive. `hold_s`: idle time after which closed gates escape. `check`: called every 100 ms in each
+    wait for a ticket and in `wait_all`; what it raises ends the wait, and not the work. Raises
+    ImportError when the C extension is missing, ValueError for an unknown backend, OSError when a
+    named one cannot be had ("auto" steps down from io_uring to threads instead), MemoryError when
+    the pools do not fit.
     """
     # Before anything is tried: a misspelled name must not look like a missing backend.
     if backend not in BACKENDS:
@@ -64,6 +67,7 @@ def open_executor(
                 depth=depth,
                 hold_s=hold_s,
                 seam=seam,
+                check=check,
                 backend_reason="; ".join(reasons),
             )
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet

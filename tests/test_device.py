@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
+from infinity._src import engine
+from infinity._src.distributed import setup
+from infinity._src.distributed.communicator import Comm, device_stuck
 from infinity.aio import Seam
-from infinity.errors import DeviceCopyError
+from infinity.errors import DeviceCopyError, RankFailed
 from tests import harness, models
 from tests.device import simulated
 from tests.simulated import Simulated
@@ -178,6 +181,52 @@ def test_the_threads_current_device_stays_what_it_is(
         inf.handle(model).close()
         assert device.current() == 2
         device.current(0)
+
+
+class StuckComm(Comm):
+    """A communicator whose abort hangs, once `failure` is set."""
+
+    failure: RankFailed | None = None
+
+    def check_stuck(self) -> None:
+        if self.failure is not None:
+            raise device_stuck(self.failure)
+
+    drain = check_stuck
+
+
+def test_behind_a_collective_that_cannot_be_broken_off_nothing_is_freed_and_everything_raises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel waits for a peer that has died, for good, and gradients of a backward are behind
+    it."""
+    with simulated(monkeypatch, late_us=1) as device:
+        monkeypatch.setattr(setup, "Comm", StuckComm)
+        model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        handle = inf.handle(model)
+        batch = models.token_batches(1)[0]
+        before = device.live()
+        pinned = dict(handle.parts.split.device.driver._pinned)
+        device.hold_kernels(True)
+        handle.comm.failure = RankFailed("rank 1 has ended", rank=1)
+        with pytest.raises(RankFailed, match=r"rank 1 has ended; collectives .* this process must"):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            models.loss_of(model, batch)
+        with pytest.raises(RankFailed, match="the engine keeps its memory"):
+            handle.close()
+        assert handle.closed
+        assert device.live()[0] == before[0] > 0
+        # All of it is still pinned and mapped, so that what comes after all finds memory.
+        assert handle.parts.split.device.driver._pinned.items() >= pinned.items()
+        device.hold_kernels(False)
+        handle.close()  # nothing more
+        # Here the process goes on, and its other tests want the device.
+        engine._KEPT.clear()
+        handle.comm.failure = None
+        handle._undo.close()
 
 
 def thawed(**given: Any) -> list[torch.Tensor]:

@@ -270,6 +270,7 @@ def open_tiers(
         device=split.device,
         node_resources=split.resources,
         rank=split.comm.rank,
+        check=split.comm.check_stuck,
     )
     # Chunks get their places and no values.
     storage.store.create(split.flats, plan.nvme_masks)

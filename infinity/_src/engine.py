@@ -37,13 +37,15 @@ from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
 from infinity._src.wording import listed
 from infinity.aio import Seam
-from infinity.errors import EngineClosed
+from infinity.errors import EngineClosed, RankFailed
 
 log = logging.getLogger("infinity")
 
 # A model keeps its handle itself: a table here would keep closed models alive.
 _HANDLE = "_infinity_handle"
 _OPEN: set[Handle] = set()
+# Parts of engines that ended while the device was stuck: it may still write to their memory.
+_KEPT: list[object] = []
 
 
 def offload(
@@ -305,7 +307,8 @@ class Handle:
         commits it on one rank, and on several leaves the one before.
 
         Raises: RuntimeError inside `gather()`; the faults of the background, after everything was
-        freed.
+        freed; RankFailed after a rank has failed and the device is stuck behind collectives that
+        wait for it. Then nothing is freed, since the device may still write there.
         """
         self.end(commit=True)
 
@@ -319,6 +322,7 @@ class Handle:
                 "handle.close() inside handle.gather(): the writes of the block would be lost; "
                 "leave it first"
             )
+        self._leave_if_stuck()
         # Hooks first, memory last: no forward may begin, and no transfer may be in flight.
         steps = (
             self.parts.lifecycle.detach,
@@ -334,6 +338,17 @@ class Handle:
             self.saving.raise_fault()
             if commit:
                 self.pipeline.commit()
+
+    def _leave_if_stuck(self) -> None:
+        """Block until no collective is under way. Raises: RankFailed where that cannot be had;
+        everything is kept then until the process ends."""
+        try:
+            self.comm.drain()
+        except RankFailed:
+            _KEPT.append(self.parts)
+            # Threads end and the other ranks hear of it; no memory is freed.
+            with run_all(self._forget, self.parts.lifecycle.detach, self.comm.close):
+                raise
 
     def _forget(self) -> None:
         self.parts.access.closed = True

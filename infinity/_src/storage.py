@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -50,6 +50,25 @@ def update_threads(cpus: int, ranks: int) -> int:
     return max(1, cpus // 4 // ranks)
 
 
+def _open_run(
+    policy: Policy, space: SwapSpace | None, rank: int, undo: contextlib.ExitStack
+) -> tuple[RunFiles | None, tuple[int, int]]:
+    """Open the files of a durable run, if the policy has one, and return them with the layers of
+    swap files in which the two generations of a chunk lie.
+    """
+    if not policy.durable:
+        return None, (0, 0)
+    assert space is not None, "Policy sees to it that there are directories"
+    # A durable run has two layers of files of its own. The swap file beside them has values that
+    # need not outlive the process.
+    run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
+    undo.callback(run.close)
+    for _ in range(2):
+        files = run.add()
+        run.layers[space.add_layer(files)] = files
+    return run, (1, 2)
+
+
 def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
     """Give the executor the files of a durable run's layers."""
     for layer in layers:
@@ -61,7 +80,7 @@ def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> N
 
 class Storage:
     """Executor and state store, and the watch over their drives. `undo` gets the closing calls, in
-    the right order.
+    the right order. check: of the executor's waits.
     """
 
     def __init__(
@@ -74,6 +93,7 @@ class Storage:
         device: Device,
         node_resources: NodeResources,
         rank: int = 0,
+        check: Callable[[], None] | None = None,
     ) -> None:
         # First: memory that is allocated from here on comes from the NUMA node of the device.
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
@@ -92,18 +112,7 @@ class Storage:
             space.shares = choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
-        self.run: RunFiles | None = None  # of a durable run
-        layers = (0, 0)
-        if policy.durable:
-            assert space is not None, "Policy sees to it that there are directories"
-            # A durable run has two layers of files of its own. The swap file beside them has values
-            # that need not outlive the process.
-            self.run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
-            undo.callback(self.run.close)
-            for _ in layers:
-                files = self.run.add()
-                self.run.layers[space.add_layer(files)] = files
-            layers = (1, 2)
+        self.run, layers = _open_run(policy, space, rank, undo)
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
@@ -118,6 +127,7 @@ class Storage:
             block_bytes=settings.block_bytes,
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
+            check=check,
         )
         # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)

@@ -57,6 +57,7 @@ class Comm:
         self._groups: list[dist.ProcessGroup] = []
         self._forks: list[Lane] = []
         self._owns_watchdog = True
+        self._stuck = False  # the abort of a group hangs
 
     @classmethod
     def open(
@@ -372,12 +373,31 @@ class Comm:
         if self.watchdog is not None:
             self.watchdog.check()
 
+    def check_stuck(self) -> None:
+        """Raise RankFailed once nothing on the device may end any more: a rank has failed, and the
+        abort of a group of NCCL hangs. Never blocks.
+        """
+        if self._stuck:
+            assert self.watchdog is not None
+            raise device_stuck(self.watchdog.failure)
+
+    def drain(self) -> None:
+        """Block until no all_gather and no reduce_scatter is under way, on the device either.
+
+        Raises: RankFailed where that cannot be had, after a rank has failed: the device is stuck,
+        and so may be all copies that are behind its kernels. Their memory must not be freed.
+        """
+        if self._exchange is not None and not self._exchange.drain():
+            assert self.watchdog is not None
+            raise device_stuck(self.watchdog.failure)
+        self.check_stuck()
+
     def _abort(self) -> None:
         """Abort all groups, those of forks too; the watchdog's thread calls this at the first
         failure.
         """
         # A copy: another thread may be making a group.
-        abort_groups(list(self._groups))
+        self._stuck = not abort_groups(list(self._groups))
 
     def close(self, *, ok: bool = True) -> None:
         """Close the lanes, and publish that this rank leaves. Idempotent.
@@ -404,6 +424,16 @@ class Comm:
                 if not failed and dist.is_initialized():
                     dist.destroy_process_group(group)
         self.watchdog = None
+
+
+def device_stuck(failure: RankFailed | None) -> RankFailed:
+    """Make the error of collectives that cannot be broken off. failure: of the rank that they wait
+    for."""
+    return RankFailed(
+        f"{failure}; collectives that wait for it cannot be broken off, and what is behind them on "
+        "the device never ends: the engine keeps its memory, and this process must end",
+        rank=None if failure is None else failure.rank,
+    )
 
 
 def digest(values: Tensor) -> int:

@@ -23,6 +23,7 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -155,20 +156,27 @@ class PendingCollective:
             # Memory that is used or freed from here on is behind the kernels in this stream.
             self._work = None
 
-    def finished(self) -> bool:
+    @property
+    def landed(self) -> bool:
+        """True once nothing writes into the work's memory any more. Does not block."""
+        return self.done and (self._event is None or DeviceEvent(self._event).is_set())
+
+    def finished(self, limit_s: float | None = None) -> bool:
         """Block until nothing writes into the work's memory any more. Raises nothing of the work's.
 
         Returns False where that cannot be had: after a failure the call is stuck. The work's
         tensors are then kept until the process ends. The caller must keep memory of any other kind,
-        such as a mapping that it was about to unmap.
+        such as a mapping that it was about to unmap. limit_s: after a failure the call is taken for
+        stuck after so long; None: after GIVE_UP_S.
         """
+        limit_s = GIVE_UP_S if limit_s is None else limit_s
         # The caller wants its memory back, whatever became of the collective.
         with contextlib.suppress(RankFailed):
             self._watchdog.wait(self._done, self.what, self.number)
         if not self._begun:
             # After a failure it will not begin, either: the lane runs nothing more.
             return True
-        if not self._done.wait(GIVE_UP_S):
+        if not self._done.wait(limit_s):
             return self._give_up()
         if self._event is not None:
             # On CUDA `done` means launched: the kernel may still write.
@@ -176,7 +184,7 @@ class PendingCollective:
             with contextlib.suppress(RankFailed):
                 self._watchdog.wait(landed, self.what, self.number)
             # The groups are aborted at a failure, which ends the kernel, unless that is stuck, too.
-            if not landed.wait(GIVE_UP_S):
+            if not landed.wait(limit_s):
                 return self._give_up()
             self._work = None
         return True
@@ -225,8 +233,10 @@ class Lane:
         # First in, first out: the order of the program, which is the same on every rank.
         self._queue: queue.SimpleQueue[PendingCollective | None] = queue.SimpleQueue()
         self._closed = False
-        # Of each queue. First in, first out: when the last one has ended, all have.
+        # Of each queue. First in, first out: when the last one has ended, all have. After a failure
+        # the last ones may never begin, while one before them still runs.
         self._last: dict[str, PendingCollective] = {}
+        self._launched: deque[PendingCollective] = deque()  # those that may still run
         # A forked child inherits the object and the exit callback, but not the thread.
         self._pid = os.getpid()
         atexit.register(self._exits)
@@ -276,14 +286,26 @@ class Lane:
         atexit.unregister(self._exits)
         # The thread ends after everything that was submitted before.
         self._no_more()
-        # Each one is waited for, also where an earlier one is stuck: a stuck call holds memory.
-        ended = [op.finished() for op in self._last.values()]
         # A stuck call would never return: its thread is given up, not joined.
-        self._thread.join(GIVE_UP_S if all(ended) else 0.0)
+        self._thread.join(GIVE_UP_S if self.drain() else 0.0)
         if self._thread.is_alive():
             self._keep_groups()
         self._group = None
         self._last.clear()
+
+    def drain(self) -> bool:
+        """Block until nothing that was submitted is under way, on the device either.
+
+        Returns False where that cannot be had: after a failure something is stuck.
+        """
+        limit_s, drained = GIVE_UP_S, True
+        # Each one is waited for, also where an earlier one is stuck: a stuck call holds memory. A
+        # copy, which the thread that launches cannot change.
+        for op in [*self._last.values(), *self._launched]:
+            if not op.finished(limit_s):
+                # What is behind it has had its time, too.
+                limit_s, drained = 0.0, False
+        return drained
 
     def _no_more(self) -> None:
         """Let the thread end after everything that was submitted."""
@@ -319,6 +341,9 @@ class Lane:
         self, op: PendingCollective, group: dist.ProcessGroup | None, stream: LaneStream | None
     ) -> None:
         op._begun = True
+        while self._launched and self._launched[0].landed:
+            self._launched.popleft()
+        self._launched.append(op)
         # Before the failure is looked at: a read that fails ends the collective beside this thread.
         work = op._work
         # `finished` looks at the failure first, and at `_begun` then. In this order here, work that

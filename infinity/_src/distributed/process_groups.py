@@ -83,11 +83,11 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
     """Make the collectives of these groups fail on this rank, running ones included. The groups are
     unusable then.
 
-    Blocks for `limit_s` at most. Returns whether that was possible for all. The other collectives
-    end with their timeout, or the process.
+    Blocks for `limit_s` at most. Returns False where the abort of a group of NCCL hangs: its
+    kernels may be stuck on the device, and all that waits behind them. Collectives of gloo whose
+    connections are not known end with their timeout.
     """
     threads: list[threading.Thread] = []
-    well = True
     for group in groups:
         try:
             if group in _EPOLLS:
@@ -99,11 +99,9 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
                 threads.append(threading.Thread(target=_abort_nccl, args=(group,), daemon=True))
             else:
                 log.debug("a process group cannot be aborted")
-                well = False
         # The other groups are aborted all the same.
         except Exception:
             log.exception("a process group cannot be aborted")
-            well = False
     # gloo first, since aborting NCCL may hang. All of NCCL together: one communicator's abort may
     # wait for a kernel that waits for another communicator's. And each in a thread, because there
     # is no way out of a call that hangs.
@@ -121,7 +119,7 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
             len(threads),
             limit_s,
         )
-    return well and not hanging
+    return not hanging
 
 
 def _abort_nccl(group: dist.ProcessGroup) -> None:

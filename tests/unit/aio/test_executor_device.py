@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from infinity import aio
 from infinity.aio import _records as records
-from infinity.errors import ChecksumError, DeviceCopyError
+from infinity.errors import ChecksumError, DeviceCopyError, RankFailed
 from tests.simulated import Simulated
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, random_chunk, same
 
@@ -315,6 +315,54 @@ def test_a_driver_that_fails_is_a_typed_error_and_costs_no_state(make, rng):
     rig.flags = 0
     assert same(rig.read(0), updated(value, grad))
     device._sim.sim_reset(0, 0)  # the failed copies' host memory was not pinned
+
+
+def test_copies_break_no_graph_that_somebody_captures(make, rng):
+    rig, device = make()
+    values = {i: random_chunk(rng) for i in range(6)}
+    rig.store(values).wait()
+    rig.flags = aio.MASK_DEVICE
+    device.capture(True)
+    ticket, targets = rig.fetch(range(6), mask=3)
+    ticket.wait_filled(20)
+    for i, target in enumerate(targets):
+        assert same(target[:2], values[i][:2])
+    assert not device.capture_broken()
+    # The control: a thread that asks as torch does by default.
+    device.synchronise()
+    assert device.capture_broken()
+    device.capture(False)
+
+
+def test_a_wait_for_a_device_that_is_stuck_ends_by_the_check(make, rng):
+    """Copies behind a kernel that never ends: each wait raises what the check does, no memory is
+    touched, and once the kernel ends after all the copies arrive."""
+    stuck: list[Exception] = []
+
+    def check() -> None:
+        if stuck:
+            raise stuck[0]
+
+    rig, device = make(check=check)
+    value = random_chunk(rng)
+    rig.store({0: value}).wait()
+    rig.flags = aio.MASK_DEVICE
+    memory = np.zeros(16, np.uint8)
+    device.late(1)
+    device.hold_kernels(True)
+    device.late_write(memory.ctypes.data, memory.nbytes, what="a kernel that waits for a peer")
+    ticket, (target,) = rig.fetch([0], mask=1)
+    stuck.append(RankFailed("rank 1 has ended, and the device is stuck", rank=1))
+    waits = (ticket.wait, ticket.wait_filled, rig.executor.wait_all)
+    for wait in waits:
+        with pytest.raises(RankFailed, match="the device is stuck"):
+            wait()
+    assert not ticket.filled
+    stuck.clear()
+    device.hold_kernels(False)
+    for wait in waits:
+        wait()
+    assert same(target[:1], value[:1])
 
 
 def test_many_jobs_at_once_with_a_device_and_closing_amid_them(make, rng):

@@ -374,6 +374,37 @@ def test_a_lane_uses_streams_of_its_models_device_only(
     assert ("set", SECOND) in streams.log
 
 
+def test_a_lane_is_drained_only_when_each_that_it_has_launched_has_ended(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a failure the last one never begins, while kernels of those before it still run."""
+    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", [])
+    streams = Streams(monkeypatch, after=1 << 60)
+    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    go = threading.Event()
+    lane.submit("gather of layers.3", lambda group: None)._done.wait()
+    lane.submit("gather of layers.4", lambda group: go.wait())
+    last = lane.submit("gather of layers.5", lambda group: None)
+    watchdog.report_failure(RankFailed("rank 1 has ended", rank=1))
+    streams.after = 0
+    go.set()
+    last._done.wait()
+    assert last.finished(), "it has never begun"
+    assert not lane.drain()
+    lane.close()
+
+
+def test_a_lane_forgets_what_has_ended(watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch) -> None:
+    Streams(monkeypatch)
+    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    for turn in range(100):
+        lane.submit(f"gather {turn}", lambda group: None)
+    assert lane.drain()
+    assert len(lane._launched) == 1
+    lane.close()
+
+
 def test_a_kernel_that_never_ends_is_given_up_and_its_memory_kept(
     watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
