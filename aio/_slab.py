@@ -159,7 +159,11 @@ def huge_page_bytes(address: int, size_bytes: int) -> int:
                 # The first line of a mapping is its range, "7f..-7f.."; fields end with a colon.
                 if "-" in head and not head.endswith(":"):
                     low, high = (int(part, 16) for part in head.split("-"))
-                    inside = low < end and high > address
+                    # Ranges ascend. The libraries come behind, and the kernel counts the pages of
+                    # each range that is read.
+                    if low >= end:
+                        break
+                    inside = high > address
                 elif inside and head == "AnonHugePages:":
                     huge += int(line.split()[1]) * 1024
     except OSError:

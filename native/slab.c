@@ -73,9 +73,12 @@ int64_t inf_slab_huge_bytes(uint64_t address, uint64_t size_bytes) {
     char line[512];
     while (fgets(line, sizeof line, maps) != NULL) {
         unsigned long low = 0, high = 0, kib = 0;
+        /* Ranges ascend. The libraries come behind, and the kernel counts the pages of each range
+         * that is read. */
         if (sscanf(line, "%lx-%lx ", &low, &high) == 2 && strchr(line, ':') > strchr(line, '-')) {
             /* The kernel merges neighbours: a slab may share its entry with another one. */
-            inside = low < end && high > address;
+            if (low >= end) break;
+            inside = high > address;
         } else if (inside && sscanf(line, "AnonHugePages: %lu kB", &kib) == 1) {
             huge += (int64_t)kib * 1024;
         }
