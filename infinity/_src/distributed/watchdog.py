@@ -522,6 +522,11 @@ class Watchdog:
             self._dead.add(rank)
             record = records[rank]
             if record.left != "closed" and record.failed is None:
+                first = records.get(0)
+                if rank and self._heartbeat.lost and first and first.left != "closed":
+                    # It ended because of rank 0, whose store is gone: a dying process closes its
+                    # connections a little before it is seen to have ended. Told below.
+                    break
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
         # A published failure names its cause, which says more than the death that follows from it.

@@ -7,7 +7,14 @@ import pickle
 import pytest
 
 from infinity._src.distributed.heartbeat import RankRecord
-from infinity._src.distributed.watchdog import find_failure, relayed_error, shorten, timeout_error
+from infinity._src.distributed.topology import Topology
+from infinity._src.distributed.watchdog import (
+    Watchdog,
+    find_failure,
+    relayed_error,
+    shorten,
+    timeout_error,
+)
 from infinity.errors import RankFailed, RanksDiverged
 
 HERE = RankRecord(number=7, last="gather of a", host=("host", "boot", 1, 2))
@@ -147,3 +154,49 @@ def test_messages_are_bounded_and_failures_can_be_pickled() -> None:
     assert len(shorten("x" * 10_000)) < 600
     again = pickle.loads(pickle.dumps(RankFailed("gone", rank=2)))
     assert (str(again), again.rank, again.ranks) == ("gone", 2, (2,))
+
+
+class Process:
+    """A process of a peer."""
+
+    def __init__(self, ended: bool) -> None:
+        self._ended = ended
+
+    def ended(self) -> bool:
+        return self._ended
+
+    def close(self) -> None:
+        pass
+
+
+class Store:
+    """Records of the other ranks; lost: why the store of rank 0 does not answer any more."""
+
+    def __init__(self, records: list[RankRecord | None], lost: str) -> None:
+        self.records, self.lost = records, lost
+
+    def refresh(self, limit_s: float) -> bool:
+        return not self.lost
+
+    def publish(self, **fields: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("lost", "left", "culprit"),
+    [("", None, 2), ("Broken pipe", None, 0), ("Broken pipe", "closed", 2)],
+)
+def test_a_rank_that_ends_with_the_store_is_not_blamed_for_rank_0(
+    lost: str, left: str | None, culprit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has died, and so rank 2, which found its store gone. The kernel shows the end of rank
+    2 first: it closes the connections of rank 0 before it calls that ended."""
+    watchdog = Watchdog(Topology.alone(), None, timeout_s=1.0, name="judge")
+    peers = [RankRecord(left=left, host=HERE.host), None, RankRecord(host=HERE.host)]
+    monkeypatch.setattr(watchdog, "topology", Topology.of(1, 3, 3))
+    monkeypatch.setattr(watchdog, "_heartbeat", Store(peers, lost))
+    monkeypatch.setattr(watchdog, "_wake_thread", lambda: None)
+    monkeypatch.setattr(watchdog, "_processes", {0: Process(False), 2: Process(True)})
+    watchdog._check_ranks(True, 0.1)
+    assert watchdog.failure is not None
+    assert watchdog.failure.rank == culprit
