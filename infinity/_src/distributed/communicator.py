@@ -387,7 +387,9 @@ class Comm:
         Raises: RankFailed where that cannot be had, after a rank has failed: the device is stuck,
         and so may be all copies that are behind its kernels. Their memory must not be freed.
         """
-        if self._exchange is not None and not self._exchange.drain():
+        # A call that is stuck on the CPU holds the memory of its own tensors, and nothing else
+        # waits behind it.
+        if self._exchange is not None and not self._exchange.drain() and self._exchange.on_device:
             assert self.watchdog is not None
             raise device_stuck(self.watchdog.failure)
         self.check_stuck()

@@ -293,6 +293,11 @@ class Lane:
         self._group = None
         self._last.clear()
 
+    @property
+    def on_device(self) -> bool:
+        """True where its work runs on a stream of a device."""
+        return self._device.type == "cuda"
+
     def drain(self) -> bool:
         """Block until nothing that was submitted is under way, on the device either.
 
