@@ -32,7 +32,7 @@ def _backends_missing() -> dict[str, str]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What imports and collection have made stays to the end: a million objects that each full
+    """Freeze the objects of imports and collection, which stay to the end: a million that each full
     garbage collection, of which tests ask for many, would look at."""
     gc.collect()
     gc.freeze()
