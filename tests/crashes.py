@@ -207,7 +207,8 @@ class Life:
 def processes(jobs: list[Job]) -> Iterator[list[tuple[Any, Any]]]:
     """One process for each job, and the end of its pipe. Killed at the end."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.crashes"])
+    # Which our hooks import when a model is offloaded, and that takes seconds.
+    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
     started = []
     try:
         for job in jobs:

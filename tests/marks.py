@@ -3,7 +3,8 @@ ranks`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,19 @@ def mostly_slow(values: Iterable[Any], *quick: Any) -> list[Any]:
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values
     ]
+
+
+def pairwise(*axes: Sequence[Any]) -> list[Any]:
+    """Return all combinations of values, one of each axis, as lists of parameters. The axes are of
+    one length, two or three. Quick are those of a Latin square, in which each value of one of three
+    axes meets each of another; the others are slow."""
+    assert len({len(axis) for axis in axes}) == 1, "axes of one length"
+    found = []
+    for places in itertools.product(*(range(len(axis)) for axis in axes)):
+        values = [axis[place] for axis, place in zip(axes, places, strict=True)]
+        quick = sum(places) % len(axes[0]) == 0
+        found.append(pytest.param(*values, marks=() if quick else pytest.mark.slow))
+    return found
 
 
 def mostly_ranks(values: Iterable[Any], *quick: Any) -> list[Any]:

@@ -17,10 +17,16 @@ from infinity.aio._records import HYPER, SEG, Algorithm, Format, GradDtype
 from tests import harness, models
 from tests.bus import assert_smooth, watched
 from tests.device import simulated
+from tests.marks import mostly_slow
 from tests.test_device import NVME, POLICIES, alike, train
 
+QUICK = (
+    *("device", "min", "spilled", "backward", "speculative", "delayed"),
+    *("updated there, compact", "updated there, spilled"),
+)
 
-@pytest.mark.parametrize("name", POLICIES)
+
+@pytest.mark.parametrize("name", mostly_slow(POLICIES, *QUICK))
 def test_training_uses_the_bus_by_the_executor_alone(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -29,7 +35,7 @@ def test_training_uses_the_bus_by_the_executor_alone(
     assert_smooth(bus)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "Lion", "Adagrad"])
+@pytest.mark.parametrize("optimizer", mostly_slow(["SGD", "Lion", "Adagrad"], "SGD", "Adagrad"))
 @pytest.mark.parametrize("checkpointing", [None, True])
 def test_other_loops(
     optimizer: str, checkpointing: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from infinity.errors import (
 )
 from tests.crashes import digest, step
 from tests.durable_runs import close, die, made, run_files, undisturbed
+from tests.marks import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ class Failing:
         return self.real(*args, **values)
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "deferred"))
 @pytest.mark.parametrize(
     ("name", "code"), [("write", errno.ENOSPC), ("replace", 5), ("fsync", 5), ("unlink", 5)]
 )

@@ -14,6 +14,7 @@ from infinity.aio import Seam
 from infinity.errors import NonFiniteGradient
 from tests import harness, models, test_update_modes
 from tests.harness import Training
+from tests.marks import mostly_slow
 from tests.test_bitwise import policy, wide_llama
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -63,7 +64,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        VARIANTS,
+        *("gradients in fp32", "several chunks", "a class of torch", "fp32 parameters"),
+        "large scale",
+    ),
+)
 def test_variants_are_too(name: str, tmp_path: Path) -> None:
     values = {
         "factory": SCALED.factory,

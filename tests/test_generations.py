@@ -17,6 +17,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import mostly_slow
 
 PLACEMENTS = {
     "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
@@ -273,7 +274,9 @@ def values(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "look", [evaluate, write, moment, again, rate, values], ids=lambda look: look.__name__
+    "look",
+    mostly_slow([evaluate, write, moment, again, rate, values], evaluate, write, again),
+    ids=lambda look: look.__name__,
 )
 def test_nobody_sees_what_ran_ahead_of_its_step(tmp_path, batches, look):
     found = []

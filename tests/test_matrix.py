@@ -19,6 +19,7 @@ import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio import Seam
 from tests import harness, models, reference
+from tests.marks import pairwise
 from tests.test_update_modes import set_values, values_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -121,9 +122,9 @@ def assert_same(ours: Any, theirs: Any) -> None:
     assert not different, different
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("state", STATES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("optimizer", "state", "update"), pairwise(list(OPTIMIZERS), STATES, UPDATES)
+)
 def test_nvme_with_delays_is_ram_and_exact_is_the_plain_loop(
     optimizer: str, state: str, update: str, tmp_path: Path
 ) -> None:

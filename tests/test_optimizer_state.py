@@ -21,6 +21,7 @@ from infinity.errors import AioError, EngineClosed
 from tests import harness, models, test_spill
 from tests.distributed.test_two_ranks import on_two_ranks
 from tests.harness import Training
+from tests.marks import pairwise
 from tests.test_bitwise import policy, wide_llama
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -51,8 +52,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> 
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("place", PLACEMENTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("place", "dtype"),
+    pairwise(PLACEMENTS, [torch.bfloat16, torch.float16, torch.float32]),
+    ids=str,
+)
 def test_exact_states_read_as_the_reference_loop_has_them(
     place: dict[str, Any], dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models, test_spill
 from tests.harness import Training
+from tests.marks import mostly_slow
 from tests.test_bitwise import MixedDtypes, policy, wide_llama
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -106,7 +107,7 @@ def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(
     harness.assert_equal(result, harness.reference(chosen))
 
 
-@pytest.mark.parametrize("name", ["NAdam", "Adagrad"])
+@pytest.mark.parametrize("name", mostly_slow(["NAdam", "Adagrad"], "NAdam"))
 @pytest.mark.parametrize(
     "values",
     [{"factory": wide_llama}, {"dtype": torch.float16}, {"dtype": torch.float32}],
@@ -123,7 +124,7 @@ def test_so_they_do_in_slices_and_other_dtypes(
     )
 
 
-@pytest.mark.parametrize("factory", [models.llama, wide_llama])
+@pytest.mark.parametrize("factory", mostly_slow([models.llama, wide_llama], models.llama))
 def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: Path) -> None:
     values: dict[str, Any] = {"lr": 1e-3, "etas": (0.4, 1.3), "step_sizes": (1e-5, 0.1)}
     plain, model = models.make(factory), inf.offload(models.make(factory), policy(tmp_path, **MIN))
@@ -328,7 +329,7 @@ def test_states_that_round_give_the_same_bits_everywhere_and_stay_near_exact(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("state", ["bf16", "compact"])
+@pytest.mark.parametrize("state", mostly_slow(["bf16", "compact"], "compact"))
 def test_masters_of_other_dtypes_stay_fp32_when_moments_round(
     dtype: torch.dtype, state: str, tmp_path: Path
 ) -> None:

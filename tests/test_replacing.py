@@ -22,6 +22,7 @@ from infinity.aio import Fault, Format, Seam
 from infinity.aio._records import GradSection, Master, Moments
 from infinity.errors import AioError, BudgetError, StateInvalid, SwapFullError
 from tests import harness, models
+from tests.marks import mostly_slow
 from tests.unit.params.test_state_store import fetched, make_flat, make_store
 
 SPILLED = Format.SPLIT.with_grad(GradSection.BF16)
@@ -179,7 +180,7 @@ def test_gradients_that_wait_on_nvme_outlive_a_new_placement(how: str, tmp_path:
     assert_same(found, taken_early(how))
 
 
-@pytest.mark.parametrize("how", ["optimizer", "group"])
+@pytest.mark.parametrize("how", mostly_slow(["optimizer", "group"], "group"))
 def test_gradients_outlive_a_new_placement_that_fails(how: str, tmp_path: Path) -> None:
     chosen = policy(tmp_path, ram=between())
     reads = taken_later(how, chosen).requests["read"]

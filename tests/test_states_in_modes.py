@@ -200,7 +200,10 @@ def write(handle: Handle, model: nn.Module, value: torch.Tensor, way: str) -> No
 @pytest.mark.parametrize(
     ("place", "dtype"),
     [(place, torch.bfloat16) for place in PLACEMENTS]
-    + [("nvme", torch.float16), ("nvme", torch.float32)],
+    + [
+        pytest.param("nvme", dtype, marks=pytest.mark.slow)
+        for dtype in (torch.float16, torch.float32)
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("way", ["master", "gather", "load_state_dict"])
@@ -289,7 +292,13 @@ SKIPPED = {
 
 @pytest.mark.parametrize(
     ("when", "place"),
-    [(when, "nvme") for when in SKIPPED] + [("in the middle", "cpu"), ("in the middle", "device")],
+    [
+        *((when, "nvme") for when in SKIPPED),
+        *(
+            pytest.param("in the middle", place, marks=pytest.mark.slow)
+            for place in ("cpu", "device")
+        ),
+    ],
 )
 @pytest.mark.parametrize("means", ["GradScaler", "on_nonfinite"])
 def test_a_delayed_loop_without_the_steps_that_are_skipped(

@@ -36,6 +36,7 @@ from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import mostly_slow
 from tests.test_bitwise import PLACEMENTS, policy
 
 RAM = "64MiB"
@@ -128,7 +129,14 @@ VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        VARIANTS,
+        *("reentrant checkpointing", "adapters and checkpointing", "activations on nvme"),
+        *("two groups", "updates in backward", "a part in memory"),
+    ),
+)
 def test_every_kind_of_training_has_the_bits_of_the_plain_loop(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,10 +203,10 @@ def test_any_grid_trains_as_without_an_engine(
 @pytest.mark.parametrize(
     "values",
     [
-        {"state": "bf16"},
         {"state": "compact"},
-        {"update": "delayed"},
         {"update": "backward", "generations": 2},
+        pytest.param({"state": "bf16"}, marks=pytest.mark.slow),
+        pytest.param({"update": "delayed"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.rank_models import Odd, Routed, RoutedTraining
 from tests.distributed.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
-from tests.marks import THREE
+from tests.marks import THREE, mostly_ranks
 
 SPECULATING = {"update": "backward", "generations": 2}
 MIN = {"ram": "min"}
@@ -123,7 +123,7 @@ def test_a_delayed_update_is_the_same_wherever_states_rest(tmp_path: Path, world
     assert found[0][0].losses != plain[0].losses
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", mostly_ranks([2, 3], 3))
 def test_gradients_travel_in_reduce_dtype_and_are_summed_in_fp32_in_the_order_of_ranks(
     tmp_path: Path, world: int
 ) -> None:

@@ -20,7 +20,6 @@ from tests import harness, models
 from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
-from tests.marks import THREE
 
 CPU: dict[str, Any] = {"params": "cpu", "optim": "cpu"}
 DEVICE: dict[str, Any] = {"params": "device", "optim": "cpu"}
@@ -85,7 +84,8 @@ def trained(
     return found
 
 
-@pytest.mark.parametrize("world", [2, THREE])
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
 def test_what_is_thawed_before_the_optimizer_is_built_trains_as_if_it_had_never_been_frozen(
     tmp_path: Path, world: int
 ) -> None:

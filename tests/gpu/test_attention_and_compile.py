@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import infinity as inf
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import mostly_slow
 from tests.test_bitwise import policy
 
 MIN: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -179,7 +180,7 @@ def test_compiled_blocks_train_as_compiled_blocks_of_a_plain_loop(
 
 
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@pytest.mark.parametrize("place", mostly_slow(["cpu", "nvme"], "nvme"))
 def test_blocks_are_compiled_once_though_their_parameters_come_and_go(
     place: str, device: str, tmp_path: Path
 ) -> None:

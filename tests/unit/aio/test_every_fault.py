@@ -9,6 +9,7 @@ for the new one.
 from __future__ import annotations
 
 import errno
+import itertools
 import time
 from pathlib import Path
 
@@ -24,7 +25,6 @@ from infinity.errors import (
     ShortTransferError,
     SwapFullError,
 )
-from tests.marks import mostly_slow
 from tests.unit.aio.rig import (
     BACKENDS,
     DTYPES,
@@ -47,6 +47,8 @@ KINDS = {
     "zero": ("zero", 0),
     "bitflip": ("bitflip", 0),
 }
+TIMES = {False: "once", True: "for_ever"}
+QUICK = {*itertools.product(("EIO", "EINTR", "bitflip"), TIMES), ("short", False)}
 
 
 class Run:
@@ -176,8 +178,16 @@ def check_goes_on(run: Run, *, persistent: bool, flipped: bool) -> None:
     assert executor.invalid(run.rig.ids).tolist() == [0] * CHUNKS
 
 
-@pytest.mark.parametrize("persistent", [False, True], ids=["once", "for_ever"])
-@pytest.mark.parametrize("name", mostly_slow(KINDS, "EIO", "EINTR", "short", "bitflip"))
+@pytest.mark.parametrize(
+    ("name", "persistent"),
+    [
+        # Short for ever moves a block at a time: as many requests as there are blocks.
+        pytest.param(
+            *each, marks=() if each in QUICK else pytest.mark.slow, id=f"{each[0]}-{TIMES[each[1]]}"
+        )
+        for each in itertools.product(KINDS, TIMES)
+    ],
+)
 @pytest.mark.parametrize("op", ["read", "write"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_request_may_fail_and_nothing_wrong_comes_back(files, backend, op, name, persistent):

@@ -29,6 +29,7 @@ from infinity._src.perf.plan.workload import (  # noqa: E402
 )
 from infinity._src.sizes import GIB, MIB, parse_size  # noqa: E402
 from tests import models  # noqa: E402
+from tests.marks import mostly_slow  # noqa: E402
 from tests.plans import job_of  # noqa: E402
 
 
@@ -90,7 +91,7 @@ def large() -> Any:
 
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
-@pytest.mark.parametrize("ram", ["min", "150MiB", "250MiB", "1GiB"])
+@pytest.mark.parametrize("ram", mostly_slow(["min", "150MiB", "250MiB", "1GiB"], "min", "250MiB"))
 def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> None:
     model = copy.deepcopy(large())
     shape = shape_of(model)
