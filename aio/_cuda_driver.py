@@ -37,7 +37,23 @@ FUNCTIONS = {
 }
 
 _HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _REGISTER = 1 | 2  # portable, and mapped: kernels may read it
+
+
+def relax_capture_mode(library: str = LIBRARY) -> None:
+    """Let this thread ask events and streams while another one captures a graph. In the mode that
+    threads begin with, asking breaks the graph.
+
+    Raises: DeviceCopyError when the library cannot be had, or refuses.
+    """
+    mode = ctypes.c_int(_RELAXED)
+    try:
+        code = ctypes.CDLL(library).cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    except (OSError, AttributeError) as error:
+        raise DeviceCopyError(f"the device's driver cannot be used: {error}") from error
+    if code:
+        raise DeviceCopyError(f"the device's driver refuses a mode of capture ({code})", errno=code)
 
 
 @final

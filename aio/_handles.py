@@ -38,7 +38,8 @@ CANCEL_S = 30.0
 class Core:
     """Owner of the C executor and of all that must live as long. `address`: for the quick calls.
 
-    check_waits: called every 100 ms in waits of tickets; what it raises ends them.
+    check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; what it
+    raises ends them.
     """
 
     def __init__(
@@ -112,16 +113,18 @@ class Core:
         # From here on C refuses submissions; with `not wait` it also cancels jobs that have not
         # started.
         self.lib.inf_executor_shut(self.pointer, not wait)
-        if not self.wait_idle(None if wait else CANCEL_S):
+        why = f"a drive does not answer after {CANCEL_S:.0f} s"
+        try:
+            idle = self.wait_idle(None if wait else CANCEL_S, check=self.check_waits)
+        except Exception as error:  # noqa: BLE001 - told below: what was waited for never ends
+            idle, why = False, str(error)
+        if not idle:
             # The drive still holds requests that point into the slab: freeing it would let them
             # write anywhere.
             self.leaked = True
             for drive in self.drives:
                 drive.keep_open()  # their descriptors' numbers must not become other files either
-            log.error(
-                "closing: a drive does not answer after %.0f s; its buffers are left alone",
-                CANCEL_S,
-            )
+            log.error("closing: %s; its buffers are left alone", why)
             return
         # Asked before the slots go: these chunks have their only copy in one.
         counters = self.ffi.new("inf_exec_stats *")

@@ -347,8 +347,11 @@ def _with_cleaning(run: Run, steps: Iterable[Step]) -> Iterator[Step]:
     """The steps; what each left in the swap directory goes behind it."""
     for step in steps:
         yield step
-        for left in run.swap.iterdir():
-            shutil.rmtree(left, ignore_errors=True)
+        for left in run.swap.glob("*"):
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
 
 
 def _table(run: Run) -> None:

@@ -346,8 +346,8 @@ class Handle:
             self.comm.drain()
         except RankFailed:
             _KEPT.append(self.parts)
-            # Threads end and the other ranks hear of it; no memory is freed.
-            with run_all(self._forget, self.parts.lifecycle.detach, self.comm.close):
+            # Threads end and the other ranks hear of it; no memory is freed, nor waited for.
+            with run_all(self._forget, self.parts.lifecycle.remove_hooks, self.comm.close):
                 raise
 
     def _forget(self) -> None:

@@ -57,7 +57,8 @@ class Comm:
         self._groups: list[dist.ProcessGroup] = []
         self._forks: list[Lane] = []
         self._owns_watchdog = True
-        self._stuck = False  # the abort of a group hangs
+        # The error of everything once the device is stuck. Kept: it is raised after `close`, too.
+        self._stuck: RankFailed | None = None
 
     @classmethod
     def open(
@@ -377,9 +378,9 @@ class Comm:
         """Raise RankFailed once nothing on the device may end any more: a rank has failed, and the
         abort of a group of NCCL hangs. Never blocks.
         """
-        if self._stuck:
-            assert self.watchdog is not None
-            raise device_stuck(self.watchdog.failure)
+        if self._stuck is not None:
+            # One exception is raised many times: its traceback would grow, and hold frames.
+            raise self._stuck.with_traceback(None)
 
     def drain(self) -> None:
         """Block until no all_gather and no reduce_scatter is under way, on the device either.
@@ -389,17 +390,19 @@ class Comm:
         """
         # A call that is stuck on the CPU holds the memory of its own tensors, and nothing else
         # waits behind it.
-        if self._exchange is not None and not self._exchange.drain() and self._exchange.on_device:
-            assert self.watchdog is not None
-            raise device_stuck(self.watchdog.failure)
+        lane, watchdog = self._exchange, self.watchdog
+        if lane is not None and watchdog is not None and not lane.drain() and lane.on_device:
+            self._stuck = device_stuck(watchdog.failure)
         self.check_stuck()
 
     def _abort(self) -> None:
         """Abort all groups, those of forks too; the watchdog's thread calls this at the first
         failure.
         """
+        watchdog = self.watchdog
         # A copy: another thread may be making a group.
-        self._stuck = not abort_groups(list(self._groups))
+        if not abort_groups(list(self._groups)) and watchdog is not None:
+            self._stuck = device_stuck(watchdog.failure)
 
     def close(self, *, ok: bool = True) -> None:
         """Close the lanes, and publish that this rank leaves. Idempotent.

@@ -34,6 +34,7 @@ from infinity._src.distributed.launch_order import LaunchOrder
 from infinity._src.distributed.names import NameExchange
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
+from infinity.aio._cuda_driver import relax_capture_mode
 from infinity.errors import InfinityError, RankFailed
 
 log = logging.getLogger("infinity")
@@ -258,9 +259,9 @@ class Lane:
     def _make(
         self, what: str, work: Work, numbered: bool, needs: Sequence[Ticket]
     ) -> PendingCollective:
-        assert not self._closed, f"lane {self.name} is closed"
         # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
+        assert not self._closed, f"lane {self.name} is closed"
         # Numbered at submission, in the main thread: lanes run beside each other.
         number = self._watchdog.next_number(what) if numbered else None
         behind = (
@@ -292,6 +293,7 @@ class Lane:
             self._keep_groups()
         self._group = None
         self._last.clear()
+        self._launched.clear()
 
     @property
     def on_device(self) -> bool:
@@ -304,12 +306,14 @@ class Lane:
         Returns False where that cannot be had: after a failure something is stuck.
         """
         limit_s, drained = GIVE_UP_S, True
-        # Each one is waited for, also where an earlier one is stuck: a stuck call holds memory. A
-        # copy, which the thread that launches cannot change.
-        for op in [*self._last.values(), *self._launched]:
-            if not op.finished(limit_s):
-                # What is behind it has had its time, too.
-                limit_s, drained = 0.0, False
+        # The last ones first: nothing begins behind them. Then each that was launched before, a
+        # copy of them, which the thread that launches cannot change.
+        for ops in (lambda: list(self._last.values()), lambda: list(self._launched)):
+            for op in ops():
+                # Also where an earlier one is stuck: a stuck call holds memory.
+                if not op.finished(limit_s):
+                    # What is behind it has had its time, too.
+                    limit_s, drained = 0.0, False
         return drained
 
     def _no_more(self) -> None:
@@ -401,6 +405,8 @@ class Lane:
             return
         # The current device is the thread's own, and a new thread begins with device 0.
         torch.cuda.set_device(self._device)
+        # It asks events, which would break a graph that another thread captures.
+        relax_capture_mode()
         # A stream of the lane: on the compute stream a collective would wait for all of the
         # compute.
         stream = torch.cuda.Stream(self._device)

@@ -83,11 +83,12 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
     """Make the collectives of these groups fail on this rank, running ones included. The groups are
     unusable then.
 
-    Blocks for `limit_s` at most. Returns False where the abort of a group of NCCL hangs: its
-    kernels may be stuck on the device, and all that waits behind them. Collectives of gloo whose
-    connections are not known end with their timeout.
+    Blocks for `limit_s` at most. Returns False where the abort of a group of NCCL hangs or fails:
+    its kernels may be stuck on the device, and all that waits behind them. Collectives of gloo
+    whose connections are not known end with their timeout.
     """
     threads: list[threading.Thread] = []
+    aborted: list[dist.ProcessGroup] = []  # of NCCL
     for group in groups:
         try:
             if group in _EPOLLS:
@@ -96,7 +97,9 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
                 for fd in _watched(_EPOLLS.pop(group)):
                     _shut_down(fd)
             elif dist.get_backend(group) == "nccl":
-                threads.append(threading.Thread(target=_abort_nccl, args=(group,), daemon=True))
+                threads.append(
+                    threading.Thread(target=_abort_nccl, args=(group, aborted), daemon=True)
+                )
             else:
                 log.debug("a process group cannot be aborted")
         # The other groups are aborted all the same.
@@ -119,12 +122,13 @@ def abort_groups(groups: Sequence[dist.ProcessGroup], *, limit_s: float = ABORT_
             len(threads),
             limit_s,
         )
-    return not hanging
+    return len(aborted) == len(threads)
 
 
-def _abort_nccl(group: dist.ProcessGroup) -> None:
+def _abort_nccl(group: dist.ProcessGroup, aborted: list[dist.ProcessGroup]) -> None:
     try:
         group.abort()
+        aborted.append(group)
     # Nobody waits for this thread's error.
     except Exception:
         log.exception("a communicator of NCCL cannot be aborted")

@@ -209,11 +209,15 @@ class Lifecycle:
                 self._reset()
             finally:
                 # Also when the reset fails: hooks must not call an engine that is closed.
-                for handle in self._handles:
-                    handle.remove()
-                self._handles.clear()
-                uninstall(self._installed)
-                self.closed = self._backward.closed = True
+                self.remove_hooks()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks, and leave what a broken-off pass has left as it is."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        uninstall(self._installed)
+        self.closed = self._backward.closed = True
 
     def refs_of(self, unit: Unit) -> UnitRefs:
         """References to `unit`."""

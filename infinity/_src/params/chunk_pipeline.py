@@ -25,7 +25,7 @@ from infinity._src.params.state_store import ShardRecords, StateStore
 from infinity._src.params.unit import Param
 from infinity._src.sizes import round_up
 from infinity.aio import JobKind, Priority, Slab, Ticket
-from infinity.errors import AioError
+from infinity.errors import AioError, RankFailed
 
 Bytes = npt.NDArray[np.uint8]
 ItemT = TypeVar("ItemT")
@@ -35,6 +35,7 @@ BUFFERS = 4
 """Chunks in memory at once, in every pipeline: one that is transformed, two that are read, one that
 is written.
 """
+_KEPT: list[object] = []  # pipelines with transfers that may never end, and their buffers
 READ_AHEAD = BUFFERS // 2
 """Reads into buffers that are begun before their turn. More would leave no buffer to a write."""
 
@@ -171,8 +172,12 @@ class ChunkPipeline(Generic[ItemT, BufferT]):
         """Return when no transfer is in flight. Drops errors: the caller gets the first one."""
         # `wait`, not `reusable`: nothing may be in flight, the write-back included.
         for ticket in [each[-1] for each in self._reading] + [each[-1] for each in self._writing]:
-            with contextlib.suppress(AioError):
-                ticket.wait()
+            try:
+                with contextlib.suppress(AioError):
+                    ticket.wait()
+            except RankFailed:
+                # The device is stuck, and what this transfer waits for may be, too.
+                _KEPT.append(self)
 
 
 @contextlib.contextmanager

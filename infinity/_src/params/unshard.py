@@ -138,6 +138,7 @@ class Unsharder:
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
         self._unsharding: Unit | None = None
+        self._prefetches = True  # False: a prefetch of this pass found no room
         self._no_room_noted = False
         self._mode = mode
         self._access = access
@@ -215,12 +216,9 @@ class Unsharder:
         if not self._never_evict and self._gathered_bytes > self.gathered_bytes_max:
             self._make_room(0, NEVER)
 
-    def _allocate_and_fill(
-        self, unit: Unit, priority: Priority, version: ParamVersion, distance: int = NEVER
-    ) -> None:
-        """Allocate the unit's memory and begin to fill it. Does not block. distance: as in
-        `_make_room`, which makes room in the books; here idle units are evicted where the device
-        has less than that. Raises: torch.OutOfMemoryError.
+    def _allocate_and_fill(self, unit: Unit, priority: Priority, version: ParamVersion) -> None:
+        """Allocate the unit's memory and begin to fill it. Blocks only where the device is short of
+        memory. Raises: torch.OutOfMemoryError.
         """
         size_bytes = unit.size_bytes
         self._make_room(size_bytes, NEVER)
@@ -229,24 +227,38 @@ class Unsharder:
         self._versions[unit] = version
         self._gathered_bytes += size_bytes
         try:
-            self._allocate(unit, distance)
+            self._allocate(unit, demand=priority is Priority.DEMAND)
         finally:
             if unit.state is SHARDED:  # there was none to be had
                 self._unbook(unit)
         self.gathered_bytes_peak = max(self.gathered_bytes_peak, self._gathered_bytes)
         self._fill(unit, priority, version)
 
-    def _allocate(self, unit: Unit, distance: int) -> None:
+    def _allocate(self, unit: Unit, *, demand: bool) -> None:
+        """Allocate the unit's memory. On one rank a demand takes the memory of others that nobody
+        uses, and a prefetch asks once.
+        """
+        # The device of another rank may have room, and all ranks evict the same. Whole parameters
+        # are all in use.
+        alone = self._comm.world == 1 and not self._never_evict
         while True:
             try:
-                unsharded_param.allocate(unit, self._device)
+                unsharded_param.allocate(unit, self._device, insist=demand or not alone)
                 return
             except torch.OutOfMemoryError as error:
-                # The device of another rank may have room, and all ranks evict the same. Whole
-                # parameters are all in use.
-                alone = self._comm.world == 1 and not self._never_evict
-                if not (alone and self._evict_farthest(distance)):
+                evicts = demand and alone
+                if not (evicts and (self._evict_farthest(NEVER) or self._evict_prefetched(unit))):
                     raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
+
+    def _evict_prefetched(self, wanted: Unit) -> bool:
+        """Evict a unit that is being filled and that nobody wants yet. Blocks for its reads.
+        Returns whether there was one.
+        """
+        for unit in self._versions:
+            if unit.state is PENDING and not unit.refs and unit is not wanted:
+                self._evict(unit)
+                return True
+        return False
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
         """Say why the device has no room for the unit, and what makes some."""
@@ -361,14 +373,15 @@ class Unsharder:
         bytes). Does not block.
         """
         self._pending.advance()
+        if not self._prefetches:
+            return
         if self._never_evict and len(self._versions) == len(self.units):
             return
         for index in itertools.islice(self._schedule.upcoming(), AHEAD_MAX):
             unit = self.units[index]
             if unit.state is not SHARDED:
                 continue
-            distance = self._schedule.distance(index)
-            if not self._make_room(unit.size_bytes, distance):
+            if not self._make_room(unit.size_bytes, self._schedule.distance(index)):
                 # In order only: a smaller unit farther away must not take the room of this one.
                 return
             # Not `_wanted`: `gather()` prefetches too, between passes, for the training pass to
@@ -378,18 +391,20 @@ class Unsharder:
             else:
                 version = self._trained(unit)
             try:
-                self._allocate_and_fill(unit, Priority.PREFETCH, version, distance)
+                self._allocate_and_fill(unit, Priority.PREFETCH, version)
             except torch.OutOfMemoryError as error:
                 if self._comm.world > 1:  # every rank prefetches the same
                     raise
-                # Nobody wants the unit yet. Activations may leave before somebody does.
-                self._note_no_room(error)
+                # Nobody wants the unit yet, and activations may leave before somebody does.
+                self._pause_prefetch(error)
                 return
 
-    def _note_no_room(self, error: torch.OutOfMemoryError) -> None:
+    def _pause_prefetch(self, error: torch.OutOfMemoryError) -> None:
+        """Prefetch no more in this pass: each try would find as little room."""
+        self._prefetches = False
         if not self._no_room_noted:
             self._no_room_noted = True
-            log.warning("a unit is gathered on demand and not ahead, here and later: %s", error)
+            log.warning("units are gathered on demand, and not ahead, to the next pass: %s", error)
 
     def _make_room(self, size_bytes: int, distance: int) -> bool:
         """Evict idle units, farthest next use first, until `size_bytes` more fit; only such as are
@@ -486,6 +501,7 @@ class Unsharder:
             quiet = trains and not self._mode.updates_pending
             self._clock.enter("forward" if trains else "evaluation", quiet=quiet)
             self._schedule.start(Phase.TRAIN if trains else Phase.EVAL)
+            self._prefetches = True
             if self._updates:
                 # Forward opens the gates in its own order. One that escaped would cost a read.
                 self._executor.hold_gates(True)
@@ -504,6 +520,7 @@ class Unsharder:
         self._passes.backward_start(retain_graph=graph_is_kept())
         self._clock.enter("backward")
         self._schedule.start(Phase.BACKWARD)
+        self._prefetches = True
         self._mode.backward_begin()
 
     def backward_end(self) -> None:

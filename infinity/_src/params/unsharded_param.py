@@ -82,9 +82,10 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
         _free(unit)
 
 
-def allocate(unit: Unit, device: Device | None = None) -> None:
+def allocate(unit: Unit, device: Device | None = None, *, insist: bool = True) -> None:
     """Give the unit's flats their memory, with undefined contents: it is STALE. Blocks only where
-    memory is short. Raises: torch.OutOfMemoryError. Whatever it raises, no flat keeps memory.
+    memory is short. insist: try again after torch's cache was emptied. Raises:
+    torch.OutOfMemoryError. On a device no flat keeps memory then, whatever it raises.
     """
     if device is None:
         _grow(unit)
@@ -92,6 +93,8 @@ def allocate(unit: Unit, device: Device | None = None) -> None:
         try:
             _allocate_on(unit, device)
         except torch.OutOfMemoryError:
+            if not insist:
+                raise
             # Outside of the pool's context, inside which torch 2.10 to 2.12 frees none of its cache
             # (pytorch#159674): memory that activations have left would be no use to a gather.
             device.free_cache()

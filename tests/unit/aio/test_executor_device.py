@@ -3,6 +3,7 @@ leaves."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 
 from infinity import aio
 from infinity.aio import _records as records
+from infinity.aio._cuda_driver import relax_capture_mode
 from infinity.errors import ChecksumError, DeviceCopyError, RankFailed
-from tests.simulated import Simulated
+from tests.simulated import Simulated, library
 from tests.unit.aio.rig import BACKENDS, NUMEL, Rig, adamw, hyper_record, random_chunk, same
 
 
@@ -332,6 +334,23 @@ def test_copies_break_no_graph_that_somebody_captures(make, rng):
     device.synchronise()
     assert device.capture_broken()
     device.capture(False)
+
+
+def test_a_thread_that_has_said_so_may_ask_beside_a_capture() -> None:
+    device = Simulated()
+    device.capture(True)
+
+    def ask() -> None:
+        relax_capture_mode(library())
+        device.synchronise()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert not device.capture_broken()
+    device.capture(False)
+    with pytest.raises(DeviceCopyError, match="the device's driver cannot be used"):
+        relax_capture_mode("libnothing.so")
 
 
 def test_a_wait_for_a_device_that_is_stuck_ends_by_the_check(make, rng):

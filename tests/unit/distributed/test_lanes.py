@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity._src.distributed import lanes
 from infinity._src.distributed.lanes import DeviceEvent, Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import Watchdog
@@ -147,6 +148,7 @@ def test_a_lane_works_on_a_stream_of_the_models_device_behind_the_submitters(
     own = FakeStream(second, 99)
     inside: list[FakeStream] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(lanes, "relax_capture_mode", lambda: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: own if device == second else None)
     monkeypatch.setattr(
         torch.cuda, "stream", lambda stream: contextlib.nullcontext(inside.append(stream))
@@ -346,6 +348,10 @@ class Streams:
         patch.setattr(torch.cuda, "Stream", self.of)
         patch.setattr(torch.cuda, "set_device", lambda device: self.log.append(("set", device)))
         patch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        patch.setattr(lanes, "relax_capture_mode", self.relax)
+
+    def relax(self) -> None:
+        self.log.append(("relaxed", SECOND))
 
     def of(self, device: object = None) -> Any:
         self.log.append(("stream", device))
@@ -372,6 +378,8 @@ def test_a_lane_uses_streams_of_its_models_device_only(
     lane.close()
     assert {device for _, device in streams.log} == {SECOND}
     assert ("set", SECOND) in streams.log
+    # It asks events beside graphs that other threads capture.
+    assert ("relaxed", SECOND) in streams.log
 
 
 def test_a_lane_is_drained_only_when_each_that_it_has_launched_has_ended(
@@ -391,6 +399,29 @@ def test_a_lane_is_drained_only_when_each_that_it_has_launched_has_ended(
     go.set()
     last._done.wait()
     assert last.finished(), "it has never begun"
+    assert not lane.drain()
+    lane.close()
+
+
+def test_a_lane_is_not_drained_while_one_runs_that_began_during_the_wait(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The middle one is launched while `drain` waits for the last, and its rank dies in it."""
+    monkeypatch.setattr("infinity._src.distributed.lanes.GIVE_UP_S", 0.1)
+    monkeypatch.setattr("infinity._src.distributed.lanes._GIVEN_UP", [])
+    streams = Streams(monkeypatch)
+    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    go = threading.Event()
+
+    def dies(_group: Any) -> None:
+        streams.after = 1 << 60  # its kernel waits for the rank
+        watchdog.report_failure(RankFailed("rank 1 has ended", rank=1))
+
+    lane.submit("gather of layers.3", lambda group: go.wait())
+    lane.submit("gather of layers.4", dies)
+    lane.submit("gather of layers.5", lambda group: None)
+    threading.Timer(0.1, go.set).start()
+    monkeypatch.setattr(watchdog, "timeout_s", 30.0)
     assert not lane.drain()
     lane.close()
 

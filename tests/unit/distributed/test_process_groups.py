@@ -62,7 +62,7 @@ def test_gloo_is_aborted_first_and_a_group_that_fails_keeps_no_other_from_it(
         raise RuntimeError("NCCL error in abort")
 
     made: list[Any] = [Nccl(fails), "gloo", Nccl(lambda: aborted.append("nccl"))]
-    assert groups.abort_groups(made)
+    assert not groups.abort_groups(made)
     assert aborted[0] == "gloo 7"
     assert sorted(aborted[1:]) == ["fails", "nccl"]
     assert "NCCL error in abort" in caplog.text

@@ -18,6 +18,8 @@ from infinity._src.engine import offload
 from infinity._src.memory.device import Device
 from infinity._src.params import unsharded_param
 from infinity._src.params.unit import SHARDED, UNSHARDED, Unit
+from infinity._src.params.unshard import PendingUnshards
+from infinity.aio import Priority
 from infinity.errors import GraphCaptureUnsupported
 from tests.simulated import Simulated
 
@@ -200,9 +202,66 @@ def test_a_prefetch_that_finds_no_room_waits_for_the_demand_and_is_told_once(
             for unit in units:
                 handle.unsharder.invalidate(unit)
             assert torch.equal(step(model), expected)
-    told = [each for each in caplog.messages if "on demand and not ahead" in each]
+    told = [each for each in caplog.messages if "on demand, and not ahead" in each]
     assert len(told) == 1
     assert "layers.1 cannot be gathered" in told[0]
+
+
+def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
+    model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A try costs the device a wait, and the next one would find as little."""
+    units = units_of(model)
+    unsharder = inf.handle(model).unsharder
+    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    with torch.no_grad():
+        step(model)
+        expected = step(model)
+        for unit in units:
+            unsharder.invalidate(unit)
+        allocator = Allocator(monkeypatch, place)
+        place.events.clear()
+
+        def before(number: int) -> None:
+            # The demand of layers.0 has its memory by then, and its prefetches are to come.
+            if number == 0:
+                unsharder.invalidate(units[0])
+
+        model.before = before
+        states = []
+        prefetch = unsharder.prefetch_ahead
+
+        def ahead() -> None:
+            allocator.failures = 1 if not states else 0
+            prefetch()
+            allocator.failures = 0
+            states.append([unit.state for unit in units])
+
+        monkeypatch.setattr(unsharder, "prefetch_ahead", ahead)
+        assert torch.equal(step(model), expected)
+        assert states[0][1:] == [SHARDED, SHARDED]
+        assert states[1][2] is SHARDED, "the next one tries no more"
+        assert "free_cache" not in place.events, "nobody wants the unit yet"
+        assert torch.equal(step(model), expected)
+        assert unsharder._prefetches
+
+
+def test_a_demand_takes_the_memory_of_units_that_come_ahead(
+    model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    units = units_of(model)
+    unsharder = inf.handle(model).unsharder
+    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    with torch.no_grad():
+        expected = step(model)
+        for unit in units:
+            unsharder.invalidate(unit)
+        unsharder._allocate_and_fill(units[2], Priority.PREFETCH, unsharder._trained(units[2]))
+        monkeypatch.setattr(PendingUnshards, "filled", lambda self, unit: False)
+        Allocator(monkeypatch, place).failures = 2
+        with unsharder.borrowed(units[0]):
+            assert units[2].state is SHARDED
+        assert torch.equal(step(model), expected)
 
 
 def test_whatever_breaks_an_allocation_off_no_flat_keeps_memory(
