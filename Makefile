@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | types | native | asan | tsan | portable | soak | bench |
+# make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak | bench |
 #      convergence | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
@@ -20,7 +20,7 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test lint types native asan tsan portable soak bench convergence hosts ranks
+.PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts ranks
 .PHONY: slow torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
@@ -54,10 +54,14 @@ demo: $(DEMO)
 	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
 
+# All at once: tests that wait for a drive or for each other leave time to the checks.
+test: $(DEMO)
+	$(MAKE) --no-print-directory -j3 lint types pytest
+
 # Two at a time, whole files each, one thread of torch each: a file shares what it computed once
 # (reference runs). In their order, in which those that train come first: by the number of tests
-# (the default) some of the longest would be last. Three at a time were hardly faster on two cores.
-test: lint types $(DEMO)
+# (the default) some of the longest would be last. Three at a time are not faster on two cores.
+pytest: $(DEMO)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)

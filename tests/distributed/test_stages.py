@@ -175,7 +175,8 @@ def test_experts_without_tokens_on_some_ranks_count_as_zero_there_and_elsewhere_
             )
 
 
-@pytest.mark.parametrize("world", [2, THREE])
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3])
 def test_numbers_of_parameters_that_no_world_divides_and_units_of_a_few_elements(
     tmp_path: Path, world: int
 ) -> None:

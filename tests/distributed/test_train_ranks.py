@@ -106,6 +106,7 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["kind"] == kind]
 
 
+@pytest.mark.ranks
 def test_two_ranks_with_one_row_do_what_one_rank_does_with_two(place: Path, tmp_path: Path) -> None:
     drives = [
         "--params",

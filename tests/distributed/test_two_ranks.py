@@ -151,6 +151,7 @@ def test_a_gradient_of_one_rank_forbids_what_ran_ahead_on_all(tmp_path: Path, wo
 FAMILIES = (models.llama, models.gpt2, models.t5, models.lora, models.External, models.ListMoe)
 
 
+@pytest.mark.ranks
 def test_in_fp32_model_families_on_two_ranks_are_one_rank_within_rounding(tmp_path: Path) -> None:
     trainings = [
         Training(factory, steps=2, rows=4, dtype=torch.float32, lr=1e-3) for factory in FAMILIES

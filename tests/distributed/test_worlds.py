@@ -51,7 +51,8 @@ LLAMA = functools.partial(models.llama, 2)
 FP32 = Training(LLAMA, steps=2, rows=12, lr=1e-3, max_norm=0.7, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("world", [2, THREE, FOUR])
+@pytest.mark.ranks
+@pytest.mark.parametrize("world", [2, 3, 4])
 def test_one_training_at_every_world_size_is_the_same_within_rounding(
     tmp_path: Path, world: int
 ) -> None:
