@@ -1,5 +1,5 @@
-# make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak | bench |
-#      convergence | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle | clean
+# make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak |
+#      bench | convergence | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -20,8 +20,8 @@ export OMP_NUM_THREADS ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts ranks
-.PHONY: slow torch-matrix wheel gpu-bundle clean
+.PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts
+.PHONY: ranks slow torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
 
