@@ -184,7 +184,7 @@ def counted(model: torch.nn.Module, policy: inf.Policy) -> dict[str, TierBytes]:
             found["the node's copy (hpZ)"] = (
                 TierBytes(device=size) if policy.hpz == "device" else TierBytes(cpu=size)
             )
-    errors = [error for parts in reducer._reduce_scatter._errors.values() for error in parts]
+    errors = reducer._reduce_scatter._errors.tensors
     if errors:
         found["errors fed back (qgZ)"] = TierBytes(cpu=sum(error.nbytes for error in errors))
     return {name: size for name, size in found.items() if size}
