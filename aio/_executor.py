@@ -259,8 +259,11 @@ class Executor:
             )
         return ids
 
-    def drop(self, ids: npt.NDArray[np.int32]) -> None:
-        """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending."""
+    def drop(self, ids: npt.NDArray[np.int32], *, unless_pending: bool = False) -> bool:
+        """Forget chunks; ids may be reused. Raises ValueError if jobs on them are pending.
+
+        unless_pending: do nothing then, and return False.
+        """
         core = self._core
         core.check()
         # Here and below: C reads the array in place, as a plain run of int32.
@@ -268,8 +271,11 @@ class Executor:
         error = core.lib.inf_executor_drop(
             core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted)
         )
+        if error == -errno.EBUSY and unless_pending:
+            return False
         if error:
             raise ValueError("cannot drop: a chunk has pending jobs, or is not defined")
+        return True
 
     def submit(
         self,

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import ClassVar, Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 GROUP_NUMEL: Final = 2048
 """Shard and chunk boundaries are multiples of this: whole 4096-byte blocks of two-byte elements,
@@ -87,6 +88,10 @@ class GradSection(IntEnum):
     FP16 = 3
 
 
+NumelT = TypeVar("NumelT", int, npt.NDArray[np.int64])
+"""Elements: one number, or one for each of several chunks."""
+
+
 class Section(NamedTuple):
     """One state inside an extent: name and bytes per item. An item is `group_numel` elements."""
 
@@ -94,8 +99,9 @@ class Section(NamedTuple):
     itemsize: int
     group_numel: int = 1
 
-    def size_bytes(self, numel: int) -> int:
-        """Bytes of the first `numel` elements; a begun item counts whole."""
+    def size_bytes(self, numel: NumelT) -> NumelT:
+        """Bytes of the first `numel` elements (one number, or one for each of several chunks); a
+        begun item counts whole."""
         return -(-numel // self.group_numel) * self.itemsize
 
 

@@ -54,6 +54,7 @@ from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat
+from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, PeerFailed
 
 log = logging.getLogger("infinity")
@@ -480,12 +481,9 @@ def _rows_of(
     rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
     # Each place has its own table of checksums; the live one's is taken.
     second = (now["sums_ptr"] != records.first_sums).astype(np.int64)
-    pieces = np.array(
-        [records.format.written_count * records.pieces(int(numel)) for numel in now["numel"]]
-    )
+    pieces = records.format.written_count * -(-now["numel"] // PIECE_NUMEL)
     rows["sums_at"] = np.cumsum(pieces) - pieces
-    sums = [
-        records.sums[place, chunk, :count]
-        for chunk, (place, count) in enumerate(zip(second, pieces, strict=True))
-    ]
-    return rows, np.concatenate(sums)
+    tables = records.sums[second, np.arange(len(now))]
+    # Chunk after chunk: those of a shorter one, and of gradients, end before the table's row does.
+    sums: npt.NDArray[np.uint32] = tables[np.arange(tables.shape[1]) < pieces[:, None]]
+    return rows, sums

@@ -281,12 +281,14 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
     """Compute the bytes of every section of rows, a multiple of 4096: [rows, SECTION_MAX], 0 for
     sections that a format lacks.
     """
-    items: npt.NDArray[np.int64] = np.zeros((len(flats), SECTION_MAX), dtype=np.int64)
-    groups: npt.NDArray[np.int64] = np.ones((len(flats), SECTION_MAX), dtype=np.int64)
-    for index, flat in enumerate(flats):
-        for s, section in enumerate(flat.sections):
+    # Of the flats that the rows are of: a restore asks for one row after the other.
+    numbers, of_row = np.unique(rows["flat"], return_inverse=True)
+    items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
+    groups: npt.NDArray[np.int64] = np.ones((len(numbers), SECTION_MAX), dtype=np.int64)
+    for index, number in enumerate(numbers.tolist()):
+        for s, section in enumerate(flats[number].sections):
             items[index, s], groups[index, s] = section.itemsize, section.group_numel
-    sizes = -(-rows["numel"][:, None] // groups[rows["flat"]]) * items[rows["flat"]]
+    sizes = -(-rows["numel"][:, None] // groups[of_row]) * items[of_row]
     padded: npt.NDArray[np.int64] = -(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return padded
 
@@ -295,7 +297,8 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
     """Count the checksums of every section of rows, [rows, SECTION_MAX], in the order in which they
     lie.
     """
-    counts = np.array([len(flat.sections) for flat in flats], dtype=np.int64)[rows["flat"]]
+    numbers, of_row = np.unique(rows["flat"], return_inverse=True)
+    counts = np.array([len(flats[each].sections) for each in numbers.tolist()], np.int64)[of_row]
     chunked = np.where(
         np.arange(SECTION_MAX) < counts[:, None], -(-rows["numel"][:, None] // PIECE_NUMEL), 0
     )
@@ -415,9 +418,10 @@ def _gaps(manifest: Manifest) -> Iterator[str]:
     """Find shards whose chunks do not lie one after the other, from the begin to the end of the
     parameters in it.
     """
-    rows = manifest.rows
+    rows = manifest.rows[np.argsort(manifest.rows["flat"], kind="stable")]
+    bounds = np.searchsorted(rows["flat"], np.arange(len(manifest.layout.flats) + 1))
     for index, flat in enumerate(manifest.layout.flats):
-        mine = rows[rows["flat"] == index]
+        mine = rows[bounds[index] : bounds[index + 1]]
         starts, first = np.unique(mine["start"], return_index=True)
         ends = starts + mine["numel"][first]
         used = (

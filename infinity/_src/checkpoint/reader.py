@@ -4,7 +4,7 @@
         checkpoint.step, checkpoint.params["model.norm.weight"]        no data is read for these
         ChunkReader(checkpoint, 4).get(ChunkRef(rank, flat, chunk))    all sections of a chunk
 
-A data file is read by an executor of its own. Every section of a padded row is a chunk of that
+The data files of a rank are read by one executor. Every section of a padded row is a chunk of that
 executor, plain bytes, so that the padding up to 4096 has checksums as well, and one section (the
 parameters, say) is read without the others. A row of a durable run is one chunk, as the run's
 executor wrote it.
@@ -56,11 +56,13 @@ from infinity.errors import AioError
 
 Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(starts, numels) of the chunks of one rank's shard of a flat, in order, without gaps."""
-# Each has an executor: threads, and slots for SLOTS sections.
-OPEN_MAX = 4
-"""Data files that are open at once."""
+READERS_MAX = 16
+"""Ranks whose data files are open at once."""
 SLOTS = 8
-"""Sections in flight for a file."""
+"""Sections, or chunks of a run, in flight for a rank's files; with more files two for each."""
+BLOCK_ROWS = 256
+BLOCKS_MAX = 8
+"""Blocks of rows that an executor knows at once, but for those with jobs under way."""
 ALGORITHM = "crc32c"
 """The checksums that executors take; manifests name them."""
 
@@ -97,7 +99,7 @@ class Checkpoint:
         self.directory = directory
         self.manifests = list(manifests)
         self._backend = backend
-        self._readers: OrderedDict[tuple[int, int], DataReader] = OrderedDict()
+        self._readers: OrderedDict[int, DataReader] = OrderedDict()  # by rank
         self._rows: dict[int, _RankRows] = {}
         first = manifests[0]
         for other in manifests[1:]:
@@ -163,12 +165,12 @@ class Checkpoint:
         Raises: AioError for a file that is missing or was cut short, ValueError for checksums that
         nothing here takes.
         """
-        for rank, manifest in enumerate(self.manifests):
+        for manifest in self.manifests:
             for file in manifest.files:
                 check_length(self.directory / file.name, file)
-            if rank == 0 and manifest.files:
-                # Opening one checks the algorithm of the checksums.
-                self._reader(0, 0)
+                # It may be there and not be readable.
+                SwapFile.existing(self.directory / file.name).close()
+        check_algorithm(self.manifests[0].algorithm)
 
     def pieces(self, param: SavedParam, element: int, numel: int) -> Iterator[Piece]:
         """Yield the chunks that hold elements [element, element + numel) of a parameter."""
@@ -207,8 +209,7 @@ class Checkpoint:
                     s: at for s, at in addresses.items() if manifest.rows[row]["section_at"][s] >= 0
                 }
                 if here:
-                    reader = self._reader(ref.rank, int(manifest.rows[row]["file"]))
-                    tickets.append(reader.fetch(rows.in_file[row], here))
+                    tickets.append(self._reader(ref.rank).fetch(row, here))
         except BaseException:
             # The caller gets no ticket, and gives up the memory that the first reads still fill.
             _wait_out(tickets)
@@ -228,27 +229,24 @@ class Checkpoint:
             self._rows[rank] = _RankRows(self.manifests[rank], len(self.flats))
         return self._rows[rank]
 
-    def _reader(self, rank: int, file: int) -> DataReader:
-        key = (rank, file)
-        if key not in self._readers:
-            # Resharding reads the files of many ranks in turn: each has threads and buffers.
-            while len(self._readers) >= OPEN_MAX:
+    def _reader(self, rank: int) -> DataReader:
+        if rank not in self._readers:
+            # A restore comes to all ranks with every flat; each has threads and buffers.
+            while len(self._readers) >= READERS_MAX:
                 # The one used longest ago; closing waits for what it still reads.
                 self._readers.popitem(last=False)[1].close()
             manifest = self.manifests[rank]
-            # In the manifest's order: `in_file` counts rows of one file in the same way.
-            mine = manifest.rows[manifest.rows["file"] == file]
-            self._readers[key] = DataReader(
+            self._readers[rank] = DataReader(
                 self.directory,
-                manifest.files[file],
-                mine,
+                manifest.files,
+                manifest.rows,
                 self.flats,
                 manifest.sums,
                 algorithm=manifest.algorithm,
                 backend=self._backend,
             )
-        self._readers.move_to_end(key)
-        return self._readers[key]
+        self._readers.move_to_end(rank)
+        return self._readers[rank]
 
     def close(self) -> None:
         """Close its files. Idempotent."""
@@ -263,9 +261,7 @@ class Checkpoint:
 
 
 class _RankRows:
-    """The rows of one manifest by flat and chunk. in_file: the number of each row among those of
-    its file.
-    """
+    """The rows of one manifest by flat and chunk."""
 
     def __init__(self, manifest: Manifest, flat_count: int) -> None:
         rows = manifest.rows
@@ -274,10 +270,6 @@ class _RankRows:
         self._first = np.searchsorted(rows["flat"][self._order], np.arange(flat_count + 1))
         self._table = rows
         self._of_flat: dict[int, tuple[Chunks, list[list[int]]]] = {}
-        self.in_file = np.zeros(len(rows), dtype=np.int64)
-        for file in np.unique(rows["file"]):
-            here = rows["file"] == file
-            self.in_file[here] = np.arange(int(here.sum()))
 
     def _flat(self, flat: int) -> tuple[Chunks, list[list[int]]]:
         if flat not in self._of_flat:
@@ -425,17 +417,16 @@ def check_algorithm(algorithm: str) -> None:
 
 
 class DataReader:
-    """One data file, open to read. One thread uses it.
+    """Data files, open to read: all of a rank, each a drive of one executor. One thread uses it.
 
-    rows, sums: a manifest's; only rows of this file are asked for. flats: the manifest's. Raises:
-    AioError for a file that is missing or was cut short; ValueError for checksums that cannot be
-    checked here.
+    rows, sums, flats: a manifest's; `rows["file"]` is an index into `files`. Raises: AioError for a
+    file that is missing or was cut short; ValueError for checksums that cannot be checked here.
     """
 
     def __init__(
         self,
         directory: Path,
-        file: FileEntry,
+        files: Sequence[FileEntry],
         rows: npt.NDArray[np.void],
         flats: Sequence[FlatEntry],
         sums: npt.NDArray[np.uint32],
@@ -445,18 +436,20 @@ class DataReader:
     ) -> None:
         check_algorithm(algorithm)
         with contextlib.ExitStack() as undo:
-            # Before it is opened: a fault while reading would tell of a drive, not of a file cut
-            # short.
-            check_length(directory / file.name, file)
-            opened = undo.enter_context(SwapFile.existing(directory / file.name))
+            opened = []
+            for file in files:
+                # Before it is opened: a fault while reading would tell of a drive, not of a file
+                # cut short.
+                check_length(directory / file.name, file)
+                opened.append(undo.enter_context(SwapFile.existing(directory / file.name)))
             sizes = section_bytes(rows, flats)
             # A padded row is read section by section, one of a run as a whole.
             largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
-            pool = PoolSpec(SLOTS, int(largest.max(initial=4096)))
+            pool = PoolSpec(max(SLOTS, 2 * len(files)), int(largest.max(initial=4096)))
             self._executor = open_executor(
-                [opened], small=PoolSpec(0, 0), large=pool, backend=backend
+                opened, small=PoolSpec(0, 0), large=pool, backend=backend
             )
-            # On the way out the file goes after the executor, whose threads use its descriptor.
+            # On the way out the files go after the executor, whose threads use its descriptors.
             undo.callback(self._executor.close, wait=False)
             self._chunks = RowChunks(self._executor, rows, flats, sums)
             self._undo = undo.pop_all()
@@ -471,15 +464,19 @@ class DataReader:
         return self._chunks.submit(row, JobKind.FETCH, addresses)
 
     def close(self) -> None:
-        """Wait for what is in flight, and close the file."""
+        """Wait for what is in flight, and close the files."""
         # Targets are the caller's memory: no read may still be filling it.
         self._executor.wait_all()
         self._undo.close()
 
 
 class RowChunks:
-    """The rows of a file as an executor's chunks. `ids`: of each row's sections, [rows,
-    SECTION_MAX], -1 where there is none.
+    """The rows of files as chunks of an executor, whose drives the files are.
+
+    They become known to it in blocks of BLOCK_ROWS when one is asked for, and are forgotten when
+    others are: a checkpoint may have a million, and each takes kilobytes there. A block that is
+    made known again has the checksums' seeds of before, since chunks of one place keep their
+    generation.
     """
 
     def __init__(
@@ -490,61 +487,93 @@ class RowChunks:
         sums: npt.NDArray[np.uint32],
     ) -> None:
         self._executor = executor
+        self._rows = rows
+        self._flats = flats
         # Kept, since the executor has their address.
         self._sums = sums
         # An address for sections that lie elsewhere; nothing reads it.
         self._absent = np.zeros(64, dtype=np.uint8)
-        self._padded = rows["padded"] != 0
-        self.ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
-        sizes = section_bytes(rows, flats)
-        pieces = pieces_of(rows, flats)
+        # Ids of the sections of rows, [rows, SECTION_MAX], by the number of the block. The one used
+        # longest ago comes first.
+        self._blocks: OrderedDict[int, npt.NDArray[np.int32]] = OrderedDict()
+
+    def _block(self, number: int) -> npt.NDArray[np.int32]:
+        if number not in self._blocks:
+            for other in list(self._blocks)[: max(len(self._blocks) + 1 - BLOCKS_MAX, 0)]:
+                self._forget(other)
+            self._blocks[number] = self._define(number)
+        self._blocks.move_to_end(number)
+        return self._blocks[number]
+
+    def _define(self, number: int) -> npt.NDArray[np.int32]:
+        """Make the rows of a block known. Returns the ids of their sections, -1 where there is
+        none.
+        """
+        rows = self._rows[number * BLOCK_ROWS :][:BLOCK_ROWS]
+        ids: npt.NDArray[np.int32] = np.full((len(rows), SECTION_MAX), -1, dtype=np.int32)
+        sizes = section_bytes(rows, self._flats)
+        pieces = pieces_of(rows, self._flats)
         sums_at = rows["sums_at"][:, None] + np.cumsum(pieces, axis=1) - pieces
+        padded = rows["padded"] != 0
         for s in range(SECTION_MAX):
-            here = np.flatnonzero(self._padded & (rows["section_at"][:, s] >= 0))
+            here = np.flatnonzero(padded & (rows["section_at"][:, s] >= 0))
             if len(here):
-                address = sums.ctypes.data + 4 * sums_at[here, s]
-                self.ids[here, s] = executor.define(
+                address = self._sums.ctypes.data + 4 * sums_at[here, s]
+                ids[here, s] = self._executor.define(
                     _section_records(rows[here], s, sizes[here, s], address)
                 )
-        whole = np.flatnonzero(~self._padded)
+        whole = np.flatnonzero(~padded & (rows["section_at"] >= 0).any(axis=1))
         if len(whole):
             # As the run wrote them, or its checksums, which are seeded by chunk and section, would
             # not match.
-            ids = executor.define(self._chunk_records(rows[whole], flats))
-            self.ids[whole] = np.where(rows[whole]["section_at"] >= 0, ids[:, None], -1)
+            made = self._executor.define(self._chunk_records(rows[whole]))
+            ids[whole] = np.where(rows[whole]["section_at"] >= 0, made[:, None], -1)
+        return ids
 
-    def _chunk_records(
-        self, rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
-    ) -> npt.NDArray[np.void]:
+    def _forget(self, number: int) -> None:
+        """Forget a block, if none of its jobs is pending."""
+        ids = self._blocks[number]
+        # Sections of a whole row share an id.
+        if self._executor.drop(np.unique(ids[ids >= 0]), unless_pending=True):
+            del self._blocks[number]
+
+    def _chunk_records(self, rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
         """Chunks as the executor of a run wrote them. Sections that lie elsewhere are named at
         memory that nothing reads.
         """
         records = np.zeros(len(rows), dtype=CHUNK)
         for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
             records[name] = rows[name]
-        records["piece_numel"] = PIECE_NUMEL
+        records["drive"], records["piece_numel"] = rows["file"], PIECE_NUMEL
         records["sums_ptr"] = self._sums.ctypes.data + 4 * rows["sums_at"]
-        for record, flat in zip(records, rows["flat"], strict=True):
-            entry = flats[flat]
-            record["format"], record["section_count"] = entry.format, len(entry.sections)
+        # What all chunks of a flat have in common, once for each flat.
+        numbers, of_row = np.unique(rows["flat"], return_inverse=True)
+        table = np.zeros(len(numbers), dtype=CHUNK)
+        for common, number in zip(table, numbers.tolist(), strict=True):
+            entry = self._flats[number]
+            common["format"], common["section_count"] = entry.format, len(entry.sections)
             for s, section in enumerate(entry.sections):
-                record["itemsize"][s], record["group_numel"][s] = (
+                common["itemsize"][s], common["group_numel"][s] = (
                     section.itemsize,
                     section.group_numel,
                 )
-                # Not in this file: the executor wants an address, and nothing is read there.
-                if record["section_at"][s] < 0:
-                    record["section_ptr"][s] = self._absent.ctypes.data
+        for name in ("format", "section_count", "itemsize", "group_numel"):
+            records[name] = table[name][of_row]
+        for s in range(SECTION_MAX):
+            # Not in this file: the executor wants an address, and nothing is read there.
+            elsewhere = (s < records["section_count"]) & (records["section_at"][:, s] < 0)
+            records["section_ptr"][elsewhere, s] = self._absent.ctypes.data
         return records
 
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
         """Submit the jobs of these sections of a row at once."""
-        padded = bool(self._padded[row])
+        padded = bool(self._rows[row]["padded"])
+        ids = self._block(row // BLOCK_ROWS)[row % BLOCK_ROWS]
         # Padded: every section is a chunk of its own, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
         jobs["kind"], jobs["base"] = kind, -1
         for index, (section, address) in enumerate(addresses.items()):
-            chunk = int(self.ids[row, section])
+            chunk = int(ids[section])
             assert chunk >= 0, f"row {row} has no section {section}"
             job = jobs[index if padded else 0]
             job["chunk"] = chunk
@@ -561,6 +590,7 @@ def _section_records(
     records = np.zeros(len(rows), dtype=CHUNK)
     # A key of its own for each section: checksums are seeded with it.
     records["key"], records["generation"] = rows["key"] + np.uint64(s), rows["generation"]
+    records["drive"] = rows["file"]
     records["numel"] = records["run_bytes"] = sizes
     records["file_offset"] = rows["file_offset"] + rows["section_at"][:, s]
     records["format"], records["section_count"], records["piece_numel"] = Format.RAW, 1, PIECE_BYTES

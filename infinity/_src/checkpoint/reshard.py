@@ -394,9 +394,10 @@ class _RankShards:
     def _turns(self) -> Iterator[_NewRow]:
         """Yield every row, in order, and what it is made of."""
         row = 0
+        counts = np.bincount(self._rows["flat"], minlength=len(self._of.flats)).tolist()
         for flat in range(len(self._of.flats)):
             by_chunk = self._of.parts(flat, self._rank)
-            for chunk in range(int((self._rows["flat"] == flat).sum())):
+            for chunk in range(counts[flat]):
                 # A chunk of padding alone has no parts, and is written all the same.
                 yield _NewRow(row, by_chunk.get(chunk, []))
                 row += 1
@@ -435,10 +436,7 @@ def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:
 
 
 def _chunks_of(layout: FlatLayout) -> Chunks:
-    spans = layout.chunks
-    return np.array([span.start for span in spans], np.int64), np.array(
-        [span.numel for span in spans], np.int64
-    )
+    return layout.chunks.starts, layout.chunks.numels
 
 
 def _format_of(flat: FlatEntry, state: str | None) -> Format:

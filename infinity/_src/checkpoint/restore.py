@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from infinity._src.checkpoint import metadata
@@ -33,7 +34,7 @@ from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.state_store import ShardRecords
-from infinity._src.params.unit import Param
+from infinity._src.params.unit import Flat, Param
 from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
@@ -384,10 +385,9 @@ class RestoreJob:
             # Gathered memory of the unit has the old values: gather it anew.
             self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
-        turns = list(self._turns(checkpoint, found))
         line = ProgressLine(
             f"restoring step {checkpoint.step}",
-            sum(turn.size_bytes for turn in turns),
+            sum(self._restored_bytes(flat) for flat in self._saver.flats),
             shown=self._comm.rank == 0,
         )
         # Without an optimizer only section 0, the parameter, is read.
@@ -409,7 +409,7 @@ class RestoreJob:
             finish=finish,
         )
         try:
-            pipeline.run(turns)
+            pipeline.run(self._turns(checkpoint, found))
         finally:
             line.end()
             reader.close()
@@ -422,6 +422,17 @@ class RestoreJob:
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
+
+    def _restored_bytes(self, flat: Flat) -> int:
+        """Bytes of the chunks of a flat in which some parameter lies."""
+        chunks = flat.layout.chunks
+        touched = np.zeros(len(chunks), dtype=np.bool_)
+        for param in flat.params:
+            start, _, numel = flat.layout.shard_range(param.param_index, self._comm.rank)
+            touched[chunks.touched(start, numel)] = True
+        numels = chunks.numels[touched]
+        sections = self._states.store[flat].sections
+        return sum(int(section.size_bytes(numels).sum()) for section in sections)
 
     def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Chunk]:
         for flat in self._saver.flats:

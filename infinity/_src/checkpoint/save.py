@@ -22,7 +22,7 @@ import logging
 import os
 import secrets
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -91,19 +91,21 @@ class Snapshot:
         self._ids = (
             np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
         )
+        self._rows = rows
+        self._flats = [shard.flat for shard in shards]
+        self._entries = flats
         # Padded to 4096, as the data file has them; `_exact` is what the run's executor gives.
         self._sizes = section_bytes(rows, flats)
-        self._exact = [
-            [section.size_bytes(int(row["numel"])) for section in flats[row["flat"]].sections]
-            for row in rows
-        ]
-        self._flat_of = [shards[index].flat for index in rows["flat"]]
         # Guards the queue: training waits in `before_write` while the save's thread copies.
         self._changed = threading.Condition()
-        # Rows to be read, flat by flat in the order given.
-        self._queue: dict[Flat, deque[int]] = {flat: deque() for flat in order}
-        for row, flat in enumerate(self._flat_of):
-            self._queue[flat].append(row)
+        # Rows to be read, flat by flat in the order given. Those of a flat lie together.
+        ends = np.searchsorted(rows["flat"], np.arange(len(shards)), side="right").tolist()
+        of_flat = {
+            flat: range(start, end)
+            for flat, start, end in zip(self._flats, [0, *ends], ends, strict=False)
+        }
+        assert of_flat.keys() == set(order), "every flat is copied"
+        self._queue: OrderedDict[Flat, range] = OrderedDict((each, of_flat[each]) for each in order)
         # Not the same as the queue: a row that was taken is read only later.
         self._unread = {flat: len(rows_left) for flat, rows_left in self._queue.items()}
         self._ended = False
@@ -115,8 +117,9 @@ class Snapshot:
             if self._ended or not any(self._unread.get(flat) for flat in flats):
                 return
             # A writer waits for these: they are read next.
-            first = {flat: self._queue.pop(flat) for flat in flats if flat in self._queue}
-            self._queue = {**first, **self._queue}
+            for flat in reversed(flats):
+                if flat in self._queue:
+                    self._queue.move_to_end(flat, last=False)
             while not self._ended and any(self._unread.get(flat) for flat in flats):
                 self._changed.wait(0.5)
 
@@ -154,28 +157,35 @@ class Snapshot:
 
     def _take(self) -> int | None:
         with self._changed:
-            # A copy: flats with nothing left are taken out on the way.
-            for flat, rows in list(self._queue.items()):
+            while self._queue:
+                flat, rows = next(iter(self._queue.items()))
                 if rows:
-                    return rows.popleft()
+                    self._queue[flat] = rows[1:]
+                    return rows[0]
                 del self._queue[flat]
         return None
 
     def _was_read(self, row: int) -> None:
         with self._changed:
             # After the read, not when it began: only now may training overwrite the chunk.
-            self._unread[self._flat_of[row]] -= 1
+            self._unread[self._flats[self._rows[row]["flat"]]] -= 1
             self._changed.notify_all()
         self._progress(int(self._sizes[row].sum()))
 
+    def _exact(self, row: int) -> list[int]:
+        """Bytes of the sections of a row."""
+        numel = int(self._rows[row]["numel"])
+        sections = self._entries[self._rows[row]["flat"]].sections
+        return [section.size_bytes(numel) for section in sections]
+
     def _addresses(self, row: int, buffer: Bytes) -> dict[int, int]:
         at = np.cumsum(self._sizes[row]) - self._sizes[row] + buffer.ctypes.data
-        return {s: int(at[s]) for s in range(len(self._exact[row]))}
+        return {s: int(at[s]) for s in range(len(self._exact(row)))}
 
     def _fetch(self, row: int, buffer: Bytes) -> Ticket:
         start = 0
         # The data file has checksums over whole pages: the padding of a section must be zero.
-        for exact, padded in zip(self._exact[row], self._sizes[row], strict=False):
+        for exact, padded in zip(self._exact(row), self._sizes[row], strict=False):
             buffer[start + exact : start + padded] = 0
             start += int(padded)
         addresses = self._addresses(row, buffer)

@@ -360,10 +360,12 @@ class VerifyJob:
             return
         # The reader refuses a file shorter than its entry, and the cut was told already.
         there = dataclasses.replace(file, size_bytes=min(size, file.size_bytes))
+        rows = manifest.rows[mine]
+        rows["file"] = 0  # of those that the reader has
         reader = DataReader(
             self.directory,
-            there,
-            manifest.rows[mine],
+            [there],
+            rows,
             manifest.layout.flats,
             manifest.sums,
             algorithm=manifest.algorithm,

@@ -118,12 +118,6 @@ class DataWriter:
         self.check()
         # Before the manifest is written, which makes these bytes a checkpoint.
         self._file.fsync()
-        for s in range(SECTION_MAX):
-            # The executor counts generations while it writes, and seeds checksums with them.
-            here = self._chunks.ids[:, s] >= 0
-            self.rows["generation"][here] = self._executor.look(self._chunks.ids[here, s])[
-                "generation"
-            ]
 
     def close(self) -> None:
         """Give up what is not written, and close the file."""

@@ -25,7 +25,6 @@ from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.memory.device import Device
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.sizes import round_up
 from infinity.aio import Priority, Slab, Ticket
 from infinity.aio._records import ALIGNMENT_BYTES
 from infinity.errors import AioError
@@ -358,9 +357,8 @@ class SpilledGradients:
         """Bytes that drives move for the gradients of a flat, in one direction: whole blocks of
         each chunk."""
         itemsize = self._dtypes[flat].itemsize
-        return sum(
-            round_up(chunk.numel * itemsize, ALIGNMENT_BYTES) for chunk in flat.layout.chunks
-        )
+        sizes = flat.layout.chunks.numels * itemsize
+        return int((-(-sizes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES).sum())
 
     @staticmethod
     def _is_wanted(flat: Flat) -> bool:

@@ -12,7 +12,11 @@ no quantization group holds two of them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
 
 from infinity._src.sizes import round_up
 from infinity.aio import Format
@@ -22,12 +26,14 @@ from infinity.aio._records import (
     GROUP_NUMEL,
     QUANT_GROUP,
     Master,
+    NumelT,
     Section,
 )
 
 __all__ = [
     "ALIGN_BYTES",
     "ChunkSpan",
+    "ChunkSpans",
     "FlatLayout",
     "Section",
     "aligned_section_bytes",
@@ -48,10 +54,10 @@ def sections_of(state_format: Format, param_itemsize: int) -> tuple[Section, ...
     return state_format.sections
 
 
-def aligned_section_bytes(section: Section, numel: int) -> int:
+def aligned_section_bytes(section: Section, numel: NumelT) -> NumelT:
     """Bytes of a section of `numel` elements on a drive or in a slot, where the next starts
-    4096-aligned."""
-    return round_up(section.size_bytes(numel), ALIGNMENT_BYTES)
+    4096-aligned. numel: one number, or one for each chunk."""
+    return -(-section.size_bytes(numel) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +66,50 @@ class ChunkSpan:
 
     start: int
     numel: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSpans(Sequence[ChunkSpan]):
+    """Chunks of one rank's shard, in order. Each span is made when it is asked for: a large model
+    has a million, and a list of them for each question about one would cost the square of that.
+    """
+
+    shard_numel: int
+    chunk_numel: int
+
+    def __len__(self) -> int:
+        return len(range(0, self.shard_numel, self.chunk_numel))
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkSpan: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ChunkSpan, ...]: ...
+    def __getitem__(self, index: int | slice) -> ChunkSpan | tuple[ChunkSpan, ...]:
+        if isinstance(index, slice):
+            return tuple(self[each] for each in range(*index.indices(len(self))))
+        start = range(0, self.shard_numel, self.chunk_numel)[index]
+        return ChunkSpan(start, min(self.chunk_numel, self.shard_numel - start))
+
+    @property
+    def starts(self) -> npt.NDArray[np.int64]:
+        """Element of the shard at which each chunk starts."""
+        return np.arange(0, self.shard_numel, self.chunk_numel, dtype=np.int64)
+
+    @property
+    def numels(self) -> npt.NDArray[np.int64]:
+        """Elements of each chunk."""
+        return np.minimum(self.chunk_numel, self.shard_numel - self.starts)
+
+    @property
+    def numel_max(self) -> int:
+        """Elements of the largest."""
+        return min(self.chunk_numel, self.shard_numel)
+
+    def touched(self, start: int, numel: int) -> range:
+        """Indices of the chunks that hold elements [start, start + numel) of the shard."""
+        if numel <= 0:
+            return range(0)
+        return range(start // self.chunk_numel, (start + numel - 1) // self.chunk_numel + 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +133,9 @@ class FlatLayout:
         return self.shard_numel * self.world
 
     @property
-    def chunks(self) -> tuple[ChunkSpan, ...]:
+    def chunks(self) -> ChunkSpans:
         """Chunks of one shard, in order."""
-        return tuple(
-            ChunkSpan(start, min(self.chunk_numel, self.shard_numel - start))
-            for start in range(0, self.shard_numel, self.chunk_numel)
-        )
+        return ChunkSpans(self.shard_numel, self.chunk_numel)
 
     def shard_range(self, index: int, rank: int) -> tuple[int, int, int]:
         """Intersect parameter `index` with the shard of `rank`.

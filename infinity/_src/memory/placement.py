@@ -74,7 +74,7 @@ class FlatNeed:
     @functools.cached_property
     def numels(self) -> tuple[int, ...]:
         """Elements of each chunk."""
-        return tuple(span.numel for span in self.layout.chunks)
+        return tuple(self.layout.chunks.numels.tolist())
 
     @functools.cached_property
     def sections(self) -> tuple[Section, ...]:

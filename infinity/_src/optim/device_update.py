@@ -240,7 +240,7 @@ class DeviceUpdate(DeferredUpdate):
         )
 
     def _window_bytes(self, flat: Flat) -> int:
-        numel = max(span.numel for span in flat.layout.chunks)
+        numel = flat.layout.chunks.numel_max
         return sum(
             round_up(section.size_bytes(numel), _ALIGNMENT_BYTES)
             for section in self._store[flat].sections

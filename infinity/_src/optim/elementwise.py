@@ -143,8 +143,7 @@ class Elementwise(Optimizer):
         temporaries of the class (a third state, say).
         """
         chunks = [
-            (form, max(chunk.numel for chunk in flat.layout.chunks))
-            for flat, form in formats.items()
+            (form, flat.layout.chunks.numel_max) for flat, form in formats.items()
         ]
         whole = [
             sum(section.size_bytes(numel) for section in form.sections) for form, numel in chunks

@@ -148,9 +148,8 @@ class States:
                 written = torch.from_numpy(buffer.section(0, span.start, span.numel)).view(
                     param.dtype
                 )
-                self._delayed_params.write(
-                    param.flat, int(shard.starts[span.chunk]) + span.start, written
-                )
+                start = param.flat.layout.chunks[span.chunk].start + span.start
+                self._delayed_params.write(param.flat, start, written)
 
     def touch(self, param: Param) -> None:
         """Mark the parameter's gathered unit as outdated, since its values at rest are about to

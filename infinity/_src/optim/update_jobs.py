@@ -76,22 +76,11 @@ def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
     # A RAW flat has parameters and nothing to update.
     if at_rest.format is not Format.RAW:
         for position in range(len(flat.params)):
-            start, source, numel = flat.layout.shard_range(position, rank)
+            source = flat.layout.shard_range(position, rank)[1]
             # A parameter may cross chunks, and a chunk holds many parameters: one segment for each
             # overlap.
-            for index, span in enumerate(spans):
-                low, high = max(start, span.start), min(start + numel, span.start + span.numel)
-                if low < high:
-                    rows.append(
-                        (
-                            index,
-                            low - span.start,
-                            high - low,
-                            position,
-                            low - start,
-                            source + low - start,
-                        )
-                    )
+            for index, first, element, numel in flat.layout.spans(position, rank):
+                rows.append((index, first, numel, position, element - source, element))
         # By chunk, so that the segments of a job are one range.
         rows.sort()
     segs = np.zeros(len(rows), dtype=SEG)

@@ -24,9 +24,8 @@ from infinity._src.memory.heap import give_back
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.unit import Flat
-from infinity._src.sizes import round_up
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
-from infinity.aio._records import PIECE_NUMEL, GradSection, Master, piece_count
+from infinity.aio._records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
 from infinity.errors import AioError
 
 PLACES = (("file_offset", "file"), ("other_offset", "other_file"), ("grad_offset", "grad_file"))
@@ -79,10 +78,7 @@ class ShardRecords:
     @property
     def starts(self) -> npt.NDArray[np.int64]:
         """Element of the shard at which each chunk starts."""
-        starts: npt.NDArray[np.int64] = np.array(
-            [span.start for span in self.flat.layout.chunks], dtype=np.int64
-        )
-        return starts
+        return self.flat.layout.chunks.starts
 
     @property
     def first_sums(self) -> npt.NDArray[np.uint64]:
@@ -93,17 +89,10 @@ class ShardRecords:
         )
         return addresses
 
-    def pieces(self, numel: int) -> int:
-        """Checksums of one section of a chunk with so many elements."""
-        return piece_count(numel)
-
-    def grad_bytes(self, record: Any) -> int:
-        """Bytes of a chunk's spilled gradients, at the end of its run."""
-        return (
-            aligned_section_bytes(self.sections[-1], int(record["numel"]))
-            if self.format.grad
-            else 0
-        )
+    def grad_bytes(self, numel: NumelT) -> NumelT:
+        """Bytes of the spilled gradients of chunks with so many elements, at the end of their
+        runs."""
+        return aligned_section_bytes(self.sections[-1], numel) if self.format.grad else 0 * numel
 
     def wants(self, record: Any, layers: tuple[int, int]) -> list[ExtentRequest]:
         """The extents that a chunk wants of the swap space, in the order of `PLACES`; its first and
@@ -115,7 +104,7 @@ class ShardRecords:
         return [
             ExtentRequest(states, layers[0]),
             ExtentRequest(states, layers[1]),
-            ExtentRequest(self.grad_bytes(record)),
+            ExtentRequest(self.grad_bytes(int(record["numel"]))),
         ]
 
     def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
@@ -128,6 +117,11 @@ class ShardRecords:
                 record[offset], record[file] = place.offset, place.layer
         if record["file_offset"] < 0:  # gradients alone
             record["file_offset"], record["file"] = record["grad_offset"], record["grad_file"]
+
+
+def resident_bytes(section: Section, numels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Bytes that a section of each chunk takes in RAM, where the next starts at a cache line."""
+    return -(-section.size_bytes(numels) // 64) * 64
 
 
 def unplaced(
@@ -147,7 +141,7 @@ def unplaced(
     sections = sections_of(state_format, flat.layout.itemsize)
     spans = flat.layout.chunks
     records = np.zeros(len(spans), dtype=CHUNK)
-    pieces = piece_count(max(span.numel for span in spans))
+    pieces = piece_count(spans.numel_max)
     sums: npt.NDArray[np.uint32] = np.zeros(
         (1 + versioned, len(spans), len(sections) * pieces), dtype=np.uint32
     )
@@ -159,25 +153,29 @@ def unplaced(
         len(sections),
         PIECE_NUMEL,
     )
-    for index, (span, mask, record) in enumerate(zip(spans, masks, records, strict=True)):
-        record["numel"] = span.numel
-        for s, section in enumerate(sections):
-            record["itemsize"][s], record["group_numel"][s] = section.itemsize, section.group_numel
-            # In order and 4096-aligned, so that each section of a run can be read by itself.
-            if mask >> s & 1:
-                record["section_at"][s] = record["run_bytes"]
-                record["run_bytes"] += aligned_section_bytes(section, span.numel)
-        if sums_on:
-            record["sums_ptr"] = sums[0, index].ctypes.data
-            record["other_sums_ptr"] = sums[1, index].ctypes.data if versioned else 0
+    records["numel"] = numels = spans.numels
+    rows: npt.NDArray[np.int64] = np.array(masks, dtype=np.int64)
+    assert rows.shape == numels.shape, (rows.shape, numels.shape)
+    # For all chunks at once: a large model has a million.
+    for s, section in enumerate(sections):
+        records["itemsize"][:, s], records["group_numel"][:, s] = (
+            section.itemsize,
+            section.group_numel,
+        )
+        # In order and 4096-aligned, so that each section of a run can be read by itself.
+        here = rows >> s & 1 != 0
+        records["section_at"][here, s] = records["run_bytes"][here]
+        records["run_bytes"][here] += aligned_section_bytes(section, numels[here])
+    if sums_on:
+        row_bytes = np.arange(len(spans), dtype=np.uint64) * np.uint64(sums.strides[1])
+        for place, field in enumerate(("sums_ptr", "other_sums_ptr")[: 1 + versioned]):
+            records[field] = np.uint64(sums[place].ctypes.data) + row_bytes
     shard = ShardRecords(
         flat, state_format, sections, records, np.zeros(0, np.int32), [], sums, versioned
     )
     # Both places hold states alone: gradients have an extent of their own (`wants`).
     if versioned:
-        records["other_bytes"] = [
-            record["run_bytes"] - shard.grad_bytes(record) for record in records
-        ]
+        records["other_bytes"] = records["run_bytes"] - shard.grad_bytes(numels)
     return shard
 
 
@@ -366,11 +364,8 @@ class StateStore:
         self.will_write((flat,))
         shard = self._flats[flat]
         end = start + values.numel()
-        touched = [
-            i
-            for i, span in enumerate(flat.layout.chunks)
-            if span.start < end and start < span.start + span.numel
-        ]
+        touched = flat.layout.chunks.touched(start, len(values))
+        starts = np.array(touched, dtype=np.int64) * flat.layout.chunk_numel
         sections = range(shard.format.master_count)
         first = flat.layout.chunks[touched[0]].start
         last = flat.layout.chunks[touched[-1]]
@@ -387,7 +382,7 @@ class StateStore:
             jobs["mask"] = sum(1 << section for section in sections)
             jobs["base"] = -1
             for section, address in zip(sections, addresses, strict=True):
-                at = shard.starts[touched] * shard.sections[section].itemsize + address
+                at = starts * shard.sections[section].itemsize + address
                 jobs["ptr"][:, section] = at.astype(np.uint64)
             self._executor.submit(jobs, priority=Priority.DEMAND).wait()
             if kind is JobKind.FETCH:
@@ -412,10 +407,9 @@ class StateStore:
         shard = self._flats[flat]
         # Neither the parameter, which comes first, nor spilled gradients, which come last.
         left = shard.sections[1 : shard.format.written_count]
-        for index, span in enumerate(flat.layout.chunks):
+        for index in flat.layout.chunks.touched(start, numel) if left else ():
+            span = flat.layout.chunks[index]
             low, high = max(start, span.start), min(start + numel, span.start + span.numel)
-            if low >= high or not left:
-                continue
             job = np.zeros(1, dtype=JOB)
             job["chunk"], job["base"] = shard.ids[index], -1
             job["mask"] = sum(1 << section for section in range(1, 1 + len(left)))
@@ -527,10 +521,9 @@ class StateStore:
     def _masks_of(self, flat: Flat) -> list[int]:
         shard = self._flats[flat]
         count = len(shard.sections)
-        return [
-            sum(1 << s for s in range(count) if record["section_at"][s] >= 0)
-            for record in shard.records
-        ]
+        here = shard.records["section_at"][:, :count] >= 0
+        masks: list[int] = (here << np.arange(count)).sum(axis=1).tolist()
+        return masks
 
     def _define(
         self,
@@ -597,29 +590,28 @@ class StateStore:
 
         keep: for a flat, its old records, and how many of its first sections stay in their memory.
         """
-        wanted: list[tuple[npt.NDArray[Any], int, int]] = []
+        # Addresses of a section of a flat's chunks, those of them that want memory, and the sizes.
+        # A section of neighbours lies together, so that a copy to a device takes it as one.
+        wanted: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.int64]]] = []
         for shard in made:
             kept, common = keep.get(shard.flat, (None, 0))
             for field in ("section_ptr", "other_ptr")[: 1 + shard.versioned]:
-                for index, record in enumerate(shard.records):
-                    for s, section in enumerate(shard.sections):
-                        if record["section_at"][s] >= 0:
-                            continue
-                        if kept is not None and s < common and kept[index][field][s]:
-                            record[field][s] = kept[index][field][s]
-                        else:
-                            # `record[field]` is a view: an address set there is set in the record.
-                            wanted.append(
-                                (record[field], s, section.size_bytes(int(record["numel"])))
-                            )
-        size_bytes = sum(round_up(size, 64) for _, _, size in wanted)
+                for s, section in enumerate(shard.sections):
+                    resident = shard.records["section_at"][:, s] < 0
+                    addresses = shard.records[field][:, s]  # a view of the records
+                    if kept is not None and s < common:
+                        addresses[resident] = kept[field][resident, s]
+                        resident &= addresses == 0
+                    sizes = resident_bytes(section, shard.records["numel"][resident])
+                    wanted.append((addresses, resident, sizes))
+        size_bytes = sum(int(sizes.sum()) for _, _, sizes in wanted)
         if not size_bytes:
             return None
         slab = Slab(size_bytes)
-        address = slab.address
-        for pointers, s, size in wanted:
-            pointers[s] = address
-            address += round_up(size, 64)
+        start = slab.address
+        for addresses, resident, sizes in wanted:
+            addresses[resident] = start + np.cumsum(sizes) - sizes
+            start += int(sizes.sum())
         return slab
 
     def _carry_over(self, before: ShardRecords, now: ShardRecords) -> None:
@@ -666,20 +658,14 @@ class StateStore:
                 self._dropped.append(place)
             else:
                 self._space.free(place)
-        kept = {
-            int(address)
-            for field in ("section_ptr", "other_ptr")
-            for address in stays.records[field].flat
-        }
-        for record in shard.records:
-            for section, *addresses in zip(
-                shard.sections, record["section_ptr"], record["other_ptr"], strict=False
-            ):
-                for address in addresses:
-                    if address and int(address) not in kept:
-                        self._free(
-                            int(address), round_up(section.size_bytes(int(record["numel"])), 64)
-                        )
+        for field in ("section_ptr", "other_ptr"):
+            for s, section in enumerate(shard.sections):
+                addresses = shard.records[field][:, s]
+                # What stays in its memory is the same section of the same chunk.
+                gone = (addresses != 0) & (addresses != stays.records[field][:, s])
+                sizes = resident_bytes(section, shard.records["numel"][gone])
+                for address, size in zip(addresses[gone].tolist(), sizes.tolist(), strict=True):
+                    self._free(address, size)
 
     def _free(self, address: int, size_bytes: int) -> None:
         """Give resident memory back: its pages, and the slab with the last of its bytes."""

@@ -283,7 +283,7 @@ def test_rows_of_a_data_file_come_back_padding_included_and_damage_anywhere_is_f
     whole = path.read_bytes()
     for at in (0, 5000, 4096 * 5 - 1, 4096 * 6 + 300, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 128]) + whole[at + 1 :])
-        reader = DataReader(tmp_path, writer.entry, rows, [flat], writer.sums, **settings_)
+        reader = DataReader(tmp_path, [writer.entry], rows, [flat], writer.sums, **settings_)
         back = np.zeros(4096, dtype=np.uint8)
         with pytest.raises(ChecksumError) as caught:
             for row in range(2):
@@ -327,7 +327,7 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
     executor.close()
     file.close()
     entry = FileEntry("swap", 1 << 20)
-    reader = DataReader(tmp_path, entry, row, [EXACT], sums, algorithm="crc32c")
+    reader = DataReader(tmp_path, [entry], row, [EXACT], sums, algorithm="crc32c")
     back = np.zeros(4 * numel, dtype=np.uint8)
     reader.fetch(0, {2: back.ctypes.data}).wait()
     assert np.array_equal(back, values)
@@ -342,4 +342,4 @@ def test_checksums_that_no_executor_takes_are_refused(
 ) -> None:
     rows, sums = np.zeros(0, dtype=ROW), np.zeros(0, dtype=np.uint32)
     with pytest.raises(ValueError, match=f"checksums are '{algorithm}'.*{message}"):
-        DataReader(tmp_path, FileEntry("data", 0), rows, [EXACT], sums, algorithm=algorithm)
+        DataReader(tmp_path, [FileEntry("data", 0)], rows, [EXACT], sums, algorithm=algorithm)

@@ -1,0 +1,165 @@
+"""CPU time and memory of each phase of the engine per chunk, with chunks so small that a laptop
+has as many of them as a model of hundreds of billions of parameters.
+
+    python -m tests.slopes DIRECTORY '{"chunks": 1000, "flats": 1, "units": ["us", "bytes"]}' ...
+
+Prints a JSON line for each: {phase: [CPU microseconds, bytes] per chunk}. CPU time is that of all
+threads of the process, and the least of several turns; bytes are the most that Python and numpy
+have allocated beyond what was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import shutil
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity as inf
+from infinity._src import build
+from infinity._src.checkpoint import reshard as resharding
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.reshard import ReshardJob
+from infinity._src.checkpoint.run_files import run_directory
+from infinity._src.checkpoint.verify import VerifyJob
+from infinity._src.memory import planner
+from tests.device import simulated
+
+CHUNK_NUMEL = 2048
+TURNS = 2
+
+
+class Rows(nn.Module):
+    """Matrices of as many chunks each; computing with them takes next to nothing."""
+
+    def __init__(self, chunks: int, flats: int) -> None:
+        super().__init__()
+        rows = -(-chunks // flats)
+        self.layers = nn.ModuleList(
+            [nn.Linear(CHUNK_NUMEL, rows, bias=False, dtype=torch.bfloat16) for _ in range(flats)]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Each row, and so each chunk, gets a gradient of its own.
+        found = []
+        for number, layer in enumerate(self.layers, 1):
+            rows = layer(x).float()
+            found.append((rows * torch.linspace(number, number + 1, rows.shape[1])).sum())
+        return torch.stack(found).sum()
+
+
+class Meter:
+    """The phases of one model. traces: allocations are traced, which makes all slower."""
+
+    def __init__(self, chunks: int, *, traces: bool) -> None:
+        self.found: dict[str, list[float]] = {}
+        self._chunks = chunks
+        self._traces = traces
+
+    def phase(self, name: str, action: Callable[[], Any], turns: int = TURNS) -> Any:
+        """Run it so many times, and note what the cheapest turn takes per chunk."""
+        costs = []
+        for _ in range(1 if self._traces else turns):
+            gc.collect()
+            if self._traces:
+                tracemalloc.start()
+            began_s = time.process_time()
+            result = action()
+            costs.append(1e6 * (time.process_time() - began_s))
+            if self._traces:
+                costs[-1] = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+        self.found[name] = min(costs) / self._chunks
+        return result
+
+
+@contextlib.contextmanager
+def tiny_chunks() -> Iterator[pytest.MonkeyPatch]:
+    """Models that are offloaded inside have chunks of CHUNK_NUMEL elements."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (build, planner, resharding):
+            patch.setattr(module, "chunk_numel_of", lambda _state, _dtype: CHUNK_NUMEL)
+        yield patch
+
+
+def measure(place: Path, chunks: int, flats: int, *, traces: bool) -> dict[str, float]:
+    """The cost of each phase per chunk."""
+    meter = Meter(chunks, traces=traces)
+    with tiny_chunks() as patch:
+        states = {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["Linear"]}
+        _train(meter, place, chunks, flats, "", generations=1, **states)
+        _train(meter, place, chunks, flats, "durable ", durable="new", **states)
+        with simulated(patch, delay_us=0):
+            _train(meter, place, chunks, flats, "device ", update_on="device", **states)
+    return meter.found
+
+
+def _train(meter: Meter, place: Path, chunks: int, flats: int, kind: str, **chosen: Any) -> None:
+    folder = place / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    torch.manual_seed(0)
+    model = Rows(chunks, flats)
+    policy = inf.Policy(nvme=folder, **chosen)
+    meter.phase(f"{kind}offload", lambda: inf.offload(model, policy), turns=1)
+    optimizer: Any = meter.phase(
+        f"{kind}optimizer", lambda: inf.AdamW(model.parameters(), lr=1e-3), turns=1
+    )
+    handle = inf.handle(model)
+    x = torch.randn(2, CHUNK_NUMEL, dtype=torch.bfloat16)
+
+    def step() -> None:
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        handle.flush()
+
+    step()
+    meter.phase(f"{kind}step", step)
+    if not kind:
+        _checkpoint(meter, place, model, optimizer)
+    meter.phase(f"{kind}close", handle.close, turns=1)
+    if "durable" in chosen:
+        meter.phase(f"{kind}verify", VerifyJob(run_directory(folder)).verify, turns=1)
+
+
+def _checkpoint(meter: Meter, place: Path, model: nn.Module, optimizer: Any) -> None:
+    saved, resharded = place / "saved", place / "resharded"
+    meter.phase("save", lambda: inf.save(model, optimizer, saved).wait())
+    meter.phase("restore", lambda: inf.restore(model, optimizer, saved))
+    meter.phase("verify", VerifyJob(saved).verify)
+
+    def to_two() -> None:
+        shutil.rmtree(resharded, ignore_errors=True)
+        with Checkpoint.open(saved) as checkpoint:
+            ReshardJob(checkpoint, world=2).write(resharded)
+
+    meter.phase("reshard", to_two, turns=1)
+
+
+def main() -> None:
+    """Measure what the arguments say."""
+    torch.set_num_threads(1)
+    for spec in sys.argv[2:]:
+        values = json.loads(spec)
+        place = Path(sys.argv[1]) / "slopes"
+        found = {
+            unit: measure(place, values["chunks"], values["flats"], traces=unit == "bytes")
+            for unit in values["units"]
+        }
+        shutil.rmtree(place)
+        print(json.dumps({**values, **found}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
