@@ -17,9 +17,9 @@ from tests.marks import mostly_slow
 
 SLOPE_MAX = 1.2
 """Eight times the chunks are eight times the memory: some of it is in no cache any more."""
-BUSY_MAX = 1.6
-"""Beside other tests, whose use of the caches makes CPU time vary by a third. What costs the square
-is eight times as dear."""
+BUSY_MAX = 4.0
+"""Beside other tests, and on a shared machine, where CPU time varies by a factor of three. What
+costs the square is eight times as dear."""
 FLATS = {
     "more and larger flats": lambda chunks: int(chunks**0.5),
     "one flat": lambda chunks: 1,
@@ -28,7 +28,7 @@ FLATS = {
 
 
 @pytest.mark.parametrize("unit", mostly_slow(["us", "bytes"], "us"))
-@pytest.mark.parametrize("shape", mostly_slow(FLATS, "more and larger flats"))
+@pytest.mark.parametrize("shape", mostly_slow(FLATS, "one flat"))
 @pytest.mark.parametrize("chunks", mostly_slow([100, 1000], 100))
 def test_each_phase_is_linear_in_chunks(chunks: int, shape: str, unit: str, tmp_path: Path) -> None:
     """Costs that arise once per engine count for it: they make the few chunks dear."""
