@@ -337,10 +337,15 @@ class Lane:
     def _run(self) -> None:
         # Taken once: `close` drops the attribute while this thread may still be in a call.
         group = self._group
-        with self._stream() as stream:
-            while (op := self._take()) is not None:
-                self._run_one(op, group, stream)
-                del op  # its tensors would be kept until the next one comes
+        try:
+            with self._stream() as stream:
+                while (op := self._take()) is not None:
+                    self._run_one(op, group, stream)
+                    del op  # its tensors would be kept until the next one comes
+        except BaseException as error:
+            # No stream was to be had: else all that is submitted would wait until its timeout.
+            self._watchdog.report_failure(error)
+            raise
 
     def _take(self) -> PendingCollective | None:
         """Return what runs next, and None at the end. Blocks. Called by the lane's thread."""

@@ -19,7 +19,7 @@ from infinity._src.distributed import lanes
 from infinity._src.distributed.lanes import DeviceEvent, Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import Watchdog
-from infinity.errors import AioError, RankFailed
+from infinity.errors import AioError, DeviceCopyError, RankFailed
 from tests.fake_cuda import FakeCuda, FakeStream
 
 
@@ -423,6 +423,23 @@ def test_a_lane_is_not_drained_while_one_runs_that_began_during_the_wait(
     threading.Timer(0.1, go.set).start()
     monkeypatch.setattr(watchdog, "timeout_s", 30.0)
     assert not lane.drain()
+    lane.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_lane_without_a_stream_ends_what_is_submitted(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Streams(monkeypatch)
+
+    def refused() -> None:
+        raise DeviceCopyError("the device's driver refuses a mode of capture (999)")
+
+    monkeypatch.setattr(lanes, "relax_capture_mode", refused)
+    monkeypatch.setattr(watchdog, "timeout_s", 600.0)
+    lane = Lane("there", group=None, watchdog=watchdog, device=SECOND)
+    with pytest.raises(RankFailed, match="refuses a mode of capture"):
+        lane.submit("gather", lambda group: None).wait()
     lane.close()
 
 
