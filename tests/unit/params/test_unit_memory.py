@@ -18,7 +18,7 @@ from infinity._src.engine import offload
 from infinity._src.memory.device import Device
 from infinity._src.params import unsharded_param
 from infinity._src.params.unit import SHARDED, UNSHARDED, Unit
-from infinity._src.params.unshard import PendingUnshards
+from infinity._src.params.unshard import PendingUnshards, Unsharder
 from infinity.aio import Priority
 from infinity.errors import GraphCaptureUnsupported
 from tests.simulated import Simulated
@@ -106,6 +106,13 @@ def units_of(model: nn.Module) -> list[Unit]:
     return inf.handle(model).units
 
 
+def with_room_for_all(model: nn.Module) -> tuple[list[Unit], Unsharder]:
+    """Let all units of the model be gathered at once, as far as the books go."""
+    units, unsharder = units_of(model), inf.handle(model).unsharder
+    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    return units, unsharder
+
+
 def step(model: Stack) -> torch.Tensor:
     result: torch.Tensor = model(torch.ones(2, 16)).sum()
     return result
@@ -155,9 +162,7 @@ def test_a_gather_that_finds_no_room_at_all_says_what_holds_it_and_leaves_a_clea
 def test_a_gather_that_finds_no_room_takes_that_of_idle_units(
     model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units = units_of(model)
-    unsharder = inf.handle(model).unsharder
-    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    units, unsharder = with_room_for_all(model)
     with torch.no_grad():
         expected = step(model)
         unsharder.invalidate(units[0])
@@ -180,9 +185,7 @@ def test_a_gather_that_finds_no_room_takes_that_of_idle_units(
 def test_a_prefetch_that_finds_no_room_waits_for_the_demand_and_is_told_once(
     model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    units = units_of(model)
-    handle = inf.handle(model)
-    handle.unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    units, unsharder = with_room_for_all(model)
     with torch.no_grad():
         step(model)
         expected = step(model)
@@ -200,7 +203,7 @@ def test_a_prefetch_that_finds_no_room_waits_for_the_demand_and_is_told_once(
         for _ in range(2):
             demanded.clear()
             for unit in units:
-                handle.unsharder.invalidate(unit)
+                unsharder.invalidate(unit)
             assert torch.equal(step(model), expected)
     told = [each for each in caplog.messages if "on demand, and not ahead" in each]
     assert len(told) == 1
@@ -211,9 +214,7 @@ def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
     model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A try costs the device a wait, and the next one would find as little."""
-    units = units_of(model)
-    unsharder = inf.handle(model).unsharder
-    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    units, unsharder = with_room_for_all(model)
     with torch.no_grad():
         step(model)
         expected = step(model)
@@ -249,9 +250,7 @@ def test_a_pass_in_which_a_prefetch_found_no_room_prefetches_no_more(
 def test_a_demand_takes_the_memory_of_units_that_come_ahead(
     model: Stack, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    units = units_of(model)
-    unsharder = inf.handle(model).unsharder
-    unsharder.gathered_bytes_max = sum(unit.size_bytes for unit in units)
+    units, unsharder = with_room_for_all(model)
     with torch.no_grad():
         expected = step(model)
         for unit in units:
