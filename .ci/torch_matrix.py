@@ -167,7 +167,9 @@ def run(version: str, asked: str, types: bool) -> Outcome:
             output.write(checked.stdout + checked.stderr)
     return Outcome(
         asked, versions(python), installed - start, tested - installed,
-        lines[-1] if lines else "", said, done.returncode == 0 and clean,
+        # torch may have more to say when the process ends.
+        next((line for line in reversed(lines) if re.search(r"\d+ passed|\d+ failed", line)), ""),
+        said, done.returncode == 0 and clean,
     )  # fmt: skip
 
 
