@@ -6,6 +6,7 @@ offset first, so that a file only grows when it must. `file_bytes` says how long
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ class _Drive:
     used: int = 0
     starts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
+    too_large: int = sys.maxsize
+    """No free range has so many bytes."""
 
 
 class ExtentAllocator:
@@ -58,8 +61,10 @@ class ExtentAllocator:
         raise MemoryError(f"no drive has {size} bytes left of {self._capacity_bytes}")
 
     def _take(self, drive: _Drive, size: int) -> int | None:
-        # First fit: low offsets fill up, and the file stays short.
-        for at, (start, end) in enumerate(zip(drive.starts, drive.ends, strict=True)):
+        # First fit: low offsets fill up, and the file stays short. Not where it is known to find
+        # nothing: a million ranges may be free, each too small.
+        ranges = zip(drive.starts, drive.ends, strict=True) if size < drive.too_large else ()
+        for at, (start, end) in enumerate(ranges):
             if end - start < size:
                 continue
             if end - start == size:
@@ -68,6 +73,7 @@ class ExtentAllocator:
                 drive.starts[at] = start + size
             drive.used += size
             return start
+        drive.too_large = min(drive.too_large, size)
         # No free range fits: the file grows, up to its capacity.
         if self._capacity_bytes is not None and drive.end + size > self._capacity_bytes:
             return None
@@ -81,9 +87,23 @@ class ExtentAllocator:
         size = self._sizes.pop((drive, offset), None)
         if size is None:
             raise ValueError(f"no extent at offset {offset} of drive {drive}")
-        space = self._drives[drive]
-        space.used -= size
-        start, end = offset, offset + size
+        self._put_back(self._drives[drive], offset, offset + size)
+
+    def trim(self, drive: int, offset: int, size_bytes: int) -> int:
+        """Shorten a range to `size_bytes`, a multiple of 4096. Returns the bytes that are free now.
+
+        Raises ValueError for a range that was not handed out, or is shorter.
+        """
+        size = self._sizes.get((drive, offset))
+        if size is None or size < size_bytes or size_bytes < 1 or size_bytes % ALIGNMENT_BYTES:
+            raise ValueError(f"no extent of {size_bytes} bytes at offset {offset} of drive {drive}")
+        if size > size_bytes:
+            self._sizes[drive, offset] = size_bytes
+            self._put_back(self._drives[drive], offset + size_bytes, offset + size)
+        return size - size_bytes
+
+    def _put_back(self, space: _Drive, start: int, end: int) -> None:
+        space.used -= end - start
         # Joined with both neighbours: free ranges are never adjacent, so first fit sees whole ones.
         at = bisect_left(space.starts, start)
         if at < len(space.starts) and space.starts[at] == end:
@@ -97,6 +117,7 @@ class ExtentAllocator:
         if end == space.end:
             space.end = start
         else:
+            space.too_large = max(space.too_large, end - start + 1)
             space.starts.insert(at, start)
             space.ends.insert(at, end)
 

@@ -298,7 +298,8 @@ CHUNK: Final = np.dtype(
         ("file", "<i4"),
         ("other_file", "<i4"),
         ("grad_file", "<i4"),
-        ("unused", "<i4"),
+        ("zeros", "<u2"),
+        ("other_zeros", "<u2"),
         ("itemsize", "<i4", (SECTION_MAX,)),
         ("group_numel", "<i4", (SECTION_MAX,)),
         ("section_at", "<i8", (SECTION_MAX,)),
@@ -309,7 +310,8 @@ CHUNK: Final = np.dtype(
     ]
 )
 """`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second
-place of a versioned chunk.
+place of a versioned chunk. `zeros`: sections on NVMe that nothing has written yet and that stand
+for zeros; they are not read.
 """
 
 JOB: Final = np.dtype(

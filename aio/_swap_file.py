@@ -17,6 +17,7 @@ checkpoint, anywhere, with the rights of an ordinary file.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import logging
@@ -39,6 +40,8 @@ log = logging.getLogger("infinity.aio")
 # Answers where O_TMPFILE is not known; EINVAL may also mean that O_DIRECT is refused.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _OPEN = os.O_RDWR | os.O_CLOEXEC
 # No slash, no leading dot: the name stays in its directory and clear of the owner files.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -69,6 +72,7 @@ class SwapFile:
         self.direct_reason = direct_reason
         # Until a file system refuses to (`grow`).
         self.preallocated = True
+        self._punched = False
         self._stays_open = False
         self.size_bytes = os.fstat(fd).st_size
         self._private: PrivateDirectory | None = None
@@ -385,6 +389,42 @@ class SwapFile:
         if size_bytes < self.size_bytes:
             os.ftruncate(self.fd, size_bytes)
             self.size_bytes = size_bytes
+
+    def punch(self, offset: int, size_bytes: int) -> None:
+        """Give the space of a range inside the file back; its length stays. A later use of the
+        range must `back` it first. Does nothing where the file system cannot.
+        """
+        # 3: FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE, which needs the other.
+        if _LIBC.fallocate(self.fd, 3, offset, size_bytes) == 0:
+            self._punched = True
+        elif (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise AioError(
+                "giving space back failed",
+                errno=code,
+                path=self.path,
+                op="allocate",
+                offset=offset,
+                length=size_bytes,
+            )
+
+    def back(self, offset: int, size_bytes: int) -> None:
+        """Give a range inside the file room on the drive again, if some was punched out. Raises
+        SwapFullError."""
+        if not self._punched or not self.preallocated:
+            return
+        try:
+            os.posix_fallocate(self.fd, offset, size_bytes)
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise self._full(size_bytes, error.errno or 0, 0) from error
+            raise AioError(
+                "preallocation failed",
+                errno=error.errno or 0,
+                path=self.path,
+                op="allocate",
+                offset=offset,
+                length=size_bytes,
+            ) from error
 
     def fsync(self) -> None:
         """Return when what was written is on the drive. Raises DeviceFailedError; and from then on

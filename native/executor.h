@@ -170,6 +170,7 @@ struct inf_run {
     inf_job job;
     inf_state state;
     uint32_t reads; /* sections that it takes from the chunk, in memory or on the drive */
+    uint32_t zeros; /* sections that it takes, which are not read but known to be zeros */
     int32_t priority;
     int32_t verify; /* of its next pass */
     int32_t cursor; /* next block: range, and position in it */
@@ -579,6 +580,8 @@ bool inf_run_moves(const inf_run *run);
 inf_chunk inf_chunk_other(const inf_chunk *chunk);
 /* the other place is the live one. [locked] */
 void inf_chunk_flip(inf_chunk_record *chunk);
+/* these sections were written: zeros or not, they are read from now on. [locked] */
+void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
 /* that it lies in. [locked] */
 bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);

@@ -32,13 +32,25 @@ static void bring(const inf_run *run) {
     }
 }
 
+/* Again in a redo: the pass may have spoilt them. */
+static void fill_zeros(const inf_run *run) {
+    for (int32_t s = 0; s < run->chunk->plan.section_count; s++) {
+        if (run->zeros >> s & 1u)
+            memset(inf_section_address(run, s), 0,
+                   (size_t)inf_align_up(inf_section_bytes(&run->chunk->plan, s)));
+    }
+}
+
 static int64_t compute_fetch(const inf_run *run) {
     const inf_chunk *chunk = &run->chunk->plan;
     bool on_device = run->job.mask & INF_MASK_DEVICE; /* copied later: see inf_device_takes */
+    fill_zeros(run);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (!(run->job.mask >> s & 1u)) continue;
+        /* sections that nothing has written have no checksums */
+        int32_t verify = run->zeros >> s & 1u ? INF_VERIFY_OFF : run->verify;
         int64_t bad = inf_section_fetch(chunk, s, inf_section_address(run, s),
-                                        on_device ? NULL : pointer(run->job.ptr[s]), run->verify);
+                                        on_device ? NULL : pointer(run->job.ptr[s]), verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
         if (bad != INF_OK) return bad;
     }
@@ -54,12 +66,13 @@ static int64_t compute_store(const inf_run *run) {
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
     }
     bring(run);
+    fill_zeros(run);
     for (int32_t s = 0; s < chunk->section_count; s++) {
         bool given = run->job.mask >> s & 1u;
         uint8_t *at = inf_section_address(run, s);
         /* gradients have no versions */
         const inf_chunk *view = inf_grad_mask(chunk) >> s & 1u ? chunk : &to;
-        if (given || (run->reads >> s & 1u))
+        if (given || ((run->reads | run->zeros) >> s & 1u))
             inf_section_store(view, s, given && !run->copied_in ? pointer(run->job.ptr[s]) : at,
                               at);
     }
@@ -95,8 +108,10 @@ static int64_t compute_update(inf_worker *worker, const inf_run *run) {
     bring(run);
     const inf_chunk to = run->moves ? inf_chunk_other(chunk) : *chunk;
     for (int32_t s = 0; s < chunk->section_count; s++) sections[s] = inf_section_address(run, s);
+    fill_zeros(run);
     uint32_t unread = inf_sections_all(chunk) & ~run->reads;
-    if ((unread & 1u) && !run->copied_in) { /* given; again in a redo: the pass spoils the slot */
+    /* Given; again in a redo, since the pass spoils the slot. */
+    if ((unread & ~run->zeros & 1u) && !run->copied_in) {
         memcpy(sections[0], pointer(run->job.ptr[1]), (size_t)inf_section_bytes(chunk, 0));
     }
     const inf_submission *submission = run->submission;

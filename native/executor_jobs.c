@@ -126,6 +126,8 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
+    run->zeros = run->reads & run->chunk->plan.zeros;
+    run->reads &= ~run->zeros;
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -322,6 +324,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     if (!run->faulted) {
         chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only what it was given */
         if (run->moves) inf_chunk_flip(chunk);
+        inf_chunk_nonzero(chunk, inf_run_written(run));
         return;
     }
     if (inf_run_keep_failed_write(ex, run) || run->job.kind == INF_JOB_REWRITE) return;

@@ -114,7 +114,9 @@ void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run) {
     run->hinted = false;
 }
 
+/* Of the sections in `mask` those that a drive has to be read for. */
 static uint32_t on_drive(const inf_chunk *chunk, uint32_t mask) {
+    mask &= ~(uint32_t)chunk->zeros;
     for (int32_t s = 0; s < chunk->section_count; s++) {
         if (inf_section_resident(chunk, s)) mask &= ~(1u << s);
     }

@@ -53,6 +53,9 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
         chunk->section_ptr[s] = was.other_ptr[s];
         chunk->other_ptr[s] = was.section_ptr[s];
     }
+    const uint16_t grad = (uint16_t)inf_grad_mask(chunk);
+    chunk->zeros = (uint16_t)((was.other_zeros & ~grad) | (was.zeros & grad));
+    chunk->other_zeros = (uint16_t)(was.zeros & ~grad);
     if (inf_grad_mask(chunk) == 0 || was.sums_ptr == 0) return;
     /* Gradients have no versions, and so neither have their checksums. */
     size_t at = (size_t)((chunk->section_count - 1) * inf_piece_count(chunk));
@@ -64,6 +67,12 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
 void inf_chunk_flip(inf_chunk_record *chunk) {
     swap(&chunk->plan, inf_chunk_other(&chunk->plan).generation);
     chunk->place = INF_PLACE_MOVED;
+    /* A new version is written whole. Of what lay there before nothing counts. */
+    chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
+}
+
+void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written) {
+    chunk->plan.zeros &= (uint16_t)~written;
 }
 
 /* Whether a resident section would be changed for good. */

@@ -64,7 +64,7 @@ enum { INF_OK = -1, INF_BAD_PLAN = -2 };
  *
  * A versioned chunk has a second place: what is written while the first is committed (see
  * inf_executor_commit). Spilled gradients are no part of a version: they have one place, for which
- * `grad_offset` stands. */
+ * `grad_offset` stands, and one bit of `zeros`. */
 typedef struct {
     uint64_t key;              /* unique; seeds the checksums together with generation */
     uint64_t generation;
@@ -82,7 +82,9 @@ typedef struct {
     int32_t file;        /* of the drive's files, where the run lies */
     int32_t other_file;  /* the second run */
     int32_t grad_file;   /* the section of gradients of a versioned chunk */
-    int32_t unused;
+    /* bit s = section s, on the drive, was never written and stands for zeros: it is not read */
+    uint16_t zeros;
+    uint16_t other_zeros;      /* of the second place */
     int32_t itemsize[INF_SECTION_MAX];
     int32_t group_numel[INF_SECTION_MAX]; /* elements per item; 0 = 1 */
     int64_t section_at[INF_SECTION_MAX];

@@ -18,7 +18,8 @@ typedef struct {
     int32_t file;
     int32_t other_file;
     int32_t grad_file;
-    int32_t unused;
+    uint16_t zeros;
+    uint16_t other_zeros;
     int32_t itemsize[6];
     int32_t group_numel[6];
     int64_t section_at[6];

@@ -178,8 +178,8 @@ def watched() -> Iterator[Bus]:
     backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
     forward = Unsharder.forward_start
 
-    def slab_made(self: Slab, size_bytes: int) -> None:
-        made(self, size_bytes)
+    def slab_made(self: Slab, size_bytes: int, **more: Any) -> None:
+        made(self, size_bytes, **more)
         bus.slab(self)
 
     def slab_freed(self: Slab) -> None:

@@ -108,15 +108,18 @@ def test_a_drive_that_is_too_small_says_how_much_is_missing_and_nothing_is_lost(
 
 @pytest.mark.privileged
 def test_a_drive_that_holds_parameters_but_not_the_optimizer_leaves_the_model_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("INFINITY_ALLOW_TMPFS", "1")
     with mounted(tmp_path, "size=400k") as path:
         model = llama()
         before = values_of(model)
         inf.offload(model, nvme(path))
+        assert re.search("no room for training with this policy: .* are missing", caplog.text)
         with pytest.raises(SwapFullError, match="are missing"):
             inf.AdamW(model.parameters())
+        assert_same(values_of(model), before)
+        inf.SGD(model.parameters(), lr=1e-3)  # without moments there is room
         assert_same(values_of(model), before)
         assert math.isfinite(models.loss_of(model, BATCH).item())
         inf.handle(model).close()
@@ -579,9 +582,7 @@ def test_no_step_goes_past_an_update_in_backward_that_broke_off_at_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, optimizer = rooted(tmp_path, update="backward", on_nonfinite="ignore")
-    monkeypatch.setattr(
-        inf.handle(model).gradients, "backward_end", failing("no such luck")
-    )
+    monkeypatch.setattr(inf.handle(model).gradients, "backward_end", failing("no such luck"))
     with pytest.raises(AioError, match="no such luck"):
         crashes.step(model, optimizer, 0, 0)
     with pytest.raises(StateInvalid, match="broke off"):

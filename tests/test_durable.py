@@ -3,13 +3,17 @@ trajectory of a run that met none."""
 
 from __future__ import annotations
 
+import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import infinity as inf
+from infinity._src.checkpoint.directory import newest_generation
+from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
 from tests import models
 
@@ -101,3 +105,49 @@ def test_nothing_committed_leaves_the_model_as_built(tmp_path):
     assert train(model, optimizer, 0, STEPS) == losses
     assert_same(model, wanted)
     inf.handle(model).close()
+
+
+class HalfUsed(torch.nn.Module):
+    """Two blocks, of which the second gets no gradient: no update writes its states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def idle(place: Path, state: str, durable: bool | str = True) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model: Any = HalfUsed().bfloat16()
+    offload(model, policy(place, units=["Linear"], state=state, durable=durable))
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("state", ["exact", "compact"])
+def test_states_that_no_update_wrote_are_zeros_after_a_crash_and_in_a_save(tmp_path, state):
+    model, optimizer = idle(tmp_path, state)
+    for _ in range(2):
+        model(torch.randn(4, 64).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    inf.save(model, optimizer, tmp_path / "linked").wait()
+    wanted, home = values_of(model), inf.handle(model).durable.files.home
+    inf.handle(model).end(commit=False)
+    for place in (home, tmp_path / "linked"):
+        (found,) = newest_generation(place)
+        # Those of the idle block; an older release, which would not know, refuses the manifest.
+        assert np.count_nonzero(found.rows["zeros"]) == 1
+        assert struct.unpack_from("<8sQ", found.encode())[1] == 2
+        assert VerifyJob(place).verify() == []
+    for place, durable in ((tmp_path, True), (tmp_path / "linked", "new")):
+        model, optimizer = idle(tmp_path, state, durable)
+        assert inf.restore(model, optimizer, place).step == 2
+        assert_same(model, wanted)
+        moments = [
+            inf.handle(model).optimizer_state(block.weight)["exp_avg"].any()
+            for block in (model.used, model.idle)
+        ]
+        assert moments == [True, False]
+        inf.handle(model).end(commit=False)

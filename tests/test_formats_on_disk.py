@@ -274,6 +274,19 @@ def _write(name: str, place: Path) -> tuple[Path, list[Run]]:
     return place / "written", []
 
 
+def _take_lengths(today: Any, then: Any, manifests_today: Any, manifests_then: Any) -> None:
+    """Compare the lengths of a run's own files and take them out, and the list of those in use: no
+    format says where a chunk lies, and since parameters no longer move when their states come,
+    files are shorter and chunks elsewhere."""
+    shorter = [name for name, size in then.items() if size is not None and size != today[name]]
+    assert shorter
+    for name in shorter:
+        assert 0 < today[name] < then[name], name
+        today[name] = then[name]
+    for _, _, _, state, *_ in [*manifests_today.values(), *manifests_then.values()]:
+        assert state.pop("files")
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_written_today_is_laid_out_alike(name: str, tmp_path: Path) -> None:
     then = unpacked(name, tmp_path)
@@ -284,6 +297,8 @@ def test_what_is_written_today_is_laid_out_alike(name: str, tmp_path: Path) -> N
         manifests.append(dict(_manifests(written)))
     for run in still_open:
         run.handle.close()
+    if CASES[name].kind in ("durable", "linked"):
+        _take_lengths(*trees, *manifests)
     assert trees[0] == trees[1]
     assert manifests[0] == manifests[1]
     for magic, version, _, state, *_ in manifests[0].values():

@@ -184,7 +184,7 @@ def test_gradients_that_wait_on_nvme_outlive_a_new_placement(how: str, tmp_path:
 def test_gradients_outlive_a_new_placement_that_fails(how: str, tmp_path: Path) -> None:
     chosen = policy(tmp_path, ram=between())
     reads = taken_later(how, chosen).requests["read"]
-    assert len(reads) > 20
+    assert len(reads) > 4
     for share in (0.0, 0.3, 0.6, 0.9):
         found = taken_later(how, chosen, Seam(fault=Fault("read", reads[int(share * len(reads))])))
         assert found.failed
@@ -281,7 +281,7 @@ def requests_meanwhile() -> dict[str, range]:
 def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(tmp_path: Path) -> None:
     chosen = policy(tmp_path, ram=between(), update="backward")
     reads = requests_meanwhile()["read"]
-    assert len(reads) > 20
+    assert len(reads) > 4
     for share in (0.0, 0.3, 0.6, 0.9):
         found = accumulated(chosen, Seam(fault=Fault("read", reads[int(share * len(reads))])))
         assert found.failed

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +43,9 @@ from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, open_node_resources
+from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
+from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
@@ -59,9 +62,13 @@ from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedu
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.progress import ProgressLine
 from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import LoopWaits, Marks, PhaseClock, Timeline
-from infinity.aio import Executor, Seam
+from infinity.aio import Executor, Seam, Ticket
+from infinity.errors import AioError, SwapFullError
+
+log = logging.getLogger("infinity")
 
 
 class EngineHandle(Protocol):
@@ -272,9 +279,24 @@ def open_tiers(
         rank=split.comm.rank,
         check=split.comm.check_stuck,
     )
-    # Chunks get their places and no values.
-    storage.store.create(split.flats, plan.nvme_masks)
+    _create_chunks(split, storage, plan)
     return Tiers(planner, buffers, offload, storage)
+
+
+def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
+    """Give chunks their places, and no values. There is room for the states that an optimizer will
+    bring, or, where the drives have none, for the parameters alone: inference needs no more.
+
+    Raises: SwapFullError.
+    """
+    try:
+        storage.store.create(split.flats, plan.nvme_masks, plan.formats)
+    except SwapFullError as error:
+        # Another rank may have found room: only an error of all of them may be passed over.
+        if split.comm.world > 1 and not isinstance(error, NoRoomError):
+            raise
+        log.warning("the drives have no room for training with this policy: %s", error)
+        storage.store.create(split.flats, plan.nvme_masks)
 
 
 def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
@@ -292,8 +314,10 @@ def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
 
     Raises: PeerFailed, ValueError.
     """
-    for unit in split.units:
-        fill_unit(unit, source, functools.partial(_store_flat, split, tiers))
+    with contextlib.closing(_Filling(split, tiers)) as filling:
+        for unit in split.units:
+            fill_unit(unit, source, filling.store)
+        filling.wait()
     source.fill_buffers(split.device.torch_device)
     # From here on collectives report the error of a rank, and no longer the rendezvous.
     split.resources.end_rendezvous()
@@ -301,12 +325,42 @@ def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
     split.ranks.check_values()
 
 
-def _store_flat(split: Split, tiers: Tiers, flat: Flat, values: torch.Tensor) -> None:
-    """Write this rank's shard of a whole flat [layout.numel] to its tier. Blocks."""
-    split.ranks.note(flat, values)
-    start = split.comm.rank * flat.layout.shard_numel
-    shard = values[start : start + flat.layout.shard_numel].contiguous()
-    tiers.store.store(flat, 0, shard.data_ptr()).wait()
+class _Filling:
+    """Values on their way to their tiers: one flat is written while the next one is read from its
+    source."""
+
+    def __init__(self, split: Split, tiers: Tiers) -> None:
+        self._split, self._tiers = split, tiers
+        # Kept with the values that the drives read.
+        self._under_way: tuple[Ticket, torch.Tensor] | None = None
+        total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
+        self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
+
+    def store(self, flat: Flat, values: torch.Tensor) -> None:
+        """Start writing this rank's shard of a whole flat [layout.numel]. Blocks until the flat
+        before is written. Raises: AioError."""
+        self._split.ranks.note(flat, values)
+        start = self._split.comm.rank * flat.layout.shard_numel
+        shard = values[start : start + flat.layout.shard_numel]
+        if shard.numel() < values.numel():
+            # A copy: the whole flat need not stay until the shard is written.
+            shard = shard.clone()
+        self.wait()
+        self._under_way = self._tiers.store.store(flat, 0, shard.data_ptr()), shard
+        self._line.advance(shard.nbytes)
+
+    def wait(self) -> None:
+        """Block until everything is written. Raises: AioError."""
+        if self._under_way is not None:
+            self._under_way[0].wait()
+            self._under_way = None
+
+    def close(self) -> None:
+        """Block until no write is under way, however it ends."""
+        self._line.end()
+        if self._under_way is not None:
+            with contextlib.suppress(AioError):
+                self.wait()
 
 
 def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:

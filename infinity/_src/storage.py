@@ -142,6 +142,7 @@ class Storage:
             generations=policy.generations,
             layers=layers,
             device=device,
+            shown=rank == 0,
         )
         undo.callback(self.store.close)
         # Before its memory goes, if an interrupt left jobs in flight.

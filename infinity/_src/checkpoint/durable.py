@@ -478,6 +478,7 @@ def _rows_of(
     rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
     # Gradients are no part of a run.
     rows["section_at"][:, records.format.written_count :] = -1
+    rows["zeros"] = now["zeros"] & ((1 << records.format.written_count) - 1)
     rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
     # Each place has its own table of checksums; the live one's is taken.
     second = (now["sums_ptr"] != records.first_sums).astype(np.int64)

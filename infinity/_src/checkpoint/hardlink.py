@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
+from infinity._src.memory.swap_space import ExtentRequest, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
@@ -160,15 +160,16 @@ class PinnedLayers:
             records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
         )
         gone = {
-            SwapExtent(
-                int(one["drive"]),
-                int(one["other_offset"]),
-                int(one["other_bytes"]),
-                int(one["other_file"]),
-            )
+            (int(one["drive"]), int(one["other_offset"]), int(one["other_file"]))
             for one in now[chunks]
         }
-        records.places[:] = [place for place in records.places if place not in gone] + places
+        # Not by size: a place may have room for more than it holds yet.
+        kept = [
+            place
+            for place in records.places
+            if (place.drive, place.offset, place.layer) not in gone
+        ]
+        records.places[:] = kept + places
 
     def _give_up(self, flats: Sequence[Flat]) -> None:
         """Close the pinned layers in which no chunk has a place any more, and take their names from

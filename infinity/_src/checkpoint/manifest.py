@@ -44,7 +44,8 @@ from infinity.aio import Format
 from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
 from infinity.errors import AioError, ChecksumError
 
-VERSION: Final = 1
+VERSION: Final = 2
+"""Version of manifests with a row that has `zeros`; others are of version 1, as before."""
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
 TENSOR_BYTES_MAX = 4096
@@ -69,11 +70,12 @@ ROW: Final = np.dtype(
         ("flat", "<i4"),
         ("file", "<i4"),
         ("padded", "<i4"),
-        ("unused", "<i4"),
+        ("zeros", "<i4"),
     ]
 )
-"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `padded`: how the checksums
-were taken.
+"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `zeros`: bit s = section s,
+which lies here, is all zeros and was never written; its bytes and checksums mean nothing. `padded`:
+how the checksums were taken.
 
 0: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL elements,
 from `key` and `generation`. 1: of each section that is here, as a chunk of its own: of its bytes up
@@ -214,8 +216,9 @@ class Manifest:
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, _dumps(state))
+        version = VERSION if self.rows["zeros"].any() else 1
         head = _HEAD.pack(
-            _MAGIC, VERSION, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
+            _MAGIC, version, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
         )
         parts = [
             head,
@@ -408,6 +411,9 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
             here & (rows["section_at"] > room[:, None] - ends)
         ).any():
             yield "a row lies outside of its file"
+        bits = here.astype(np.int64) @ (1 << np.arange(SECTION_MAX))
+        if (rows["zeros"] & ~np.where(rows["padded"] != 0, 0, bits)).any():
+            yield "a row has zeros in sections that are not there"
         # An address is computed from it, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)
         if ((rows["sums_at"] < 0) | (rows["sums_at"] > last)).any():

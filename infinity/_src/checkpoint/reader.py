@@ -545,6 +545,7 @@ class RowChunks:
         for name in ("key", "generation", "numel", "file_offset", "run_bytes", "section_at"):
             records[name] = rows[name]
         records["drive"], records["piece_numel"] = rows["file"], PIECE_NUMEL
+        records["zeros"] = rows["zeros"]
         records["sums_ptr"] = self._sums.ctypes.data + 4 * rows["sums_at"]
         # What all chunks of a flat have in common, once for each flat.
         numbers, of_row = np.unique(rows["flat"], return_inverse=True)

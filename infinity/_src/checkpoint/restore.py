@@ -21,7 +21,6 @@ import torch
 
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
-from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
@@ -35,6 +34,7 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
+from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid

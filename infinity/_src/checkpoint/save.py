@@ -34,7 +34,6 @@ import torch
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.directory import DirectoryLock, make_directory, next_generation
 from infinity._src.checkpoint.manifest import FlatEntry, Layout, OptimizerEntry, section_bytes
-from infinity._src.checkpoint.progress import ProgressLine
 from infinity._src.checkpoint.run_files import check_no_run
 from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.writer import (
@@ -54,6 +53,7 @@ from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.progress import ProgressLine
 from infinity.aio import JOB, Executor, JobKind, Priority, Ticket
 from infinity.errors import AioError, SwapFullError
 

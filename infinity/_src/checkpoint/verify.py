@@ -39,7 +39,7 @@ from infinity._src.checkpoint.reader import DataReader
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
-from infinity.aio._records import PIECE_NUMEL, sum_seed
+from infinity.aio._records import PIECE_NUMEL, SECTION_MAX, sum_seed
 from infinity.errors import AioError, ChecksumError
 
 
@@ -448,8 +448,9 @@ class VerifyJob:
 def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     """Count the bytes that are read of every row: the sections that are in it."""
     sizes = section_bytes(manifest.rows, manifest.layout.flats)
+    zeros = manifest.rows["zeros"][:, None] >> np.arange(SECTION_MAX) & 1 != 0
     read: np.ndarray[tuple[int], np.dtype[np.int64]] = np.where(
-        manifest.rows["section_at"] >= 0, sizes, 0
+        (manifest.rows["section_at"] >= 0) & ~zeros, sizes, 0
     ).sum(axis=1)
     return read
 
@@ -464,7 +465,7 @@ def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, 
     counts = pieces_of(manifest.rows[[row]], manifest.layout.flats)[0]
     first = int(entry["sums_at"]) + np.cumsum(counts) - counts
     for s, section in enumerate(flat.sections):
-        if entry["section_at"][s] < 0:
+        if entry["section_at"][s] < 0 or entry["zeros"] >> s & 1:
             continue
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
         whole = int(entry["padded"]) != 0

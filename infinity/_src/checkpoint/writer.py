@@ -77,6 +77,7 @@ class DataWriter:
         before = np.cumsum(sizes, axis=1) - sizes
         # Sections of no bytes are those that the format lacks.
         rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), 1
+        rows["zeros"] = 0  # all is written
         rows["run_bytes"] = sizes.sum(axis=1)
         rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]
         pieces = pieces_of(rows, flats).sum(axis=1)

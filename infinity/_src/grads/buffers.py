@@ -35,7 +35,9 @@ class GradBuffers:
         self._rank = rank
         self._device = device or Device(torch.device("cpu"))
         self._grad_dtype = grad_dtype
-        self._shards = FlatBuffers(lambda flat: flat.layout.shard_numel, self.dtype, self._device)
+        self._shards = FlatBuffers(
+            lambda flat: flat.layout.shard_numel, self.dtype, self._device, shown=rank == 0
+        )
         self._placed: set[Param] = set()  # accumulators that have their storage here, or spill
         self._unheld: set[Param] = set()  # those that `hold` has placed, for no optimizer
         self.spilled: SpilledGradients | None = None
@@ -257,13 +259,9 @@ class UnreducedGrads:
             if param in self._d2h:
                 self._device.wait_filled(self._d2h[param])
                 del self._d2h[param]
-            there = torch.empty(
-                param.numel, dtype=source.dtype, device=self._device.torch_device
-            )
+            there = torch.empty(param.numel, dtype=source.dtype, device=self._device.torch_device)
             size_bytes = source.numel() * source.element_size()
-            ticket = self._device.copy(
-                there.data_ptr(), source.data_ptr(), size_bytes, out=True
-            )
+            ticket = self._device.copy(there.data_ptr(), source.data_ptr(), size_bytes, out=True)
             found = self._h2d[param] = (ticket, there)
         return found
 

@@ -45,3 +45,8 @@ HELD_CALLS = 2
 # They are still in memory until they have arrived.
 STORING_BYTES_MAX = 32 << 20
 """Bytes of activations on their way to their tier; or two of the largest tensors, if more."""
+
+# NVIDIA's driver refuses to pin 512 GiB in one call: its table of pages grows past 2 GiB.
+SLAB_BYTES_MAX = 64 << 30
+"""Memory for many things is made, and pinned, in slabs of so many bytes at most; one that is larger
+has a slab to itself."""

@@ -28,12 +28,12 @@ from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.memory.ledger import RAM_SHARE, fair_share, machine, memory_seen
+from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.sizes import format_size
 from infinity.aio import SwapFile
 from infinity.aio._file_system import limits_of
 from infinity.aio._probe import BLOCK_BYTES
 from infinity.aio._swap_file import is_directory_pattern, resolve_directories
-from infinity.errors import SwapFullError
 
 DEPTH_MIN = 8
 """Least number of requests that a rank has in flight at a drive, however many ranks share it. Fewer
@@ -146,7 +146,7 @@ class NodeResources:
 
         Collective during a rendezvous, in which all ranks take room together. Otherwise each rank
         takes the room that it finds, and nothing is checked here.
-        Raises: SwapFullError on all ranks if those on one file system want more than it has.
+        Raises: NoRoomError on all ranks if those on one file system want more than it has.
         """
         if self._comm.world == 1 or self._rendezvous is None:
             return
@@ -171,7 +171,7 @@ class NodeResources:
             # The file systems are the same: the least free room that any rank saw is safe.
             left, path = min(everyone[rank]["free"][system] for rank in ranks)
             if wanted > left:
-                raise SwapFullError(
+                raise NoRoomError(
                     f"{path!r} has room for {left} of {wanted} more bytes that {_ranks(ranks)} "
                     f"need together: {wanted - left} "
                     "are missing; free space, or add a directory to Policy.nvme",

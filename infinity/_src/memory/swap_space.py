@@ -29,7 +29,7 @@ import numpy.typing as npt
 from infinity import aio
 from infinity._src.sizes import MIB, format_size
 from infinity.aio import ExtentAllocator, SwapFile
-from infinity.errors import DeviceFailedError
+from infinity.errors import DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity.memory")
 
@@ -88,8 +88,12 @@ class WeightedRoundRobin:
         return drive
 
 
+class NoRoomError(SwapFullError):
+    """The file systems have no room for all ranks together. Raised on all of them."""
+
+
 Room = Callable[[Sequence[SwapFile], Sequence[int]], None]
-"""Raises SwapFullError when files cannot grow by so many bytes each."""
+"""Raises NoRoomError when files cannot grow by so many bytes each."""
 
 
 class SwapSpace:
@@ -100,7 +104,7 @@ class SwapSpace:
     an executor.
     shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
     first `reserve`.
-    room: raises SwapFullError when these files cannot grow by so many bytes each, beside the growth
+    room: raises NoRoomError when these files cannot grow by so many bytes each, beside the growth
     that other ranks want on the same drives; `grow_together` asks it.
     Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
@@ -295,6 +299,13 @@ class SwapSpace:
         # New extents would grow a file that a checkpoint has links to.
         assert want.layer not in self._frozen, f"layer {want.layer} is somebody else's too"
         offset = self._extents[want.layer].allocate(want.size_bytes, drive=drive)[1]
+        file = self.layers[want.layer][drive]
+        if offset < file.size_bytes:
+            try:
+                file.back(offset, min(want.size_bytes, file.size_bytes - offset))
+            except BaseException:
+                self._extents[want.layer].free(drive, offset)
+                raise
         return SwapExtent(drive, offset, want.size_bytes, want.layer)
 
     def free(self, place: SwapExtent) -> None:
@@ -302,6 +313,16 @@ class SwapSpace:
         # A saved run may still hold the extents of a frozen layer.
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
+
+    def trim(self, place: SwapExtent) -> None:
+        """Shorten the extent at the offset of `place` to its size, and give the rest back to the
+        file system. Does nothing if it is that short.
+        """
+        if place.layer in self._frozen:
+            return
+        gone = self._extents[place.layer].trim(place.drive, place.offset, place.size_bytes)
+        if gone:
+            self.layers[place.layer][place.drive].punch(place.offset + place.size_bytes, gone)
 
     def release(self, places: Sequence[SwapExtent]) -> None:
         """Give extents back, and the unused ends of the files to the file system."""

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import torch
 
+from infinity._src.memory import constants
 from infinity._src.memory.device import Device
+from infinity._src.memory.slabs import make_slabs, split_by_size
 from infinity._src.params.unit import Flat
 from infinity._src.sizes import round_up
 from infinity.aio import Slab
@@ -31,7 +33,7 @@ class FlatBuffers:
     """One-dimensional CPU tensors of flats. One thread uses it at a time.
 
     numel_of, dtype_of: size and dtype of a flat's tensor. device: pins the slabs, for copies to and
-    from the device; None: they stay pageable.
+    from the device; None: they stay pageable. shown: whether long waits show progress.
     """
 
     def __init__(
@@ -39,10 +41,13 @@ class FlatBuffers:
         numel_of: Callable[[Flat], int],
         dtype_of: Callable[[Flat], torch.dtype],
         device: Device | None = None,
+        *,
+        shown: bool = False,
     ) -> None:
         self._numel_of = numel_of
         self._dtype_of = dtype_of
         self._device = device
+        self._shown = shown
         self._slabs: list[Slab] = []
         self._tensors: dict[Flat, torch.Tensor] = {}
         self._own: dict[Flat, Slab] = {}  # flats that have a slab to themselves
@@ -55,26 +60,33 @@ class FlatBuffers:
         """
         # Memory that exists never moves: gradient accumulators hold views of it.
         fresh = [flat for flat in flats if flat not in self._tensors]
-        size_bytes = sum(self.bytes_of(flat) for flat in fresh)
-        if not size_bytes:
+        if not sum(self.bytes_of(flat) for flat in fresh):
             return []
-        slab = Slab(size_bytes)
-        # Listed before it is pinned, so that `close` frees it when pinning fails.
-        self._slabs.append(slab)
+        parts = split_by_size(fresh, self.bytes_of, constants.SLAB_BYTES_MAX)
+        made = make_slabs(
+            [sum(self.bytes_of(flat) for flat in part) for part in parts], shown=self._shown
+        )
+        # Listed before they are pinned, so that `close` frees them when pinning fails.
+        self._slabs += made
         if self._device is not None:
-            self._device.pin(slab)
+            self._device.pin_all(made, shown=self._shown)
+        for part, slab in zip(parts, made, strict=True):
+            self._cut(slab, part)
+        if len(fresh) == 1:
+            self._own[fresh[0]] = made[0]
+        return fresh
+
+    def _cut(self, slab: Slab, flats: Iterable[Flat]) -> None:
+        """Give these flats their tensors in a slab."""
         # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
         memory = torch.from_numpy(slab.array(np.uint8))
         start = 0
-        for flat in fresh:
+        for flat in flats:
             dtype = self._dtype_of(flat)
             part = memory[start : start + self._numel_of(flat) * dtype.itemsize]
             self._tensors[flat] = part.view(dtype)
             # Padding included, so that the next tensor is aligned, too.
             start += self.bytes_of(flat)
-        if len(fresh) == 1:
-            self._own[fresh[0]] = slab
-        return fresh
 
     def __contains__(self, flat: Flat) -> bool:
         return flat in self._tensors

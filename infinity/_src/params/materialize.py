@@ -6,9 +6,10 @@
     load=directory or file    safetensors, sharded or single, read one tensor at a time
 
 A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
-whole, once). One flat of one unit is in memory at a time, so a model on the meta device is never in
-memory as a whole. Names, shapes and kinds of dtype are checked against the source before anything
-is filled. A tied parameter is filled once, from whichever of its names the source has.
+whole, once). One flat of one unit is in memory at a time, and the one before it while it is
+written, so a model on the meta device is never in memory as a whole. Names, shapes and kinds of
+dtype are checked against the source before anything is filled. A tied parameter is filled once,
+from whichever of its names the source has.
 """
 
 from __future__ import annotations

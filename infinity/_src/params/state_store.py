@@ -2,9 +2,10 @@
 
 `ShardRecords` has the chunk records of one flat: the places of its sections in RAM and on NVMe.
 
-Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Building an
-optimizer gives the flats that it holds their state sections: `convert` moves what must move and
-zeroes what is new. The placement plan decides where each section lies
+Before an optimizer exists a flat has one section, the parameter (`Format.RAW`). Its place has room
+for the states to come. Building an optimizer gives the flats that it holds their state sections
+(`convert`): parameters stay where they are, and states that begin as zeros are not written, the
+executor knows of them. The placement plan decides where each section lies
 (infinity._src.memory.placement); the store carries that out.
 """
 
@@ -13,15 +14,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.memory import constants
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
+from infinity._src.memory.slabs import make_slabs, split_by_size
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
@@ -71,7 +74,7 @@ class ShardRecords:
     sections: tuple[Section, ...]
     records: npt.NDArray[Any]  # CHUNK [chunks]
     ids: npt.NDArray[np.int32]  # [chunks]
-    places: list[SwapExtent]  # of its runs, first and second ones
+    places: list[SwapExtent]  # of its runs, first and second ones, and of spilled gradients
     sums: npt.NDArray[np.uint32]  # [places, chunks, sections * pieces]
     versioned: bool  # each chunk has a second place
 
@@ -107,6 +110,30 @@ class ShardRecords:
             ExtentRequest(self.grad_bytes(int(record["numel"]))),
         ]
 
+    def stays(self, before: ShardRecords, section: int, source: int) -> npt.NDArray[np.bool_]:
+        """Chunks in which this section is where section `source` of `before` is: [chunks]."""
+        mine, theirs = self.records, before.records
+        in_memory = mine["section_ptr"][:, section]
+        same = (in_memory != 0) & (in_memory == theirs["section_ptr"][:, source])
+        # No two chunks share a place, so one that both have was taken over.
+        on_drive = (mine["section_at"][:, section] >= 0) & (theirs["section_at"][:, source] >= 0)
+        for name in ("drive", "file", "file_offset"):
+            on_drive &= mine[name] == theirs[name]
+        on_drive &= mine["section_at"][:, section] == theirs["section_at"][:, source]
+        found: npt.NDArray[np.bool_] = same | on_drive
+        return found
+
+    def keep_sums(
+        self, before: ShardRecords, section: int, source: int, chunks: npt.NDArray[np.intp]
+    ) -> None:
+        """Take the checksums of a section of these chunks over, from their first place."""
+        # The last chunk is shorter, and so has fewer.
+        for numel in np.unique(self.records["numel"][chunks]).tolist():
+            pieces, alike = piece_count(numel), chunks[self.records["numel"][chunks] == numel]
+            self.sums[0, alike, section * pieces : (section + 1) * pieces] = before.sums[
+                0, alike, source * pieces : (source + 1) * pieces
+            ]
+
     def put(self, record: Any, places: Sequence[SwapExtent | None]) -> None:
         """Note the extents that a chunk got."""
         self.places.extend(place for place in places if place is not None)
@@ -117,6 +144,20 @@ class ShardRecords:
                 record[offset], record[file] = place.offset, place.layer
         if record["file_offset"] < 0:  # gradients alone
             record["file_offset"], record["file"] = record["grad_offset"], record["grad_file"]
+
+
+class _Wanted(NamedTuple):
+    """Memory for one section of a flat's chunks: their addresses, those of them that want memory,
+    and the bytes of each."""
+
+    addresses: npt.NDArray[np.uint64]
+    resident: npt.NDArray[np.bool_]
+    sizes: npt.NDArray[np.int64]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all."""
+        return int(self.sizes.sum())
 
 
 def resident_bytes(section: Section, numels: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -147,7 +188,9 @@ def unplaced(
     )
     records["key"] = key + np.arange(len(spans), dtype=np.uint64)
     # -1: no place yet. A section that keeps it is resident.
-    records["drive"] = records["file_offset"] = records["section_at"] = -1
+    records["drive"] = records["section_at"] = -1
+    for offset, _ in PLACES:
+        records[offset] = -1
     records["format"], records["section_count"], records["piece_numel"] = (
         state_format,
         len(sections),
@@ -190,6 +233,21 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
     )
 
 
+def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
+    """Return whether an fp32 master is new, which begins as the parameter's value."""
+    return now.format.master is Master.FP16 and 1 not in sections_carried(before.format, now.format)
+
+
+def _mark_zeros(before: ShardRecords, now: ShardRecords) -> None:
+    """Say of sections on NVMe that begin as zeros that they are, so that nobody writes them."""
+    carried = {*sections_carried(before.format, now.format)}
+    if _makes_master(before, now):
+        carried.add(1)
+    for section in set(range(len(now.sections))) - carried:
+        on_drive = now.records["section_at"][:, section] >= 0
+        now.records["zeros"][on_drive] |= np.uint16(1 << section)
+
+
 class StateReader(Protocol):
     """A save under way, which copies states while training goes on."""
 
@@ -202,7 +260,7 @@ class StateStore:
 
     sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold,
     1 or 2; layers: those of the swap space where first and second places lie. In layers of their
-    own everything has two.
+    own everything has two. shown: whether long waits show progress.
     """
 
     def __init__(
@@ -214,8 +272,10 @@ class StateStore:
         generations: int = 1,
         layers: tuple[int, int] = (0, 0),
         device: Device | None = None,
+        shown: bool = False,
     ) -> None:
         self._executor = executor
+        self._shown = shown
         self._device = device or Device(torch.device("cpu"))
         self._unpinned: list[Slab] = []
         self._space = space
@@ -240,14 +300,29 @@ class StateStore:
     def __getitem__(self, flat: Flat) -> ShardRecords:
         return self._flats[flat]
 
-    def create(self, flats: Sequence[Flat], masks: Sequence[Sequence[int]]) -> None:
+    def create(
+        self,
+        flats: Sequence[Flat],
+        masks: Sequence[Sequence[int]],
+        formats: Sequence[Format] | None = None,
+    ) -> None:
         """Give each flat its parameter section. `masks[flat][chunk] & 1` puts it on NVMe; else it
         is resident.
 
+        formats: those that the flats are to have with `masks`. Their room on the drives is reserved
+        now, so that `convert` need not move the parameters.
         Contents are undefined until written. Raises: SwapFullError; then nothing was created.
         """
-        raw = [Format.RAW] * len(flats)
-        for shard in self._define(flats, raw, [[mask & 1 for mask in row] for row in masks], {}):
+        made, planned = [], []
+        for index, (flat, row) in enumerate(zip(flats, masks, strict=True)):
+            key = self._new_keys(len(row))
+            made.append(self._unplaced(flat, Format.RAW, [mask & 1 for mask in row], key))
+            if formats is None or formats[index] is Format.RAW:
+                planned.append(made[-1])
+            else:
+                planned.append(self._unplaced(flat, formats[index], row, key))
+        self._define(made, planned, {})
+        for shard in made:
             self._flats[shard.flat] = shard
 
     def convert(
@@ -271,20 +346,14 @@ class StateStore:
         for index in changed:
             self._look(self._flats[flats[index]])
         old = {flats[index]: self._flats[flats[index]] for index in changed}
-        # Sections that stay resident stay in their memory, so nothing is held twice.
-        keep = {
-            flats[index]: (
-                old[flats[index]].records,
-                sections_in_common(old[flats[index]].format, formats[index]),
-            )
-            for index in changed
-        }
-        made = self._define(
-            [flats[index] for index in changed],
-            [formats[index] for index in changed],
-            [masks[index] for index in changed],
-            keep,
-        )
+        made = []
+        for index in changed:
+            before = old[flats[index]]
+            # The keys of before: what stays where it is has checksums that are seeded with them.
+            key = int(before.records["key"][0])
+            made.append(self._unplaced(flats[index], formats[index], masks[index], key))
+            _mark_zeros(before, made[-1])
+        self._define(made, made, old)
         while made:
             try:
                 self._carry_over(old[made[0].flat], made[0])
@@ -323,7 +392,7 @@ class StateStore:
         while self._unpinned:
             slab = self._unpinned[-1]
             if self._slabs.get(slab) == slab.size_bytes:
-                self._device.pin(slab)
+                self._device.pin_all([slab], shown=self._shown)
             # Removed one by one: if another one fails, the next call must not pin this one again.
             self._unpinned.pop()
 
@@ -504,9 +573,12 @@ class StateStore:
         address: int,
         priority: Priority,
         flags: int = 0,
+        *,
+        chunks: npt.NDArray[np.intp] | slice = slice(None),
     ) -> Ticket:
-        jobs = np.zeros(len(shard.ids), dtype=JOB)
-        jobs["chunk"] = shard.ids
+        ids = shard.ids[chunks]
+        jobs = np.zeros(len(ids), dtype=JOB)
+        jobs["chunk"] = ids
         jobs["kind"] = kind
         jobs["mask"] = 1 << section | flags
         jobs["base"] = -1
@@ -514,7 +586,7 @@ class StateStore:
         if address:
             kind_of = shard.sections[section]
             # An item of a quantized section stands for a group of elements.
-            items = shard.starts.astype(np.uint64) // np.uint64(kind_of.group_numel)
+            items = shard.starts[chunks].astype(np.uint64) // np.uint64(kind_of.group_numel)
             jobs["ptr"][:, section] = address + items * np.uint64(kind_of.itemsize)
         return self._executor.submit(jobs, priority=priority)
 
@@ -527,119 +599,167 @@ class StateStore:
 
     def _define(
         self,
-        flats: Sequence[Flat],
-        formats: Sequence[Format],
-        masks: Sequence[Sequence[int]],
-        keep: Mapping[Flat, tuple[npt.NDArray[Any], int]],
-    ) -> list[ShardRecords]:
-        """Make chunk records for `flats`, reserve their space, and tell the executor."""
-        made = [
-            self._unplaced(flat, fmt, row)
-            for flat, fmt, row in zip(flats, formats, masks, strict=True)
-        ]
+        made: list[ShardRecords],
+        planned: Sequence[ShardRecords],
+        before: Mapping[Flat, ShardRecords],
+    ) -> None:
+        """Give the chunks of `made` their places and tell the executor. planned: the chunks that
+        these places are to hold one day. before: what the flats are now; memory is shared with it,
+        and places.
+
+        Raises: SwapFullError; then nothing has changed.
+        """
+        fresh: list[SwapExtent] = []
         # Undone in reverse: the executor drops the chunks before their memory and places go.
         with contextlib.ExitStack() as undo:
             with (
                 self._space.grow_together() if self._space is not None else contextlib.nullcontext()
             ):
-                places = [place for shard in made for place in self._reserve(shard, undo)]
-            slab = self._place_resident(made, keep)
-            if slab is not None:
+                for shard, plan in zip(made, planned, strict=True):
+                    fresh += self._reserve(shard, plan, before.get(shard.flat), undo)
+            slabs = self._place_resident(made, before)
+            for slab in slabs:
                 undo.callback(slab.close)
             for shard in made:
                 shard.ids = self._executor.define(shard.records)
                 undo.callback(self._executor.drop, shard.ids)
             # Nothing may raise below: the chunks are the store's from here on.
             undo.pop_all()
-        self.nvme_bytes += sum(place.size_bytes for place in places)
-        if slab is not None:
-            self._unpinned.append(slab)
+        self.nvme_bytes += sum(place.size_bytes for place in fresh)
+        self._unpinned += slabs
+        for slab in slabs:
             self._slabs[slab] = slab.size_bytes
             self.resident_bytes += slab.size_bytes
-        return made
 
-    def _reserve(self, shard: ShardRecords, undo: contextlib.ExitStack) -> list[SwapExtent]:
-        """Reserve the runs of a flat's chunks, on NVMe, and put them into the records."""
-        runs = np.flatnonzero(shard.records["run_bytes"])
+    def _reserve(
+        self,
+        shard: ShardRecords,
+        planned: ShardRecords,
+        before: ShardRecords | None,
+        undo: contextlib.ExitStack,
+    ) -> list[SwapExtent]:
+        """Put the places of a flat's chunks into the records: those of `before` where they will do,
+        new ones elsewhere, which are returned.
+        """
+        runs = np.flatnonzero(planned.records["run_bytes"])
         if self._space is None or not runs.size:
             return []
-        groups = self._space.reserve_together(
-            [shard.wants(shard.records[index], self.layers) for index in runs]
-        )
-        for index, group in zip(runs, groups, strict=True):
+        wants = {
+            index: planned.wants(planned.records[index], self.layers) for index in runs.tolist()
+        }
+        kept = self._taken_over(shard, before, wants) if before is not None else {}
+        missing = [index for index in wants if index not in kept]
+        groups = self._space.reserve_together([wants[index] for index in missing])
+        fresh = [place for group in groups for place in group if place is not None]
+        undo.callback(self._space.release, fresh)
+        for index, group in [*kept.items(), *zip(missing, groups, strict=True)]:
             shard.put(shard.records[index], group)
-        undo.callback(self._space.release, shard.places)
-        return shard.places
+        return fresh
 
-    def _unplaced(self, flat: Flat, state_format: Format, masks: Sequence[int]) -> ShardRecords:
+    def _taken_over(
+        self,
+        shard: ShardRecords,
+        before: ShardRecords,
+        wants: Mapping[int, Sequence[ExtentRequest]],
+    ) -> dict[int, list[SwapExtent | None]]:
+        """Find the places of `before` in which the chunks of `shard` have room, without a change to
+        what `before` has there.
+        """
+        # Other formats have more than a parameter, which new sections would overwrite. And what
+        # the last commit of a durable run names stays as it is.
+        if before.format is not Format.RAW or self._places_named:
+            return {}
+        there = {(place.layer, place.drive, place.offset): place for place in before.places}
+        found: dict[int, list[SwapExtent | None]] = {}
+        for index, requests in wants.items():
+            old, new = before.records[index], shard.records[index]
+            # The parameter comes first in its run: it stays, or there is none.
+            if (old["section_at"][0] < 0) != (new["section_at"][0] < 0):
+                continue
+            group: list[SwapExtent | None] = []
+            for request, (offset, file) in zip(requests, PLACES, strict=False):
+                place = there.get((request.layer, int(old["drive"]), int(old[offset])))
+                if not request.size_bytes:
+                    group.append(None)
+                elif place is not None and place.size_bytes >= request.size_bytes:
+                    assert int(old[file]) == request.layer
+                    group.append(dataclasses.replace(place, size_bytes=request.size_bytes))
+            if len(group) == len(requests):
+                found[index] = group
+                new["generation"] = old["generation"]
+        return found
+
+    def _new_keys(self, count: int) -> int:
+        """Return the first of so many keys, which no chunk has had."""
+        # A key is never another flat's: it seeds checksums, which then tell chunks apart.
+        key, self._key = self._key + 1, self._key + count
+        return key
+
+    def _unplaced(
+        self, flat: Flat, state_format: Format, masks: Sequence[int], key: int
+    ) -> ShardRecords:
         # A durable run never overwrites what a commit names, frozen parameters included.
         versioned = self._generations > 1 and (
             state_format is not Format.RAW or self.layers != (0, 0)
         )
-        # A key is never used again: it seeds checksums, which then tell chunks apart.
-        key, self._key = self._key + 1, self._key + len(masks)
         return unplaced(
             flat, state_format, masks, key=key, versioned=versioned, sums_on=self._sums_on
         )
 
     def _place_resident(
-        self, made: list[ShardRecords], keep: Mapping[Flat, tuple[npt.NDArray[Any], int]]
-    ) -> Slab | None:
-        """Give every resident section an address: the one it has, or one in a new slab for all of
-        `made`, which is returned.
-
-        keep: for a flat, its old records, and how many of its first sections stay in their memory.
+        self, made: list[ShardRecords], before: Mapping[Flat, ShardRecords]
+    ) -> list[Slab]:
+        """Give every resident section an address: the one that it has in `before`, so that nothing
+        is held twice, or one in new slabs for all of `made`, which are returned.
         """
-        # Addresses of a section of a flat's chunks, those of them that want memory, and the sizes.
         # A section of neighbours lies together, so that a copy to a device takes it as one.
-        wanted: list[tuple[npt.NDArray[Any], npt.NDArray[np.bool_], npt.NDArray[np.int64]]] = []
+        wanted: list[_Wanted] = []
         for shard in made:
-            kept, common = keep.get(shard.flat, (None, 0))
+            old = before.get(shard.flat)
+            common = sections_in_common(old.format, shard.format) if old is not None else 0
             for field in ("section_ptr", "other_ptr")[: 1 + shard.versioned]:
                 for s, section in enumerate(shard.sections):
                     resident = shard.records["section_at"][:, s] < 0
                     addresses = shard.records[field][:, s]  # a view of the records
-                    if kept is not None and s < common:
-                        addresses[resident] = kept[field][resident, s]
+                    if old is not None and s < common:
+                        addresses[resident] = old.records[field][resident, s]
                         resident &= addresses == 0
                     sizes = resident_bytes(section, shard.records["numel"][resident])
-                    wanted.append((addresses, resident, sizes))
-        size_bytes = sum(int(sizes.sum()) for _, _, sizes in wanted)
-        if not size_bytes:
-            return None
-        slab = Slab(size_bytes)
-        start = slab.address
-        for addresses, resident, sizes in wanted:
-            addresses[resident] = start + np.cumsum(sizes) - sizes
-            start += int(sizes.sum())
-        return slab
+                    if sizes.size:
+                        wanted.append(_Wanted(addresses, resident, sizes))
+        parts = split_by_size(wanted, lambda each: each.size_bytes, constants.SLAB_BYTES_MAX)
+        slabs = make_slabs(
+            [sum(each.size_bytes for each in part) for part in parts], shown=self._shown
+        )
+        for part, slab in zip(parts, slabs, strict=True):
+            start = slab.address
+            for each in part:
+                each.addresses[each.resident] = start + np.cumsum(each.sizes) - each.sizes
+                start += each.size_bytes
+        return slabs
 
     def _carry_over(self, before: ShardRecords, now: ShardRecords) -> None:
-        """Move what stays from the old chunks of a flat to the new ones, and zero the other
-        sections.
+        """Move what keeps its values from the old chunks of a flat to the new ones. Other sections
+        are zeros there: `_mark_zeros` has said so of those on NVMe, and new memory is.
         """
         flat = now.flat
         carried = sections_carried(before.format, now.format)
-        for section in range(len(now.sections)):
-            source = carried.get(section)
-            if source is None:
-                self._move(now, JobKind.STORE, section, 0, Priority.DEMAND).wait()
+        for section, source in carried.items():
+            stays = now.stays(before, section, source)
+            on_drive = now.records["section_at"][:, section] >= 0
+            now.keep_sums(before, section, source, np.flatnonzero(stays & on_drive))
+            moved = np.flatnonzero(~stays)
+            if not moved.size:
                 continue
-            here, there = (
-                now.records["section_ptr"][:, section],
-                before.records["section_ptr"][:, source],
+            buffer = np.empty(
+                now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8
             )
-            # A section that stays in its memory is not moved. An address of 0 means NVMe.
-            if np.any((here != there) | (here == 0)):
-                buffer = np.empty(
-                    now.sections[section].size_bytes(flat.layout.shard_numel), dtype=np.uint8
-                )
+            for shard, kind, of in ((before, JobKind.FETCH, source), (now, JobKind.STORE, section)):
                 self._move(
-                    before, JobKind.FETCH, source, buffer.ctypes.data, Priority.DEMAND
+                    shard, kind, of, buffer.ctypes.data, Priority.DEMAND, chunks=moved
                 ).wait()
-                self._move(now, JobKind.STORE, section, buffer.ctypes.data, Priority.DEMAND).wait()
         # A new fp32 master begins as the parameter's value, not as zeros.
-        if 1 not in carried and now.format.master is Master.FP16:
+        if _makes_master(before, now):
             param = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
             self._move(now, JobKind.FETCH, 0, param.data_ptr(), Priority.DEMAND).wait()
             master = param.float()
@@ -649,8 +769,15 @@ class StateStore:
         """Free the chunks of a flat. stays: other chunks of it, whose memory is not freed."""
         # First: the executor must not use the places once another chunk has them.
         self._executor.drop(shard.ids)
+        shared = {(place.layer, place.drive, place.offset): place for place in stays.places}
         for place in shard.places:
             assert self._space is not None
+            other = shared.get((place.layer, place.drive, place.offset))
+            if other is not None:
+                # The end that the other does without; the larger one gives it up.
+                self.nvme_bytes -= max(place.size_bytes - other.size_bytes, 0)
+                self._space.trim(other)
+                continue
             self.nvme_bytes -= place.size_bytes
             # The last commit of a durable run names the place: it stays readable until the next
             # one.

@@ -96,6 +96,7 @@ class Rig:
         direct: bool = True,
         spilled: bool = False,
         versioned: bool = False,
+        zeros: int = 0,
         files: Sequence[aio.SwapFile] | None = None,
         **options: Any,
     ) -> None:
@@ -106,9 +107,11 @@ class Rig:
         self.files = list(
             files or [aio.SwapFile.create(directory, direct=direct) for _ in range(drive_count)]
         )
-        self.versioned = versioned
+        self.versioned, self.zeros = versioned, zeros
         for file in self.files:
             file.grow(chunk_count * self.run_bytes)
+            if zeros:  # whoever reads what was never written gets no zeros
+                Path(f"/proc/self/fd/{file.fd}").write_bytes(b"\xa5" * file.size_bytes)
         small = aio.PoolSpec(pools[0], 2 * NUMEL)
         large = aio.PoolSpec(pools[1], self.run_bytes)
         options = {"block_bytes": 8192, "depth": 8, **options}
@@ -154,6 +157,9 @@ class Rig:
         record["itemsize"][0, : len(self.dtypes)] = [
             np.dtype(dtype).itemsize for dtype in self.dtypes
         ]
+        for s in range(len(self.dtypes)):
+            if record["section_at"][0, s] >= 0:
+                record["zeros"] |= np.uint16(self.zeros & 1 << s)
         record["sums_ptr"] = self.sums[index].ctypes.data if checksums else 0
         if self.versioned:
             self._second_place(record[0], index)

@@ -73,8 +73,11 @@ class ExecutorMachine(RuleBasedStateMachine):
         delay_us_max=st.sampled_from([0, 200]),
         spilled=st.booleans(),
         versioned=st.booleans(),
+        zeros=st.sampled_from([0, 0b01100, 0b11110, 0b11111]),
     )
-    def open(self, data, drives, resident, verify, pools, delay_us_max, spilled, versioned) -> None:
+    def open(
+        self, data, drives, resident, verify, pools, delay_us_max, spilled, versioned, zeros
+    ) -> None:
         fault = data.draw(self.faults)
         if fault is not None and fault.kind == "bitflip" and verify != "full":
             fault = None  # a flip that is not looked for is not seen
@@ -91,15 +94,18 @@ class ExecutorMachine(RuleBasedStateMachine):
             pools=pools,
             spilled=spilled,
             versioned=versioned,
+            zeros=zeros,
             hold_s=0.005,
             seam=aio.Seam(delay_us_max=delay_us_max, seed=1, fault=fault),
         )
         self.spilled, self.versioned = spilled, versioned
         self.committed: list = [None] * CHUNKS  # the states as they were
         self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
-        self.pending: list = [
-            (self.rig.store(dict(enumerate(self.model)), mask=self.everything), [], [])
-        ]
+        # What is known to be zeros is never written, and is read as zeros all the same.
+        mask = self.everything & ~zeros
+        self.pending: list = (
+            [(self.rig.store(dict(enumerate(self.model)), mask=mask), [], [])] if mask else []
+        )
         self.gates: list = []
         self.step = 0
         self.cancelled = 0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from infinity._src import native
-from infinity.aio import Slab
+from infinity.aio import Slab, _slab
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._slab import HUGE_PAGE_BYTES
 
@@ -92,3 +92,31 @@ def test_the_native_slab_is_as_the_python_one():
     assert bytes(view[:8]) == bytes(8)
     lib.inf_slab_unmap(address[0], 5 << 20)
     assert lib.inf_slab_map(0, address) < 0
+
+
+def test_parts_are_touched_by_several_threads_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_slab, "_PART_BYTES", 4 << 20)
+    seen: list[int] = []
+    with Slab(17 << 20, progress=seen.append) as slab:
+        assert seen == [4 << 20] * 4 + [2 << 20]  # in whole huge pages
+        resident = Path("/proc/self/smaps").read_text()
+        assert touched(resident, slab.address) >= 17 << 20
+        assert not slab.array(np.uint8).any()
+
+
+def touched(smaps: str, address: int) -> int:
+    inside = False
+    for line in smaps.splitlines():
+        head = line.split(maxsplit=1)[0]
+        if "-" in head and not head.endswith(":"):
+            low, high = (int(part, 16) for part in head.split("-"))
+            inside = low <= address < high
+        elif inside and head == "Rss:":
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def test_a_kernel_without_populate_touches_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_slab, "_MADV_POPULATE_WRITE", 9999)
+    with Slab(3 << 20) as slab:
+        assert touched(Path("/proc/self/smaps").read_text(), slab.address) >= 3 << 20

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity._src.memory import constants, slabs
 from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers, flat_bytes
 from infinity.aio import Slab
 
@@ -27,6 +28,10 @@ class FakeDevice:
         if self.refuses:
             raise RuntimeError("cannot pin")
         self.pinned.append(slab.address)
+
+    def pin_all(self, slabs: list[Slab], *, shown: bool) -> None:
+        for slab in slabs:
+            self.pin(slab)
 
     def unpin(self, slab: Slab) -> None:
         if slab.address in self.pinned:
@@ -105,6 +110,45 @@ def test_slabs_are_pinned_while_they_live() -> None:
     assert len(device.pinned) == 2
     pool.close()
     assert not device.pinned
+
+
+def test_what_is_more_than_a_slab_takes_lies_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "SLAB_BYTES_MAX", 256)
+    device = FakeDevice()
+    pool = buffers(device)
+    flats: list[Any] = [FakeFlat(numel, torch.float32) for numel in (32, 32, 100, 8, 64)]
+    pool.allocate(flats)
+    # 128 + 128, then 400 alone, then 64, and 256 that no longer fit beside it.
+    assert len(device.pinned) == 4
+    assert pool.size_bytes == sum(pool.bytes_of(flat) for flat in flats)
+    for value, flat in enumerate(flats):
+        pool[flat].fill_(value)
+    assert all(bool((pool[flat] == value).all()) for value, flat in enumerate(flats))
+    pool.close()
+    assert not device.pinned
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_memory_that_there_is_not_for_all_slabs_is_taken_for_none(
+    failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SLAB_BYTES_MAX", 64)
+    made: list[Any] = []
+
+    def slab(size_bytes: int, *, progress: Any) -> Slab:
+        if len(made) == failing:
+            raise MemoryError("no memory")
+        made.append(Slab(size_bytes, progress=progress))
+        return made[-1]
+
+    monkeypatch.setattr(slabs, "Slab", slab)
+    pool = buffers()
+    flats: list[Any] = [FakeFlat(16, torch.float32) for _ in range(2)]
+    with pytest.raises(MemoryError):
+        pool.allocate(flats)
+    assert not any(flat in pool for flat in flats)
+    assert pool.size_bytes == 0
+    assert all(each._closed for each in made)
 
 
 def test_memory_that_cannot_be_pinned_is_freed_by_close() -> None:

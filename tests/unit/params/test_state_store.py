@@ -3,6 +3,8 @@ parameters."""
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
@@ -17,8 +21,9 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity.aio import Format, PoolSpec, Priority, open_executor
 from infinity.aio import _memory_limits as memory_limits
+from infinity.aio._records import GradSection, Master, Moments
 
-LARGE_BYTES = CHUNK_NUMEL * 12
+LARGE_BYTES = CHUNK_NUMEL * 14
 NUMELS = (CHUNK_NUMEL + 5000, 77, 12_345)
 
 
@@ -28,7 +33,7 @@ def make_flat(unit: Unit, index: int, dtype: torch.dtype) -> Flat:
 
 
 @contextmanager
-def make_store(directory: Path, backend: str) -> Iterator[StateStore]:
+def make_store(directory: Path, backend: str, *, generations: int = 1) -> Iterator[StateStore]:
     space = SwapSpace([directory])
     executor = open_executor(
         space.files,
@@ -36,7 +41,7 @@ def make_store(directory: Path, backend: str) -> Iterator[StateStore]:
         large=PoolSpec(2, LARGE_BYTES),
         backend=backend,
     )
-    store = StateStore(executor, space, sums_on=True)
+    store = StateStore(executor, space, sums_on=True, generations=generations)
     try:
         yield store
     finally:
@@ -164,3 +169,127 @@ def test_a_slab_for_which_there_is_no_memory_leaves_nothing_reserved(
                 store.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
         assert held_by(store) == before
         store.create([flat], [[0] + [1] * (len(flat.layout.chunks) - 1)])
+
+
+# -- room for what is to come ----------------------------------------------------------------------
+
+
+def moved(store: StateStore) -> int:
+    return sum(drive.bytes_read + drive.bytes_written for drive in store._executor.stats().drives)
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+@pytest.mark.parametrize("grad", [GradSection.NONE, GradSection.BF16])
+def test_states_that_were_planned_for_move_nothing_when_they_come(
+    tmp_path: Path, generations: int, grad: GradSection
+) -> None:
+    state_format = Format.SPLIT.with_grad(grad)
+    with make_store(tmp_path, "threads", generations=generations) as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        masks = [[(1 << len(state_format.sections)) - 1] * len(flat.layout.chunks)]
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], masks, [state_format])
+        store.store(flat, 0, values.data_ptr()).wait()
+        before, bytes_before = held_by(store), moved(store)
+        store.convert([flat], [state_format], masks)
+        assert (held_by(store), moved(store)) == (before, bytes_before)
+        assert store.nvme_bytes == before["places"]
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+        for section, dtype in ((1, torch.int16), (2, torch.float32), (3, torch.float32)):
+            assert not fetched(store, flat, section, dtype).any()
+
+
+def test_fewer_states_than_planned_give_the_room_of_the_others_back(tmp_path: Path) -> None:
+    fewer = Format(Master.SPLIT, Moments.FP32, 0)
+    with make_store(tmp_path, "threads") as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        count = len(flat.layout.chunks)
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], [[0b1111] * count], [Format.SPLIT])
+        store.store(flat, 0, values.data_ptr()).wait()
+        space = store._space
+        assert space is not None
+        blocks = os.fstat(space.files[0].fd).st_blocks
+        store.convert([flat], [fewer], [[0b11] * count])
+        assert store.nvme_bytes == 4 * sum(numel for numel in padded(flat))
+        # Of 12 bytes for each element 8 are free again, for others too.
+        assert os.fstat(space.files[0].fd).st_blocks <= blocks // 2
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+        # And used again, with room behind them.
+        store.convert([flat], [Format.SPLIT], [[0b1111] * count])
+        assert store.nvme_bytes == 12 * sum(numel for numel in padded(flat))
+        assert os.fstat(space.files[0].fd).st_blocks * 512 >= store.nvme_bytes
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+
+
+def padded(flat: Flat) -> list[int]:
+    """Elements of the chunks, whose sections of 2 and 4 bytes are whole blocks."""
+    numels = [int(numel) for numel in flat.layout.chunks.numels]
+    assert all(2 * numel % 4096 == 0 for numel in numels)
+    return numels
+
+
+MASKS = st.integers(0, 0b1111)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(
+    planned=st.sampled_from([None, Format.SPLIT, Format(Master.SPLIT, Moments.FP32, 1)]),
+    moments=st.integers(0, 2),
+    masks=st.lists(MASKS, min_size=4, max_size=4),
+    generations=st.integers(1, 2),
+    late=st.booleans(),
+)
+def test_whatever_was_planned_the_parameter_stays_and_the_rest_begins_as_zeros(
+    tmp_path_factory: pytest.TempPathFactory,
+    planned: Format | None,
+    moments: int,
+    masks: list[int],
+    generations: int,
+    late: bool,
+) -> None:
+    now = Format(Master.SPLIT, Moments.FP32, moments)
+    everything = (1 << len(now.sections)) - 1
+    with make_store(tmp_path_factory.mktemp("s"), "threads", generations=generations) as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        count = len(flat.layout.chunks)
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], [masks[:count]], None if planned is None else [planned])
+        store.store(flat, 0, values.data_ptr()).wait()
+        if late:  # as a commit of a durable run does
+            store.commit_named_places()
+        store.convert([flat], [now], [[mask & everything for mask in masks[2 : 2 + count]]])
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+        for section, kind in list(enumerate(now.sections))[1:]:
+            dtype = {2: torch.int16, 4: torch.float32}[kind.itemsize]
+            assert not fetched(store, flat, section, dtype).any()
+        space = store._space
+        assert space is not None
+        held = space._extents[0].used_bytes(0)
+        assert store.nvme_bytes == held - sum(place.size_bytes for place in store._dropped)
+        # Each place belongs to one chunk.
+        places = sorted((place.offset, place.size_bytes) for place in store[flat].places)
+        assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(places))
+
+
+def test_a_conversion_that_fails_leaves_a_parameter_that_shares_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_store(tmp_path, "threads") as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        count = len(flat.layout.chunks)
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], [[0b1111] * count], [Format.SPLIT])
+        store.store(flat, 0, values.data_ptr()).wait()
+        before = held_by(store)
+
+        def fails(*_args: object) -> None:
+            raise MemoryError("no memory")
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(store, "_carry_over", fails)
+            store.convert([flat], [Format.SPLIT], [[0b1111] * count])
+        assert held_by(store) == before
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+        store.convert([flat], [Format.SPLIT], [[0b1111] * count])
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,12 @@ def large() -> Any:
     return models.llama(layers=12, hidden=512).bfloat16()
 
 
+def disk_of(model: Any) -> int:
+    """Bytes that the swap files take on their drives."""
+    space = inf.handle(model).parts.tiers.storage.space
+    return sum(os.fstat(file.fd).st_blocks * 512 for layer in space.layers for file in layer)
+
+
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
 @pytest.mark.parametrize("ram", mostly_slow(["min", "150MiB", "250MiB", "1GiB"], "min", "250MiB"))
 def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> None:
@@ -97,7 +104,7 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     shape = shape_of(model)
     inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram=ram, state=state))
     inf.AdamW(model.parameters())
-    stats = inf.handle(model).stats()
+    stats, disk_bytes = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     size = stats.ram_min_bytes if ram == "min" else parse_size(ram)
     machine = describe_machine(gpus=0, ram_bytes=size, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
@@ -105,6 +112,7 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     assert found.ram.bytes == stats.ram_bytes
     # blocks are rounded up to 4096 bytes on the drive
     assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
     assert found.fits
 
 
@@ -124,7 +132,7 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     shape = shape_of(model)
     inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, **values))
     inf.AdamW(model.parameters())
-    stats = inf.handle(model).stats()
+    stats, disk_bytes = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     job = job_of(
         tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"}
@@ -134,6 +142,7 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     assert bool(stats.spilled_bytes) == ("grads" in values)
     assert found.on_nvme.grads == pytest.approx(stats.spilled_bytes, rel=0.01)
     assert found.nvme.bytes - found.on_nvme.grads == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
 
 
 def test_two_generations_take_twice_the_room_and_move_no_more() -> None:

@@ -1,0 +1,44 @@
+"""Several slabs in place of one, so that each can be pinned by one call of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from infinity._src.progress import ProgressLine
+from infinity.aio import Slab
+
+ItemT = TypeVar("ItemT")
+
+
+def split_by_size(
+    items: Sequence[ItemT], bytes_of: Callable[[ItemT], int], bytes_max: int
+) -> list[list[ItemT]]:
+    """Split items, in order, into runs of `bytes_max` at most; a larger item is a run by itself."""
+    runs: list[list[ItemT]] = []
+    left = 0
+    for item in items:
+        size = bytes_of(item)
+        if not runs or size > left:
+            runs.append([])
+            left = bytes_max
+        runs[-1].append(item)
+        left -= size
+    return runs
+
+
+def make_slabs(sizes: Sequence[int], *, shown: bool) -> list[Slab]:
+    """Make slabs of these bytes; shown: with progress, since their pages are touched. Blocks.
+
+    Raises: MemoryError; then none is made.
+    """
+    made: list[Slab] = []
+    with ProgressLine("taking memory", sum(sizes), shown=shown) as line:
+        try:
+            # One by one, so that an error finds those that were made.
+            made.extend(Slab(size, progress=line.advance) for size in sizes)
+        except BaseException:
+            for slab in made:
+                slab.close()
+            raise
+    return made
