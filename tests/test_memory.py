@@ -166,9 +166,9 @@ class Allocations:
         self.made = 0
         make = Slab.__init__
 
-        def counting(slab: Slab, size_bytes: int) -> None:
+        def counting(slab: Slab, size_bytes: int, **more: Any) -> None:
             self.made += 1
-            make(slab, size_bytes)
+            make(slab, size_bytes, **more)
 
         monkeypatch.setattr(Slab, "__init__", counting)
 

@@ -20,6 +20,7 @@ _OF_ALL_RANKS = (
     "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
     "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
+THREADS_MAX = 512
 NONFINITE = ("raise", "skip", "ignore")
 
 
@@ -96,6 +97,9 @@ class Policy:
         its fields, or the path of what `python -m infinity.bench swap --sweep --json FILE` wrote.
         None: requests of a size that suits the backend (1 MiB for rings, whole runs for threads),
         32 of them, bandwidths measured when needed.
+    update_threads: threads of this rank that verify, update and copy chunks on the CPU. None: where
+        a GPU computes, all cores of this rank's share of the machine but one; where the CPU does, a
+        quarter of its processors, divided by the ranks.
     generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever
         states rest (twice the room), and so a step is a transaction: one that fails is undone (on
         one rank), and update="backward" serves every loop (units update ahead of `opt.step()`, and
@@ -145,6 +149,7 @@ class Policy:
     io_backend: str = "auto"
     io: IoSettings | Mapping[str, Any] | str | os.PathLike[str] | None = None
     update_on: str = "cpu"
+    update_threads: int | None = None
     generations: int = 1
     durable: bool | str = False
     durable_every: int = 1
@@ -186,6 +191,11 @@ class Policy:
         if type(self.durable_every) is not int or self.durable_every < 1:
             raise ValueError(
                 f"durable_every={self.durable_every!r}: give a whole number of steps, 1 or more"
+            )
+        threads = self.update_threads
+        if threads is not None and (type(threads) is not int or not 1 <= threads <= THREADS_MAX):
+            raise ValueError(
+                f"update_threads={threads!r}: give a whole number from 1 to {THREADS_MAX}, or None"
             )
         # A commit must outlive the steps after it, so a second place is needed.
         if self.durable:

@@ -23,6 +23,7 @@ from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.swap_space import SwapSpace, choose_shares
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
+from infinity._src.perf.roofline import update_threads
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_executor
 from infinity.aio._endurance import Endurance
@@ -43,11 +44,12 @@ def check_activations(policy: Policy, device: Device) -> None:
         )
 
 
-def update_threads(cpus: int, ranks: int) -> int:
-    """Return the threads that verify, update and copy chunks, of one of the ranks that share the
-    machine's processors. Together they are as many as one rank has.
-    """
-    return max(1, cpus // 4 // ranks)
+def default_update_threads(ranks: int, *, on_gpu: bool) -> int:
+    """Return `Policy.update_threads` for one of so many ranks of this machine."""
+    cpus = os.sched_getaffinity(0)
+    # A launcher that binds each rank has given it its share already.
+    bound = len(cpus) * ranks <= (os.cpu_count() or 1)
+    return update_threads(len(cpus), numa.core_count(cpus), 1 if bound else ranks, on_gpu=on_gpu)
 
 
 def _open_run(
@@ -123,7 +125,8 @@ class Storage:
             large=PoolSpec(plan.large_count, plan.large_bytes),
             backend=policy.io_backend,
             verify=policy.verify,
-            workers=update_threads(os.cpu_count() or 2, node_resources.ranks),
+            workers=policy.update_threads
+            or default_update_threads(node_resources.ranks, on_gpu=device.copies),
             block_bytes=settings.block_bytes,
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,

@@ -348,6 +348,15 @@ def _add_links(machine: argparse._ArgumentGroup) -> None:
         "through the CPU's memory)",
     )
     machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
+    machine.add_argument(
+        "--cores", type=int, help="physical cores of a node's CPUs, which update beside GPUs (32)"
+    )
+    machine.add_argument(
+        "--adam",
+        type=Path,
+        metavar="FILE",
+        help="rate of the update kernels: a record of `python -m infinity.bench adam`",
+    )
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ from infinity._src.perf.plan.changes import (
     one_change,
     where_updates_run,
 )
-from infinity._src.perf.plan.machine import Machine, describe_machine
+from infinity._src.perf.plan.machine import Machine, describe_machine, read_updates
 from infinity._src.perf.plan.memory import Need, TierBytes
 from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
 from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
@@ -157,6 +157,9 @@ def read_machine(options: argparse.Namespace) -> Machine:
         nodes=options.nodes,
         # The only rate in bits, as networks are rated.
         link_bytes_per_s=options.link_gbps * 1e9 / 8 if options.link_gbps is not None else None,
+        cores=options.cores,
+        updates_per_core=read_updates(options.adam) if options.adam is not None else None,
+        updates_name=str(options.adam or ""),
     )
 
 

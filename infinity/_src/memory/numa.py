@@ -11,6 +11,7 @@ and affinity calls in native/numa.c.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,17 @@ def parse_list(text: str) -> tuple[int, ...]:
             return ()
         found.extend(range(int(first), int(last or first) + 1))
     return tuple(found)
+
+
+def core_count(cpus: Iterable[int], root: Path = _ROOT) -> int:
+    """Count the physical cores of these processors: hyper-threads of one core share its units."""
+    folder = root / "sys" / "devices" / "system" / "cpu"
+    # A processor of which the kernel says nothing counts as a core.
+    siblings = {
+        _text(folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").strip() or str(cpu)
+        for cpu in cpus
+    }
+    return len(siblings)
 
 
 def node_of_pci(address: str, root: Path = _ROOT) -> int | None:

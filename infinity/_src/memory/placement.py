@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
@@ -185,8 +186,8 @@ def choose_spill(
     """Enumerate ways to spill: one for each size up to which flats may spill, as a flag for each
     flat.
 
-    Each way keeps the most gradients that fit `ram_bytes`; with None, the fewest. Ways that do not
-    fit are left out.
+    Each way keeps the most gradients that fit `ram_bytes`; with None, those with which it takes the
+    least. Ways that do not fit are left out.
     sizes: for each flat, bytes of its gradients in RAM and of its window. able: flats that may
     spill; gradients of others are not counted.
     """
@@ -197,16 +198,16 @@ def choose_spill(
         # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
         order = [small[place] for place in van_der_corput_order(len(small))]
         ram = sum(sizes[flat][0] for flat in members if sizes[flat][1] > window)
-        best = None
+        best, least = None, sys.maxsize
         for kept in range(len(order)):  # not len(order): with all of them in RAM nothing spills
             # The kept flats grow one by one along the order, so the sets of two budgets are nested.
             ram += sizes[order[kept - 1]][0] if kept else 0
             # Fewer flats that spill than windows: no window without a flat.
             total = ram + window * min(WINDOW_COUNT, len(order) - kept)
             if ram_bytes is None:
-                best = kept
-                break
-            if total <= ram_bytes:
+                # A small flat in RAM may take less than a window for it.
+                best, least = (kept, total) if total < least else (best, least)
+            elif total <= ram_bytes:
                 best = kept
         # None: no way to spill with windows of this size fits.
         if best is not None:

@@ -54,6 +54,16 @@ of writing a meaning where no rating is known.
 """
 
 
+def update_threads(cpus: int, cores: int, ranks: int, *, on_gpu: bool) -> int:
+    """Return the threads that verify, update and copy chunks, of one of the ranks that share so
+    many processors (`cpus`) and physical cores.
+
+    Beside a GPU they have the cores but one, which Python and the loop need. Beside passes of the
+    CPU all ranks' threads together are a quarter of the processors: more take compute's time.
+    """
+    return max(1, cores // ranks - 1) if on_gpu else max(1, cpus // 4 // ranks)
+
+
 @dataclasses.dataclass(frozen=True)
 class AtRest:
     """Bytes at rest by kind, of one parameter or of a whole model: the values that compute, the

@@ -6,7 +6,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,12 @@ transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
 from infinity._src.perf.plan.changes import fewest_micro_batches, one_change  # noqa: E402
-from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
+from infinity._src.perf.plan.machine import (  # noqa: E402
+    UPDATES_PER_CORE,
+    Machine,
+    describe_machine,
+    read_updates,
+)
 from infinity._src.perf.plan.predict import predict  # noqa: E402
 from infinity._src.perf.plan.workload import (  # noqa: E402
     FlatShape,
@@ -290,6 +297,20 @@ JOBS = st.builds(
     1 << 20,
     0,
 )
+# the large flat spills, and the small one beside it takes less in RAM than a window for it
+@example(
+    ModelShape(
+        "two flats",
+        (
+            UnitShape("0", (FlatShape((1,), torch.bfloat16, True),)),
+            UnitShape("1", (FlatShape((1_572_737, 1_572_865), torch.bfloat16, True),)),
+        ),
+        3_145_603, 4, 64, 64, 128, 1000, 512, 2,
+    ),
+    job_of(tokens=64, sequence=64, update="delayed", params="cpu", optim="cpu", grads="nvme"),
+    1 << 20,
+    0,
+)  # fmt: skip
 def test_a_plan_that_fits_is_within_every_budget_and_deterministic(
     shape: ModelShape, job: Job, ram_bytes: int, gpus: int
 ) -> None:
@@ -371,3 +392,63 @@ def test_the_fewest_micro_batches_are_those_whose_activations_fit() -> None:
     fewer = chosen.replace(micro_batches=chosen.micro_batches // 2)
     assert chosen.micro_batches > 1
     assert not predict(shape, machine, fewer).gpu.fits
+
+
+# -- update kernels beside GPUs --------------------------------------------------------------------
+
+KERNELS = JOB.replace(state="compact", verify="off", update_threads=4)
+
+
+def test_kernels_of_updates_take_cores_beside_a_gpu() -> None:
+    alone = terms(KERNELS, cores=64)["update kernels"]
+    assert alone == pytest.approx((1 << 30) / (4 * UPDATES_PER_CORE["compact"]))
+    assert terms(KERNELS.replace(update_threads=8), cores=64)["update kernels"] == alone / 2
+    # Threads beyond the cores bring nothing.
+    assert terms(KERNELS.replace(update_threads=8), cores=4)["update kernels"] == alone
+    found = terms(KERNELS.replace(update_threads=None), cores=33)["update kernels"]
+    assert found == pytest.approx(alone * 4 / 32)
+    # Each rank leaves one core to Python.
+    found = terms(KERNELS.replace(update_threads=None), cores=16, gpus=4)["update kernels"]
+    assert found == pytest.approx(alone * 4 / 12)
+
+
+def test_checksums_count_where_they_are_compared() -> None:
+    off, sample, full = (
+        terms(KERNELS.replace(verify=verify), ram_bytes=4 * GIB)["update kernels"]
+        for verify in ("off", "sample", "full")
+    )
+    assert off < sample < full
+    assert (sample - off) / (full - off) == pytest.approx((1 + 1 / 16) / 2)
+
+
+def test_a_machine_of_few_cores_is_bound_by_its_kernels() -> None:
+    machine = describe_machine(
+        cores=2, gpus=1, ram_bytes=64 * GIB, read_bytes_per_s=100e9, write_bytes_per_s=100e9
+    )
+    job = JOB.replace(state="compact", micro_batches=1, tokens=64, sequence=64)
+    found = predict(shape_1b(), machine, job)
+    assert found.bottleneck == "update kernels"
+    more = predict(shape_1b(), dataclasses.replace(machine, cores=32), job)
+    assert more.step_s < found.step_s / 4
+
+
+def test_updates_on_a_gpu_or_beside_passes_of_the_cpu_have_no_such_term() -> None:
+    assert "update kernels" not in terms(JOB.replace(update_on="device"))
+    assert "update kernels" not in terms(JOB, gpus=0)
+
+
+def test_the_rate_of_kernels_is_that_of_a_record(tmp_path: Path) -> None:
+    row = {"name": "update", "isa": "avx2", "state": "exact", "where": "memory"}
+    others = [{**row, "isa": "avx512"}, {**row, "where": "cache"}, {**row, "state": "fp32"}]
+    rows = [{**row, "gparam_per_s": 2.028}, *({**other, "gparam_per_s": 9.0} for other in others)]
+    path = tmp_path / "adam.json"
+    path.write_text(json.dumps({"threads": 2, "isa": "avx2", "rows": rows}))
+    rates = read_updates(path)
+    assert rates["exact"] == pytest.approx(1.014e9)  # twice the rate that is assumed
+    assert rates["compact"] == pytest.approx(2 * UPDATES_PER_CORE["compact"])
+    twice = terms(KERNELS, updates_per_core=rates, updates_name="adam.json")["update kernels"]
+    assert twice == pytest.approx(terms(KERNELS)["update kernels"] / 2)
+    for wrong in ("[]", "{}", "no json", json.dumps({"threads": 1, "isa": "x", "rows": []})):
+        path.write_text(wrong)
+        with pytest.raises(ValueError, match=re.escape(str(path))):
+            read_updates(path)

@@ -7,6 +7,9 @@ Figures that are not given are those of a kind of GPU, as its maker states them,
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from infinity._src.perf.roofline import EXAMPLE_TBW, Drives
@@ -66,6 +69,33 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
     return KINDS["h100" if mem_bytes <= 100 * GIB else "h200"]
 
 
+def read_updates(path: Path) -> dict[str, float]:
+    """Read parameters per second and core, by `Policy.state`, from a record of `infinity bench
+    adam --json`. It measures "exact"; other states are scaled by that.
+
+    Raises: ValueError for another file.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        rates = [
+            row["gparam_per_s"] * 1e9 / record["threads"]
+            for row in record["rows"]
+            if (row["name"], row["isa"], row["state"], row["where"])
+            == ("update", record["isa"], "exact", "memory")
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path} is no record of updates ({error}); write it with: "
+            "python -m infinity.bench adam --json FILE"
+        ) from error
+    if len(rates) != 1 or not rates[0] > 0:
+        raise ValueError(f"{path} has {len(rates)} rates of the exact state from memory, not one")
+    return {
+        state: rate * rates[0] / UPDATES_PER_CORE["exact"]
+        for state, rate in UPDATES_PER_CORE.items()
+    }
+
+
 def host_links(gpus: int) -> int:
     """Return how many links to the CPU so many GPUs are assumed to have. With more than two, every
     two share a link behind one switch.
@@ -82,6 +112,8 @@ ASSUMED: dict[str, tuple[float, str]] = {
         400e9,
         "two sockets with 8 channels each, where there are more than 2 GPUs",
     ),
+    "cores": (32, "one socket"),
+    "cores of several GPUs": (64, "two sockets, where there are more than 2 GPUs"),
     "tbw": (EXAMPLE_TBW * 1e12, "a consumer drive of 1 TB"),
     "read": (6.8e9, "PCIe 4 drives"),
     "write": (5.0e9, "PCIe 4 drives"),
@@ -93,8 +125,16 @@ ASSUMED: dict[str, tuple[float, str]] = {
 POSITIVE = (
     "gpu_mem_bytes", "ram_bytes", "flops_per_gpu", "flops_peak_per_gpu", "pcie_per_gpu",
     "pcie_host", "peers_per_gpu", "hbm_per_gpu", "dram_bytes_per_s",
-    "tbw_per_drive", "link_bytes_per_s",
+    "tbw_per_drive", "link_bytes_per_s", "cores",
 )  # fmt: skip
+
+UPDATES_PER_CORE = {"exact": 0.507e9, "bf16": 0.400e9, "compact": 0.248e9}
+"""Parameters that one core updates per second without checksums, measured on a Xeon of 2.5 GHz with
+AVX-512 (bench/results/kernels.jsonl)."""
+
+CHECKSUMS_PER_CORE = 12.7e9
+"""Bytes per second of checksums beside such an update: the difference of 0.507e9 to the 0.259e9
+parameters per second that the same core updates with the checksums of 24 bytes each."""
 
 LINK = 100e9 / 8
 """Bytes per second that are assumed between a node and the others: 100 Gbit/s."""
@@ -114,11 +154,11 @@ class Machine:
     the CPU, each way; pcie_host: of all these links together, None: two GPUs share one where there
     are more than two. peers_per_gpu: between GPUs, each way, None: they go through the CPU's
     memory.
-    hbm_per_gpu: of a GPU's memory. drives: how many there are, for wear and what another one would
-    give. busiest_share: of the data, on the drive that has most of it; data follows bandwidth.
-    None: they are equal.
-    nvme_bytes: room for states, None: not known. sources: for each figure "given", "measured
-    (...)", or what is assumed.
+    hbm_per_gpu: of a GPU's memory. cores: physical ones of the CPUs; updates_per_core: parameters
+    per second that one of them updates, by `Policy.state`, without checksums. drives: how many
+    there are, for wear and what another one would give. busiest_share: of the data, on the drive
+    that has most of it; data follows bandwidth. None: they are equal. nvme_bytes: room for states,
+    None: not known. sources: for each figure "given", "measured (...)", or what is assumed.
     """
 
     gpus: int
@@ -141,6 +181,10 @@ class Machine:
     processes: int = 1
     nodes: int = 1
     link_bytes_per_s: float = LINK
+    cores: int = int(ASSUMED["cores"][0])
+    updates_per_core: Mapping[str, float] = dataclasses.field(
+        default_factory=lambda: dict(UPDATES_PER_CORE)
+    )
     # No part of a comparison: equal figures predict the same, wherever they come from.
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
 
@@ -235,13 +279,15 @@ def describe_machine(
     ranks: int | None = None,
     nodes: int = 1,
     link_bytes_per_s: float | None = None,
+    cores: int | None = None,
+    updates_per_core: Mapping[str, float] | None = None,
+    updates_name: str = "",
 ) -> Machine:
     """Describe a machine. Figures that are not given are those of the kind of GPU (`gpu`), measured
     (`bench`) or assumed; `Machine.sources` says which.
 
     read_bytes_per_s, write_bytes_per_s: of all drives together. ranks: of a node, where the CPU
-    computes (GPUs have one each).
-    Raises: ValueError naming the figure and a fix.
+    computes (GPUs have one each). Raises: ValueError naming the figure and a fix.
     """
     sources: dict[str, str] = {}
     _check_ranks(gpus, ranks, nodes, link_bytes_per_s)
@@ -259,8 +305,7 @@ def describe_machine(
     count, read, write, busiest = _drives(
         drives, read_bytes_per_s, write_bytes_per_s, bench, bench_name, sources
     )
-    dram, what = ASSUMED["dram of several GPUs" if gpus > 2 else "dram"]
-    sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
+    figures |= _of_cpus(gpus, sources, dram_bytes_per_s, cores, updates_per_core, updates_name)
     tbw, what = ASSUMED["tbw"]
     if nodes > 1:
         assumed = f"{LINK * 8 / 1e9:g} Gbit/s each way, assumed"
@@ -273,7 +318,6 @@ def describe_machine(
         drives=count,
         read_bytes_per_s=read,
         write_bytes_per_s=write,
-        dram_bytes_per_s=dram if dram_bytes_per_s is None else dram_bytes_per_s,
         tbw_per_drive=tbw if tbw_per_drive is None else tbw_per_drive,
         nvme_bytes=nvme_bytes,
         shared=shared,
@@ -371,6 +415,31 @@ def _of_gpus(
         assumed = f"{_rate(links)} each way, assumed: two GPUs share a link to the CPU"
         sources["pcie_host"] = "given" if host is not None else assumed
     return found
+
+
+def _of_cpus(
+    gpus: int,
+    sources: dict[str, str],
+    dram_bytes_per_s: float | None,
+    cores: int | None,
+    rates: Mapping[str, float] | None,
+    rates_name: str,
+) -> dict[str, Any]:
+    """Return the figures of the CPUs as fields of a `Machine`, and note the source of each in
+    `sources`.
+    """
+    several = " of several GPUs" if gpus > 2 else ""
+    dram, what = ASSUMED[f"dram{several}"]
+    sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
+    number, what = ASSUMED[f"cores{several}"]
+    if gpus:
+        sources["cores"] = _source(cores, f"{number:g}, assumed: {what}")
+        sources["adam"] = f"measured ({rates_name})" if rates else "of a Xeon of 2.5 GHz, assumed"
+    return {
+        "dram_bytes_per_s": dram if dram_bytes_per_s is None else dram_bytes_per_s,
+        "cores": int(number) if cores is None else cores,
+        "updates_per_core": {**UPDATES_PER_CORE, **(rates or {})},
+    }
 
 
 def _source(value: float | None, otherwise: str) -> str:

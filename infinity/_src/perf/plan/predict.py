@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.perf.pcie import BusyTime, Copied, Copies, LinkSpeed, ModelBytes, copies, dram_s
-from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.perf.plan.memory import (
     Need,
     beside_placement,
@@ -33,6 +33,7 @@ from infinity._src.perf.roofline import (
     days_of_life,
     limits,
     traffic,
+    update_threads,
 )
 from infinity._src.sizes import format_size, round_size
 
@@ -143,6 +144,8 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, sizes, between)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
+    if machine.gpus and policy.update_on == "cpu":
+        busy["update kernels"] = BusyTime.sum_of(_kernels_s(shape, machine, job, on_nvme))
     if machine.nodes > 1:
         # All ranks of a node share its link to the others.
         link = LinkSpeed(machine.link_bytes_per_s, machine.link_bytes_per_s)
@@ -255,6 +258,20 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
     params, grads = machine.ranks * _param_bytes(shape), machine.ranks * _grad_bytes(shape)
     rate = PASS_SHARE * machine.dram_bytes_per_s
     return 3 * params / rate, (3 * params + 3 * grads) / rate, (2 * states + grads) / rate
+
+
+def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -> float:
+    """Return the time of the update's kernels on a node's cores beside its GPUs, and of the
+    checksums of what they read and write.
+    """
+    policy = job.policy
+    threads = policy.update_threads or update_threads(
+        machine.cores, machine.cores, machine.ranks, on_gpu=True
+    )
+    trained = sum(flat.numel for flat in shape.flats if flat.trainable) / machine.nodes
+    summed = {"full": 2.0, "sample": 1.0 + 1 / 16, "off": 0.0}[policy.verify] * on_nvme.states
+    seconds = trained / machine.updates_per_core[policy.state] + summed / CHECKSUMS_PER_CORE
+    return seconds / min(threads * machine.ranks, machine.cores)
 
 
 def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
