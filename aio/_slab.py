@@ -108,8 +108,12 @@ class Slab:
                 progress(_populate(*part))
             return
         with ThreadPoolExecutor(threads, "infinity-slab") as pool:
-            for future in [pool.submit(_populate, *part) for part in parts]:
-                progress(future.result())
+            try:
+                for future in [pool.submit(_populate, *part) for part in parts]:
+                    progress(future.result())
+            finally:
+                # After an error nothing more is taken.
+                pool.shutdown(cancel_futures=True)
 
     @property
     def memory(self) -> memoryview:

@@ -27,6 +27,7 @@ import resource
 import stat
 import sys
 import weakref
+from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -72,7 +73,8 @@ class SwapFile:
         self.direct_reason = direct_reason
         # Until a file system refuses to (`grow`).
         self.preallocated = True
-        self._punched = False
+        # Ranges that were punched out, by offset: (start, end).
+        self._holes: list[tuple[int, int]] = []
         self._stays_open = False
         self.size_bytes = os.fstat(fd).st_size
         self._private: PrivateDirectory | None = None
@@ -392,26 +394,32 @@ class SwapFile:
 
     def punch(self, offset: int, size_bytes: int) -> None:
         """Give the space of a range inside the file back; its length stays. A later use of the
-        range must `back` it first. Does nothing where the file system cannot.
+        range must `back` it first. The file keeps the space if the file system cannot.
         """
         # 3: FALLOC_FL_KEEP_SIZE and FALLOC_FL_PUNCH_HOLE, which needs the other.
         if _LIBC.fallocate(self.fd, 3, offset, size_bytes) == 0:
-            self._punched = True
+            at = bisect_left(self._holes, (offset, 0))
+            self._holes.insert(at, (offset, offset + size_bytes))
         elif (code := ctypes.get_errno()) not in (errno.EOPNOTSUPP, errno.ENOSYS):
-            raise AioError(
-                "giving space back failed",
-                errno=code,
-                path=self.path,
-                op="allocate",
-                offset=offset,
-                length=size_bytes,
-            )
+            _warn_once(f"{self.path}: space that is no longer used stays: {os.strerror(code)}")
 
     def back(self, offset: int, size_bytes: int) -> None:
-        """Give a range inside the file room on the drive again, if some was punched out. Raises
+        """Give a range inside the file room on the drive again, where some was punched out. Raises
         SwapFullError."""
-        if not self._punched or not self.preallocated:
-            return
+        end = offset + size_bytes
+        at = max(bisect_left(self._holes, (offset, 0)) - 1, 0)
+        while at < len(self._holes) and self._holes[at][0] < end:
+            start, stop = self._holes[at]
+            if stop <= offset:
+                at += 1
+                continue
+            # Parts of a hole that the range leaves out stay one.
+            rest = [(start, min(stop, offset)), (max(start, end), stop)]
+            self._allocate(max(start, offset), min(stop, end) - max(start, offset))
+            self._holes[at : at + 1] = [hole for hole in rest if hole[0] < hole[1]]
+            at += rest[0][0] < rest[0][1]
+
+    def _allocate(self, offset: int, size_bytes: int) -> None:
         try:
             os.posix_fallocate(self.fd, offset, size_bytes)
         except OSError as error:

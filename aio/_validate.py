@@ -218,8 +218,9 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
         # Sections come in order, so one bound tells whether two overlap.
         end_before = at + align_up(section_bytes(chunk, section))
     on_drive = sum(1 << s for s in range(count) if chunk["section_at"][s] >= 0)
-    if int(chunk["zeros"]) & ~on_drive:
-        return f"has zeros {chunk['zeros']:#b} beside the sections on its drive ({on_drive:#b})"
+    zeros = int(chunk["zeros"] | chunk["other_zeros"])
+    if zeros & ~on_drive:
+        return f"has zeros {zeros:#b} beside the sections on its drive ({on_drive:#b})"
     if end_before > chunk["run_bytes"]:
         return f"has sections of {end_before} bytes in a run of {chunk['run_bytes']}"
     if end_before and (chunk["file_offset"] < 0 or chunk["file_offset"] % records.ALIGNMENT_BYTES):
@@ -270,7 +271,7 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
     end = np.zeros(len(chunks), dtype=np.int64)
-    zeros = chunks["zeros"].astype(np.int64)
+    zeros = (chunks["zeros"] | chunks["other_zeros"]).astype(np.int64)
     for section in range(records.SECTION_MAX):
         used = section < count
         itemsize, at = chunks["itemsize"][:, section], chunks["section_at"][:, section]

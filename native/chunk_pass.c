@@ -42,7 +42,7 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
     const int32_t section_count = inf_format_sections(chunk->format, itemsizes, groups);
     if (section_count == 0 || chunk->section_count != section_count) return 0;
     if (chunk->numel <= 0 || chunk->piece_numel <= 0 || chunk->run_bytes < 0) return 0;
-    if (chunk->zeros >> section_count != 0) return 0;
+    if ((chunk->zeros | chunk->other_zeros) >> section_count != 0) return 0;
     for (int32_t s = 0; s < section_count; s++) {
         const int32_t itemsize = chunk->itemsize[s];
         const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
@@ -51,7 +51,8 @@ int32_t inf_chunk_valid(const inf_chunk *chunk) {
         if (group != groups[s] || chunk->piece_numel % group != 0) return 0;
         if (chunk->numel > INT64_MAX / itemsize) return 0;
         if (inf_section_resident(chunk, s)) {
-            if (chunk->section_ptr[s] == 0 || (chunk->zeros >> s & 1u)) return 0;
+            if (chunk->section_ptr[s] == 0) return 0;
+            if ((chunk->zeros | chunk->other_zeros) >> s & 1u) return 0;
         } else if (chunk->section_at[s] > chunk->run_bytes - inf_section_bytes(chunk, s)) {
             return 0;
         }

@@ -126,8 +126,7 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
     run->moves = inf_run_moves(run);
     if (run->moves && run->job.kind == INF_JOB_STORE)
         run->reads = inf_run_written(run) & ~run->job.mask;
-    run->zeros = run->reads & run->chunk->plan.zeros;
-    run->reads &= ~run->zeros;
+    /* First: zeros that were to be written and were not are no contents. */
     if ((run->chunk->invalid & run->reads) != 0) {
         run->fault = run->chunk->fault;
         run->fault.earlier = INF_EARLIER_JOB;
@@ -135,6 +134,8 @@ static void run_start(struct inf_executor *ex, inf_run *run) {
         inf_run_finish(ex, run);
         return;
     }
+    run->zeros = run->reads & run->chunk->plan.zeros;
+    run->reads &= ~run->zeros;
     if (inf_run_refused(ex, run)) {
         inf_run_finish(ex, run);
         return;

@@ -342,10 +342,10 @@ class _Filling:
         self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
+        self.wait()
         if shard.numel() < values.numel():
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
-        self.wait()
         self._under_way = self._tiers.store.store(flat, 0, shard.data_ptr()), shard
         self._line.advance(shard.nbytes)
 

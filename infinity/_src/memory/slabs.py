@@ -14,16 +14,18 @@ ItemT = TypeVar("ItemT")
 def split_by_size(
     items: Sequence[ItemT], bytes_of: Callable[[ItemT], int], bytes_max: int
 ) -> list[list[ItemT]]:
-    """Split items, in order, into runs of `bytes_max` at most; a larger item is a run by itself."""
+    """Split items, in order, into runs of `bytes_max` at most; a larger item has a run to itself,
+    but for items of no bytes. No run is of no bytes unless all items are.
+    """
     runs: list[list[ItemT]] = []
-    left = 0
+    used = 0
     for item in items:
         size = bytes_of(item)
-        if not runs or size > left:
+        if not runs or (size and used and used + size > bytes_max):
             runs.append([])
-            left = bytes_max
+            used = 0
         runs[-1].append(item)
-        left -= size
+        used += size
     return runs
 
 

@@ -97,18 +97,26 @@ class ShardRecords:
         runs."""
         return aligned_section_bytes(self.sections[-1], numel) if self.format.grad else 0 * numel
 
-    def wants(self, record: Any, layers: tuple[int, int]) -> list[ExtentRequest]:
-        """The extents that a chunk wants of the swap space, in the order of `PLACES`; its first and
-        second run in these layers.
+    def wants(
+        self, chunks: npt.NDArray[np.intp], layers: tuple[int, int]
+    ) -> dict[int, list[ExtentRequest]]:
+        """The extents that each of these chunks wants of the swap space, in the order of `PLACES`;
+        its first and second run in these layers.
         """
+        records = self.records[chunks]
         if not self.versioned:
-            return [ExtentRequest(int(record["run_bytes"]), layers[0])]
-        states = int(record["other_bytes"])
-        return [
-            ExtentRequest(states, layers[0]),
-            ExtentRequest(states, layers[1]),
-            ExtentRequest(self.grad_bytes(int(record["numel"]))),
-        ]
+            sizes = zip(chunks.tolist(), records["run_bytes"].tolist(), strict=True)
+            return {index: [ExtentRequest(size, layers[0])] for index, size in sizes}
+        numels: npt.NDArray[np.int64] = records["numel"]
+        states, grads = records["other_bytes"].tolist(), self.grad_bytes(numels).tolist()
+        return {
+            index: [
+                ExtentRequest(size, layers[0]),
+                ExtentRequest(size, layers[1]),
+                ExtentRequest(grad),
+            ]
+            for index, size, grad in zip(chunks.tolist(), states, grads, strict=True)
+        }
 
     def stays(self, before: ShardRecords, section: int, source: int) -> npt.NDArray[np.bool_]:
         """Chunks in which this section is where section `source` of `before` is: [chunks]."""
@@ -342,6 +350,10 @@ class StateStore:
             or self._masks_of(flat) != list(masks[index])
         ]
         self.will_write([flats[index] for index in changed])
+        # Slots of writes that failed hold the only copy, and go with the old chunks: written now,
+        # or the drive's error is raised while nothing has changed.
+        if changed and self._executor.stats().kept_chunks:
+            self._executor.recover().wait()
         # Steps may have exchanged the places since the records were made.
         for index in changed:
             self._look(self._flats[flats[index]])
@@ -353,6 +365,8 @@ class StateStore:
             key = int(before.records["key"][0])
             made.append(self._unplaced(flats[index], formats[index], masks[index], key))
             _mark_zeros(before, made[-1])
+            if self._places_named and before.format is Format.RAW:
+                self._shorten(before)
         self._define(made, made, old)
         while made:
             try:
@@ -644,9 +658,7 @@ class StateStore:
         runs = np.flatnonzero(planned.records["run_bytes"])
         if self._space is None or not runs.size:
             return []
-        wants = {
-            index: planned.wants(planned.records[index], self.layers) for index in runs.tolist()
-        }
+        wants = planned.wants(runs, self.layers)
         kept = self._taken_over(shard, before, wants) if before is not None else {}
         missing = [index for index in wants if index not in kept]
         groups = self._space.reserve_together([wants[index] for index in missing])
@@ -670,24 +682,44 @@ class StateStore:
         if before.format is not Format.RAW or self._places_named:
             return {}
         there = {(place.layer, place.drive, place.offset): place for place in before.places}
+        old = before.records
+        # The parameter comes first in its run: it stays, or there is none.
+        alike = (old["section_at"][:, 0] < 0) == (shard.records["section_at"][:, 0] < 0)
+        drives = old["drive"].tolist()
+        columns = [(old[file].tolist(), old[offset].tolist()) for offset, file in PLACES]
         found: dict[int, list[SwapExtent | None]] = {}
         for index, requests in wants.items():
-            old, new = before.records[index], shard.records[index]
-            # The parameter comes first in its run: it stays, or there is none.
-            if (old["section_at"][0] < 0) != (new["section_at"][0] < 0):
-                continue
             group: list[SwapExtent | None] = []
-            for request, (offset, file) in zip(requests, PLACES, strict=False):
-                place = there.get((request.layer, int(old["drive"]), int(old[offset])))
+            for request, (files, offsets) in zip(requests, columns, strict=False):
+                # Without optimizer a step may have exchanged the places: then it is another layer.
+                key = (files[index], drives[index], offsets[index])
+                place = there.get(key) if files[index] == request.layer else None
                 if not request.size_bytes:
                     group.append(None)
                 elif place is not None and place.size_bytes >= request.size_bytes:
-                    assert int(old[file]) == request.layer
                     group.append(dataclasses.replace(place, size_bytes=request.size_bytes))
-            if len(group) == len(requests):
+            if alike[index] and len(group) == len(requests):
                 found[index] = group
-                new["generation"] = old["generation"]
+        taken = np.array(list(found), dtype=np.intp)
+        shard.records["generation"][taken] = old["generation"][taken]
         return found
+
+    def _shorten(self, shard: ShardRecords) -> None:
+        """Give back the room for states beside parameters that a commit names: the states will lie
+        elsewhere.
+        """
+        held: dict[tuple[int, int, int], int] = {}
+        for offset, file in PLACES[:2]:
+            columns = [shard.records[name].tolist() for name in (file, "drive", offset)]
+            places = zip(*columns, strict=True)
+            held.update(zip(places, shard.records["run_bytes"].tolist(), strict=True))
+        for at, place in enumerate(shard.places):
+            size_bytes = held.get((place.layer, place.drive, place.offset), 0)
+            if 0 < size_bytes < place.size_bytes:
+                assert self._space is not None
+                shard.places[at] = dataclasses.replace(place, size_bytes=size_bytes)
+                self._space.trim(shard.places[at])
+                self.nvme_bytes -= place.size_bytes - size_bytes
 
     def _new_keys(self, count: int) -> int:
         """Return the first of so many keys, which no chunk has had."""
@@ -746,6 +778,8 @@ class StateStore:
         carried = sections_carried(before.format, now.format)
         for section, source in carried.items():
             stays = now.stays(before, section, source)
+            # What is lost is no value to stay: reading it raises the fault, and all is as it was.
+            stays &= self._executor.invalid(before.ids) >> np.uint32(source) & 1 == 0
             on_drive = now.records["section_at"][:, section] >= 0
             now.keep_sums(before, section, source, np.flatnonzero(stays & on_drive))
             moved = np.flatnonzero(~stays)

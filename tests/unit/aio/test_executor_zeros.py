@@ -188,3 +188,19 @@ def test_zeros_of_sections_that_are_not_on_a_drive_are_refused(
     with pytest.raises(ValueError, match="zeros"):
         rig.executor.define(chunk)
     rig.close()
+
+
+def test_a_store_that_was_refused_leaves_no_zeros_behind(backend: str, tmp_path: Path) -> None:
+    fault = aio.Fault("write", 2, kind="errno", errno=errno.EIO)
+    rig = Rig(tmp_path, backend, chunk_count=2, zeros=NEW, seam=aio.Seam(fault=fault))
+    sections = [begun(rig, index) for index in range(2)]
+    assert outcome(rig.update({1: gradient()})) is not None  # it marks the drive
+    sections[0][2] = random_chunk(np.random.default_rng(5))[2]
+    assert outcome(rig.store({0: sections[0]}, mask=0b0100)) is not None
+    for mask in (0b0100, 0b0110):
+        assert outcome(rig.fetch([0], mask=mask)[0]) is not None
+    rig.executor.recover().wait()
+    assert outcome(rig.fetch([0], mask=0b0100)[0]) is not None
+    rig.store({0: sections[0]}, mask=0b0100).wait()
+    assert same(rig.read(0), sections[0])
+    rig.close()

@@ -14,6 +14,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from infinity.aio import SwapFile, _file_system
 from infinity.aio import _swap_file as swap_file
@@ -336,3 +338,29 @@ def test_a_forked_child_neither_has_nor_keeps_the_file(tmp_path):
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
         round_trip(file.fd)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 8)), min_size=1, max_size=24
+    )
+)
+def test_space_that_was_given_back_is_there_again_when_it_is_asked_for(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[bool, int, int]]
+) -> None:
+    block = 65536  # more than the file system's own records of it take
+    with SwapFile.create(tmp_path_factory.mktemp("f")) as file:
+        file.grow(40 * block)
+        there = [True] * 40
+        for punch, at, count in calls:
+            span = range(at, min(at + count, 40))
+            if punch and all(there[each] for each in span):  # extents in use do not overlap
+                file.punch(at * block, len(span) * block)
+                there[span.start : span.stop] = [False] * len(span)
+            elif not punch:
+                file.back(at * block, len(span) * block)
+                there[span.start : span.stop] = [True] * len(span)
+            assert os.fstat(file.fd).st_size == 40 * block
+            assert os.fstat(file.fd).st_blocks * 512 // block == sum(there)
+            assert sum(end - start for start, end in file._holes) == there.count(False) * block

@@ -19,9 +19,10 @@ from infinity._src.memory.layout import CHUNK_NUMEL, plan_flat
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
-from infinity.aio import Format, PoolSpec, Priority, open_executor
+from infinity.aio import Fault, Format, PoolSpec, Priority, Seam, open_executor
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._records import GradSection, Master, Moments
+from infinity.errors import AioError
 
 LARGE_BYTES = CHUNK_NUMEL * 14
 NUMELS = (CHUNK_NUMEL + 5000, 77, 12_345)
@@ -33,13 +34,16 @@ def make_flat(unit: Unit, index: int, dtype: torch.dtype) -> Flat:
 
 
 @contextmanager
-def make_store(directory: Path, backend: str, *, generations: int = 1) -> Iterator[StateStore]:
+def make_store(
+    directory: Path, backend: str, *, generations: int = 1, seam: Seam | None = None
+) -> Iterator[StateStore]:
     space = SwapSpace([directory])
     executor = open_executor(
         space.files,
         small=PoolSpec(4, CHUNK_NUMEL * 4),
         large=PoolSpec(2, LARGE_BYTES),
         backend=backend,
+        seam=seam,
     )
     store = StateStore(executor, space, sums_on=True, generations=generations)
     try:
@@ -293,3 +297,51 @@ def test_a_conversion_that_fails_leaves_a_parameter_that_shares_its_place(
         assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
         store.convert([flat], [Format.SPLIT], [[0b1111] * count])
         assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_parameter_whose_write_failed_is_not_lost_to_a_conversion(
+    tmp_path: Path, persistent: bool
+) -> None:
+    """Its only copy is in a slot of the chunk that the conversion replaces; and the write that was
+    refused beside it has left its chunk without a value."""
+    seam = Seam(fault=Fault("write", 0, errno=5, persistent=persistent))
+    with make_store(tmp_path, "threads", seam=seam) as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        count = len(flat.layout.chunks)
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], [[0b1111] * count], [Format.SPLIT])
+        with pytest.raises(AioError):
+            store.store(flat, 0, values.data_ptr()).wait()
+        masks = [[0b1111] * count]
+        if persistent:  # nothing can be mended, and nothing has changed
+            with pytest.raises(AioError):
+                store.convert([flat], [Format.SPLIT], masks)
+            assert store[flat].format is Format.RAW
+            return
+        refused = (store._executor.invalid(store[flat].ids) & 1).astype(bool)
+        if refused.any():
+            with pytest.raises(AioError):
+                store.convert([flat], [Format.SPLIT], masks)
+            store.store(flat, 0, values.data_ptr()).wait()
+        store.convert([flat], [Format.SPLIT], masks)
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+
+
+def test_room_for_states_that_a_commit_makes_useless_is_given_back_first(tmp_path: Path) -> None:
+    with make_store(tmp_path, "threads", generations=2) as store:
+        flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
+        count = len(flat.layout.chunks)
+        values = torch.randn(flat.layout.shard_numel).bfloat16()
+        store.create([flat], [[0b1111] * count], [Format.SPLIT])
+        store.store(flat, 0, values.data_ptr()).wait()
+        store.commit_named_places()
+        store.convert([flat], [Format.SPLIT], [[0b1111] * count])
+        space = store._space
+        assert space is not None
+        # 2 bytes that the commit names, and what it does not need, beside 24 of both generations.
+        numel = sum(padded(flat))
+        assert space._extents[0].used_bytes(0) <= (24 + 2 + 12) * numel
+        assert torch.equal(fetched(store, flat, 0, torch.bfloat16), values)
+        store.commit_named_places()
+        assert store.nvme_bytes == space._extents[0].used_bytes(0) == 24 * numel
