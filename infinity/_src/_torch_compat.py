@@ -71,6 +71,9 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
                                                                     run out
     clear_autocast_cache         torch.clear_autocast_cache         16-bit copies of fp32 weights
                                                                     stay on the device
+    FakeTensor, FakeTensorMode,  _subclasses.fake_tensor            `init=` builds the model in
+    FAKE_HAS_NO_VALUES                                              memory, and not one parameter
+                                                                    at a time
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
 
@@ -90,6 +93,7 @@ from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
+import torch._subclasses.fake_tensor as fake_tensor
 import torch.utils.checkpoint as torch_checkpoint
 
 TESTED = ("2.10.0", "2.13.0", "2.15.0")
@@ -113,6 +117,18 @@ sequence_number: Callable[[], int] = _C._autograd._get_sequence_nr
 
 Backward runs higher numbers first.
 """
+
+FakeTensor = fake_tensor.FakeTensor
+"""A tensor of a device, with strides and storage, and without memory."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Mode under which operations compute shapes and aliases of tensors alone."""
+
+FAKE_HAS_NO_VALUES: tuple[type[Exception], ...] = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+)
+"""Errors of operations that ask a `FakeTensor` for values."""
 
 DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
 """Context in which `__torch_function__` of subclasses is not called."""

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -172,6 +173,7 @@ def build_engine(
     device: torch.device,
     *,
     load: Source | None,
+    init: Callable[[], torch.nn.Module] | None,
     seam: Seam | None,
     transport: type[Transport] | None,
     owner: EngineHandle,
@@ -183,17 +185,17 @@ def build_engine(
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
-    source = open_source(model, with_files(load))
+    source = open_source(model, with_files(load), init)
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
+    # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
+    heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source)
+    fill_tiers(split, tiers, source, heap)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
     access = EngineAccess(split.comm, tiers.storage, mode)
-    # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
-    heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     grads = build_grads(split, tiers, mode, undo)
     unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
     optimizer = build_optimizer(split, tiers, progress, grads, unsharder, mode, access, heap, undo)
@@ -309,12 +311,12 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
-def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
+def fill_tiers(split: Split, tiers: Tiers, source: OpenSource, heap: Heap) -> None:
     """Write the model's values to their tiers, unit by unit. Blocks; collective.
 
     Raises: PeerFailed, ValueError.
     """
-    with contextlib.closing(_Filling(split, tiers)) as filling:
+    with contextlib.closing(_Filling(split, tiers, heap)) as filling:
         for unit in split.units:
             fill_unit(unit, source, filling.store)
         filling.wait()
@@ -329,8 +331,8 @@ class _Filling:
     """Values on their way to their tiers: one flat is written while the next one is read from its
     source."""
 
-    def __init__(self, split: Split, tiers: Tiers) -> None:
-        self._split, self._tiers = split, tiers
+    def __init__(self, split: Split, tiers: Tiers, heap: Heap) -> None:
+        self._split, self._tiers, self._heap = split, tiers, heap
         # Kept with the values that the drives read.
         self._under_way: tuple[Ticket, torch.Tensor] | None = None
         total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
@@ -354,6 +356,8 @@ class _Filling:
         if self._under_way is not None:
             self._under_way[0].wait()
             self._under_way = None
+            # Flats and what their values came from are of many sizes: their holes would stay.
+            self._heap.freed()
 
     def close(self) -> None:
         """Block until no write is under way, however it ends."""

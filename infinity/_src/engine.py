@@ -16,7 +16,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -53,6 +53,7 @@ def offload(
     policy: Policy | None = None,
     *,
     load: Source | None = None,
+    init: Callable[[], torch.nn.Module] | None = None,
     _seam: Seam | None = None,
     _transport: type[Transport] | None = None,
 ) -> torch.nn.Module:
@@ -62,7 +63,9 @@ def offload(
     Returns the same module. load: the source of values, unit by unit, when the module is on the
     meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
     tensors, or a directory of safetensors. A callable runs under no_grad once per parameter and
-    persistent buffer. Blocks until all is at rest.
+    persistent buffer. init: a function that builds the same model anew, with initial values by its
+    own rules: it runs as ever, with the numbers that torch's generator gives now, and one parameter
+    at a time gets memory. Blocks until all is at rest.
 
     Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`
     is too small, SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another
@@ -88,7 +91,7 @@ def offload(
     strided = [
         name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
     ]
-    handle_ = Handle(model, policy or Policy(), device, load, _seam, _transport)
+    handle_ = Handle(model, policy or Policy(), device, load, init, _seam, _transport)
     model.__dict__[_HANDLE] = handle_
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
@@ -122,6 +125,7 @@ class Handle:
         policy: Policy,
         device: torch.device,
         load: Source | None,
+        init: Callable[[], torch.nn.Module] | None,
         seam: Seam | None,
         transport: type[Transport] | None,
     ) -> None:
@@ -134,6 +138,7 @@ class Handle:
                 policy,
                 device,
                 load=load,
+                init=init,
                 seam=seam,
                 transport=transport,
                 owner=self,

@@ -4,6 +4,7 @@
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=directory or file    safetensors, sharded or single, read one tensor at a time
+    init=function             `init()` builds the model, which is initialised one tensor at a time
 
 A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
 whole, once). One flat of one unit is in memory at a time, and the one before it while it is
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from infinity._src.kernels.tiling.tiled_module import TilePlace
+from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.wording import listed_are
@@ -95,11 +97,25 @@ class OpenSource(abc.ABC):
             _recompute(self._model, lost, device)
 
 
-def open_source(model: nn.Module, load: Source | NamedTensors | None) -> OpenSource:
-    """Open the user's `load=`, its files open already, and check that it has what the model needs.
+def open_source(
+    model: nn.Module,
+    load: Source | NamedTensors | None,
+    init: Callable[[], nn.Module] | None = None,
+) -> OpenSource:
+    """Open the user's `load=`, its files open already, or `init=`, and check that it has what the
+    model needs.
 
     Raises: ValueError naming what is missing, unexpected or of the wrong shape.
     """
+    if init is not None:
+        if load is not None:
+            raise ValueError("load= and init= both give the values; pass one of them")
+        if not callable(init):
+            raise ValueError(
+                f"init={type(init).__name__} is not known; give a function without arguments that "
+                "builds the model and returns it, such as lambda: LlamaForCausalLM(config)"
+            )
+        return _InitSource(model, DeferredModel(init))
     if load is None:
         return _ModuleSource(model)
     if isinstance(load, Mapping):
@@ -198,6 +214,75 @@ class _CallableSource(OpenSource):
                 f"load({name!r}, tensor) returned and left the tensor as it was; fill it in place "
                 "(tensor.copy_(...))"
             )
+
+
+class _InitSource(OpenSource):
+    """A model built anew, of which one tensor at a time gets its initial values."""
+
+    def __init__(self, model: nn.Module, built: DeferredModel) -> None:
+        super().__init__(model)
+        self._built = built
+        # The weight whose tiles are being filled, so that it is computed once.
+        self._whole: tuple[str, torch.Tensor] | None = None
+        self._check()
+
+    def fill(self, param: Param, out: torch.Tensor) -> None:
+        place, name = param.place, self._name_of(param.keys)
+        if place is None:
+            self._whole = None
+            self._built.read_into(name, out)
+            return
+        if self._whole is None or self._whole[0] != name:
+            # The previous weight is freed first, so that two are never in memory.
+            self._whole = None
+            whole = torch.empty(place.whole_shape, dtype=self._built.tensor(name).dtype)
+            self._built.read_into(name, whole)
+            self._whole = name, whole
+        out.copy_(place.of(self._whole[1]))
+
+    def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
+        assert was_meta or not out.is_meta, names
+        self._built.read_into(self._name_of(names), out)
+
+    def fill_buffers(self, device: torch.device) -> None:
+        # All of them, persistent or not: the function has computed them as they begin.
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer in find_buffers(self._model):
+                # On the CPU first, where it was built.
+                value = torch.empty_like(buffer.value, device="cpu")
+                self.fill_buffer(buffer.names, value, was_meta=buffer.value.is_meta)
+                buffer.module._buffers[buffer.attr] = value.to(device)
+
+    def _name_of(self, names: tuple[str, ...]) -> str:
+        known = self._built.names()
+        return next(name for name in names if name in known)
+
+    def _check(self) -> None:
+        """Compare names, shapes and dtypes before anything is filled."""
+        known = set(self._built.names())
+        wanted = [
+            (e.keys, tuple(e.whole_shape), e.parameter.dtype) for e in find_parameters(self._model)
+        ]
+        wanted += [
+            (b.names, tuple(b.value.shape), b.value.dtype) for b in find_buffers(self._model)
+        ]
+        missing = list(dict.fromkeys(n[0] for n, _, _ in wanted if not known.intersection(n)))
+        surplus = sorted(known.difference(*(names for names, _, _ in wanted)))
+        if missing or surplus:
+            parts = [f"{listed_are(missing)} missing"] if missing else []
+            parts += [f"{listed_are(surplus)} unexpected"] if surplus else []
+            raise ValueError(
+                f"{self._built.label} is not the model to offload: {'; '.join(parts)}. Build both "
+                "by the same call, one of them under torch.device('meta')"
+            )
+        for names, shape, dtype in wanted:
+            name = self._name_of(names)
+            built = self._built.tensor(name)
+            if tuple(built.shape) != shape or built.dtype != dtype:
+                raise ValueError(
+                    f"{self._built.label} has {name} of shape {tuple(built.shape)} in "
+                    f"{built.dtype}; the model wants {shape} in {dtype}"
+                )
 
 
 class _NamedSource(OpenSource):
