@@ -417,6 +417,9 @@ MASK_MOVE_ONLY = 0x8000_0000
 MASK_PARAM_IN_MEMORY = 0x4000_0000
 #: In a job's mask: ptr[] are addresses on the attached device (`Executor.attach_device`).
 MASK_DEVICE = 0x2000_0000
+#: In a FETCH's mask: the chunk's checksums are one for each section, that of its pieces' in order
+#: (`inf_fold_sums`). A mismatch names the section, not the piece.
+MASK_FOLDED = 0x1000_0000
 #: In the mask of a COPY, beside MASK_DEVICE: ptr[0] is on the device. Else ptr[1] is.
 MASK_COPY_OUT = 1
 

@@ -131,6 +131,34 @@ int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t
     return INF_OK;
 }
 
+static uint32_t fold(uint32_t folded, const uint32_t *sums, int64_t count) {
+    return inf_crc32c(folded, sums, (size_t)count * sizeof *sums);
+}
+
+int64_t inf_section_fetch_folded(const inf_chunk *chunk, int32_t section, const uint8_t *from,
+                                 uint8_t *to) {
+    const int64_t piece_count = inf_piece_count(chunk);
+    uint32_t folded = 0;
+    for (int64_t k = 0; k < piece_count; k++) {
+        const piece_range piece = piece_at(chunk, k);
+        const uint32_t sum = piece_sum(chunk, section, piece, from);
+        folded = fold(folded, &sum, 1);
+        const int64_t at = piece_offset(chunk, section, piece);
+        if (to != NULL && to != from)
+            memcpy(to + at, from + at, piece_bytes(chunk, section, piece));
+    }
+    return folded == ((const uint32_t *)(uintptr_t)chunk->sums_ptr)[section] ? INF_OK : 0;
+}
+
+void inf_fold_sums(const uint64_t *sums, const int64_t *pieces, int64_t count,
+                   int32_t section_count, uint32_t *folded) {
+    for (int64_t i = 0; i < count; i++) {
+        const uint32_t *of_chunk = (const uint32_t *)(uintptr_t)sums[i];
+        for (int32_t s = 0; s < section_count; s++)
+            *folded++ = fold(0, of_chunk + s * pieces[i], pieces[i]);
+    }
+}
+
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to) {
     const int64_t piece_count = inf_piece_count(chunk);
     uint32_t *sums = section_summed(chunk, section) ? section_sums(chunk, section) : NULL;

@@ -56,6 +56,8 @@
 #define INF_MASK_PARAM_IN_MEMORY 0x40000000u
 /* In a job's mask: ptr[] are addresses in device memory. */
 #define INF_MASK_DEVICE 0x20000000u
+/* In a FETCH's mask: the chunk has one checksum for each section (inf_section_fetch_folded). */
+#define INF_MASK_FOLDED 0x10000000u
 /* The kind of a read ahead's own job; nobody submits it. */
 #define INF_JOB_PREFETCH 5
 

@@ -49,8 +49,11 @@ static int64_t compute_fetch(const inf_run *run) {
         if (!(run->job.mask >> s & 1u)) continue;
         /* sections that nothing has written have no checksums */
         int32_t verify = run->zeros >> s & 1u ? INF_VERIFY_OFF : run->verify;
-        int64_t bad = inf_section_fetch(chunk, s, inf_section_address(run, s),
-                                        on_device ? NULL : pointer(run->job.ptr[s]), verify);
+        const uint8_t *from = inf_section_address(run, s);
+        uint8_t *to = on_device ? NULL : pointer(run->job.ptr[s]);
+        bool folded = verify != INF_VERIFY_OFF && (run->job.mask & INF_MASK_FOLDED);
+        int64_t bad = folded ? inf_section_fetch_folded(chunk, s, from, to)
+                             : inf_section_fetch(chunk, s, from, to, verify);
         if (bad >= 0) return s * inf_piece_count(chunk) + bad;
         if (bad != INF_OK) return bad;
     }

@@ -262,8 +262,9 @@ static void checksum_failed(struct inf_executor *ex, inf_run *run, int64_t bad) 
     int64_t pieces = inf_piece_count(chunk);
     int32_t section = (int32_t)(bad / pieces);
     int64_t first = bad % pieces * chunk->piece_numel;
-    int64_t numel =
-        chunk->numel - first < chunk->piece_numel ? chunk->numel - first : chunk->piece_numel;
+    /* One checksum for all pieces does not say which of them is wrong. */
+    int64_t covered = run->job.mask & INF_MASK_FOLDED ? chunk->numel : chunk->piece_numel;
+    int64_t numel = chunk->numel - first < covered ? chunk->numel - first : covered;
     int64_t at = chunk->section_at[section] < 0 ? 0 : inf_section_file_at(chunk, section, false);
     ex->stats.checksum_failures++;
     inf_run_fail(run, INF_FAULT_CHECKSUM, INF_OP_READ, 0,

@@ -145,6 +145,8 @@ static int32_t job_wrong(const struct inf_executor *ex, const inf_job *job, int3
     const inf_chunk *chunk = &record->plan;
     if (job->kind < INF_JOB_FETCH || job->kind > INF_JOB_UPDATE) return BAD_KIND;
     uint32_t flags = INF_MASK_MOVE_ONLY | INF_MASK_DEVICE;
+    bool may_fold = job->kind == INF_JOB_FETCH && !on_device && chunk->sums_ptr != 0;
+    if (may_fold) flags |= INF_MASK_FOLDED;
     uint32_t known = inf_sections_all(chunk) | flags;
     bool update = job->kind == INF_JOB_UPDATE;
     if ((job->mask & INF_MASK_PARAM_IN_MEMORY) && (!update || job->ptr[1] == 0)) return BAD_GIVEN;

@@ -249,6 +249,16 @@ uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
                           int32_t verify);
 
+/* The same with one checksum for each section, `uint32_t[section_count]` at sums_ptr: that of its
+ * pieces' checksums in order. Returns INF_OK or 0. */
+int64_t inf_section_fetch_folded(const inf_chunk *chunk, int32_t section, const uint8_t *from,
+                                 uint8_t *to);
+
+/* Those of `count` chunks: sums[i] is the address of uint32_t[section_count][pieces[i]], folded is
+ * uint32_t[count][section_count]. */
+void inf_fold_sums(const uint64_t *sums, const int64_t *pieces, int64_t count,
+                   int32_t section_count, uint32_t *folded);
+
 /* STORE of one section: copy `from` (NULL: zeros; `from == to`: in place) to `to` and set its
  * checksums. */
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);

@@ -77,6 +77,8 @@ uint32_t inf_sum_seed(uint64_t generation, uint64_t key, int32_t section, int64_
 
 int64_t inf_section_fetch(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to,
                           int32_t verify);
+void inf_fold_sums(const uint64_t *sums, const int64_t *pieces, int64_t count,
+                   int32_t section_count, uint32_t *folded);
 void inf_section_store(const inf_chunk *chunk, int32_t section, const uint8_t *from, uint8_t *to);
 int64_t inf_chunk_update(const inf_chunk *chunk, uint8_t *const section[6], const inf_seg *segs,
                          int32_t seg_count, const inf_hyper *hypers, int32_t hyper_count,

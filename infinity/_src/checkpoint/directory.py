@@ -2,7 +2,7 @@
 crash leaves each file whole or not at all.
 
     manifest-<generation>.rank<r>   data-<generation>.rank<r>
-    buffers-<generation>.rank<r>    extra-<generation>.rank<r>
+    buffers-<generation>.rank<r>    extra-<generation>.rank<r>    table-<generation>.rank<r>
 
 A save writes the files of a new generation beside those of the last one, the manifests last; older
 ones go when every rank's manifest is there. So at any moment the directory has a whole generation,
@@ -27,7 +27,7 @@ from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFull
 
 log = logging.getLogger("infinity")
 
-_NAME = re.compile(r"(manifest|data\d*|buffers|extra)-(\d{8,})\.rank(\d+)(\.partial)?")
+_NAME = re.compile(r"(manifest|table|data\d*|buffers|extra)-(\d{8,})\.rank(\d+)(\.partial)?")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -128,10 +128,24 @@ def newest_generation(directory: Path) -> list[Manifest]:
 
 def read_manifest(path: Path) -> Manifest:
     """Read one manifest. Raises: AioError, ChecksumError, ValueError."""
-    manifest = Manifest.decode(_read(path), str(path))
+    manifest = Manifest.decode(_read(path), str(path), lambda file: _named(path, file))
     # The digest says that the bytes are as written, not that an engine wrote them.
     check_manifest(manifest, str(path))
     return manifest
+
+
+def _named(manifest: Path, file: FileEntry) -> bytes:
+    """Read a file that a manifest needs. Without it the generation is damaged, not begun."""
+    try:
+        return read_attachment(manifest.parent, file)
+    except AioError as error:
+        if error.errno != errno.ENOENT:
+            raise
+        raise AioError(
+            f"a file that {manifest.name} names is missing",
+            path=str(manifest.parent / file.name),
+            op="open",
+        ) from error
 
 
 def read_attachment(directory: Path, file: FileEntry) -> bytes:

@@ -37,15 +37,16 @@ from infinity._src.checkpoint.directory import (
 )
 from infinity._src.checkpoint.hardlink import PinnedLayers
 from infinity._src.checkpoint.manifest import (
-    ROW,
     FileEntry,
-    Layout,
-    Manifest,
+    Head,
     OptimizerEntry,
+    encode_table,
     manifest_name,
 )
 from infinity._src.checkpoint.reader import ALGORITHM
+from infinity._src.checkpoint.rows import ROW
 from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.checkpoint.run_table import DRIVES_MAX, Described, RunTable
 from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.writer import StoredStates
@@ -58,8 +59,6 @@ from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, PeerFailed
 
 log = logging.getLogger("infinity")
-# Layer and drive in one number: layer * DRIVES_MAX + drive.
-DRIVES_MAX = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +112,7 @@ class DurableRun:
         self._linked = False
         self._stepped = False
         self._cleaned = False
-        # The formats, and the layout that was made for them.
-        self._layout: tuple[tuple[Any, ...], Layout] | None = None
+        self._table = RunTable(self._executor, self._store, self.flats)
         # Before the first step: its forward may change buffers already.
         self._first_forward = model.register_forward_pre_hook(
             dynamo_disable(self._before_forward), prepend=True
@@ -308,7 +306,7 @@ class DurableRun:
         )[0]:
             return
         problem: Exception | None = None
-        manifest = None
+        written = None
         generation = self._next_generation()
         try:
             if self._captured is None:
@@ -317,7 +315,7 @@ class DurableRun:
                 # `extra` could not be kept when the step ended; it may have been mended since.
                 kept = extra_bytes(self._extra())
                 self._captured = dataclasses.replace(self._captured, extra=kept, whole=True)
-            manifest = self._write(generation)
+            written = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
         failed = self._comm.all_reduce_any([problem is not None])[0]
@@ -331,9 +329,12 @@ class DurableRun:
                 "another rank could not commit the step, and its error says why; the step before "
                 "stays"
             )
-        assert manifest is not None
+        assert written is not None
+        manifest, found = written
+        assert manifest.table is not None
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
+        self._table.committed(manifest.table, found)
         # Named by a manifest: the next step writes beside these places, not into them.
         self._store.commit_named_places()
         # Only after every rank has its manifest: until here the older generation is the whole one.
@@ -352,7 +353,7 @@ class DurableRun:
         self._generation += 1
         return self._generation
 
-    def _write(self, generation: int) -> Manifest:
+    def _write(self, generation: int) -> tuple[Head, Described]:
         # The states first, then the manifest that names them.
         for files in self.files.layers.values():
             for file in files:
@@ -366,10 +367,14 @@ class DurableRun:
             else None
             for kind, data in (("buffers", small.buffers), ("extra", small.extra))
         ]
-        rows, sums = self._rows()
-        used = _number_files(rows)
-        manifest = Manifest(
-            layout=self._layout_now(),
+        found = self._table.describe()
+        table = self._table.known(found)
+        if table is None:
+            layout = metadata.layout_of(self.flats, self._store, self._policy)
+            data = encode_table(layout, self._table.rows())
+            table = write_attachment(home, file_name("table", generation, rank), data)
+        used = [divmod(each, DRIVES_MAX) for each in found.files]
+        manifest = Head(
             generation=generation,
             save=self._save,
             rank=rank,
@@ -383,13 +388,13 @@ class DurableRun:
             buffers=attached[0],
             extra=attached[1],
             optimizers=small.optimizers,
-            rows=rows,
-            sums=sums,
+            table=table,
+            numbers=found.files,
         )
         path = home / manifest_name(generation, rank)
         # Under another name until it is whole: a reader takes any manifest for a commit.
         partial = path.with_name(path.name + ".partial")
-        write_attachment(home, partial.name, manifest.encode())
+        write_attachment(home, partial.name, manifest.encode_with(found.marks))
         # Before the rename: if this breaks off or a rank dies right after it, the manifest names
         # these files, and the end of the process must not remove them.
         self.files.keep()
@@ -397,15 +402,7 @@ class DurableRun:
             partial.replace(path)
         # The rename is on the drive only now; before, a crash might undo it.
         sync_directory(home)
-        return manifest
-
-    def _layout_now(self) -> Layout:
-        """Return the layout, made anew when formats have changed."""
-        # Formats change when an optimizer takes parameters over; else the encoded layout is kept.
-        formats = tuple(self._store[flat].format for flat in self.flats)
-        if self._layout is None or self._layout[0] != formats:
-            self._layout = formats, metadata.layout_of(self.flats, self._store, self._policy)
-        return self._layout[1]
+        return manifest, found
 
     def _rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
         """Return a row for every chunk's live place, and its checksums. rows["file"] has the layer
@@ -423,7 +420,7 @@ class DurableRun:
             sums.append(taken)
         return np.concatenate(rows), np.concatenate(sums)
 
-    def _remove_older(self, manifest: Manifest) -> None:
+    def _remove_older(self, manifest: Head) -> None:
         """Remove this rank's part of older generations; and, the first time, the states of the run
         before.
         """
@@ -431,8 +428,14 @@ class DurableRun:
         rank, first = self.files.rank, not self._cleaned
         # Rank 0 also removes the files of ranks that a larger run before this one had.
         everything = rank == 0 and first
+        # The table may be of an earlier commit: it is written when a place changes.
+        table = manifest.table.name if manifest.table is not None else ""
         self._remove(
-            lambda path, number: number < manifest.generation and (everything or is_of(path, rank))
+            lambda path, number: (
+                number < manifest.generation
+                and path.name != table
+                and (everything or is_of(path, rank))
+            )
         )
         if everything:
             try:

@@ -12,6 +12,13 @@ here, some there); together they have every section once.
 A generation of a directory is valid when all its ranks have a readable manifest of the same save:
 nothing else commits it.
 
+A manifest of a durable run (version 3) has the chunks in two parts, and no layout of its own:
+
+    magic, version, lengths | state (JSON) | marks (rows.Marks) | xxh3_128 of all before
+    table-<generation>.rank<r>:   magic, version, lengths | layout (JSON) | TABLE
+
+`state` names the table, which is written when a place changes, and its xxh3_128.
+
 The checksum says that the bytes are as they were written, not that an engine wrote them, and
 numbers in a manifest become addresses and lengths. So `check_manifest` refuses each that leads out
 of its file, its table of checksums or its shard.
@@ -30,7 +37,7 @@ import functools
 import json
 import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any, Final
 
@@ -39,13 +46,15 @@ import numpy.typing as npt
 import torch
 import xxhash
 
+from infinity._src.checkpoint.rows import FOLDED, PADDED, ROW, TABLE, Marks, joined
 from infinity._src.memory.layout import sections_of
 from infinity.aio import Format
 from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
 from infinity.errors import AioError, ChecksumError
 
-VERSION: Final = 2
-"""Version of manifests with a row that has `zeros`; others are of version 1, as before."""
+VERSION: Final = 3
+"""Version of manifests with a table beside them. Others are of version 2 if a row has `zeros`, else
+of version 1, as before."""
 PIECE_BYTES: Final = 65536
 """Bytes per checksum of a padded row."""
 TENSOR_BYTES_MAX = 4096
@@ -57,31 +66,8 @@ _CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
 _HEAD: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
-ROW: Final = np.dtype(
-    [
-        ("start", "<i8"),
-        ("numel", "<i8"),
-        ("key", "<u8"),
-        ("generation", "<u8"),
-        ("file_offset", "<i8"),
-        ("run_bytes", "<i8"),
-        ("section_at", "<i8", (SECTION_MAX,)),
-        ("sums_at", "<i8"),
-        ("flat", "<i4"),
-        ("file", "<i4"),
-        ("padded", "<i4"),
-        ("zeros", "<i4"),
-    ]
-)
-"""`start`: of the chunk in the shard. `sums_at`: of its first checksum. `zeros`: bit s = section s,
-which lies here, is all zeros and was never written; its bytes and checksums mean nothing. `padded`:
-how the checksums were taken.
-
-0: as an executor takes those of a CHUNK, of all its sections, in pieces of PIECE_NUMEL elements,
-from `key` and `generation`. 1: of each section that is here, as a chunk of its own: of its bytes up
-to the next multiple of 4096, in pieces of PIECE_BYTES, from `key` + the section's index. Then no
-byte of a file is without a checksum.
-"""
+_TABLE_MAGIC: Final = b"inf-tabl"
+_TABLE_HEAD: Final = struct.Struct("<8sQQQ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,16 +164,16 @@ class OptimizerEntry:
     params: dict[str, dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Manifest:
-    """One rank's part of one generation. save: a number that all ranks of a save have in common.
-    step: steps completed.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Head:
+    """One rank's part of one generation, without its chunks. save: a number that all ranks of a
+    save have in common. step: steps completed.
 
     files: targets of the rows. buffers, extra: whole files of their own. algorithm: kind of the
-    rows' checksums.
+    rows' checksums. table: the file with the chunks' places, of durable runs, and numbers: those
+    that `files` have there.
     """
 
-    layout: Layout
     generation: int
     save: int
     rank: int
@@ -198,40 +184,72 @@ class Manifest:
     buffers: FileEntry | None
     extra: FileEntry | None
     optimizers: tuple[OptimizerEntry, ...]
-    rows: npt.NDArray[np.void]
-    sums: npt.NDArray[np.uint32]
+    table: FileEntry | None = None
+    numbers: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
         """The name of its file."""
         return manifest_name(self.generation, self.rank)
 
-    def encode(self) -> bytes:
-        """Return the file's bytes."""
+    @property
+    def attached(self) -> list[FileEntry]:
+        """Files that are read whole."""
+        found = (self.buffers, self.extra, self.table)
+        return [file for file in found if file is not None]
+
+    def state(self) -> bytes:
+        """Return the part that changes with every step, as JSON."""
         given = ("generation", "save", "rank", "world", "step", "algorithm")
-        state = {name: getattr(self, name) for name in given}
+        state: dict[str, Any] = {name: getattr(self, name) for name in given}
         state["files"] = [dataclasses.asdict(file) for file in self.files]
-        state["buffers"] = dataclasses.asdict(self.buffers) if self.buffers is not None else None
-        state["extra"] = dataclasses.asdict(self.extra) if self.extra is not None else None
+        for key in ("buffers", "extra", "table"):
+            file = getattr(self, key)
+            state[key] = dataclasses.asdict(file) if file is not None else None
+        if self.table is None:
+            del state["table"]
+        else:
+            state["numbers"] = self.numbers
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
+        return _dumps(state)
+
+    def encode_with(self, marks: Marks) -> bytes:
+        """Return the bytes of a durable run's file."""
+        assert self.table is not None
+        text = self.state()
+        head = _HEAD.pack(_MAGIC, VERSION, 0, len(text), len(marks.flags), len(marks.folded))
+        return _sealed(head, text, marks.encode())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest(Head):
+    """One rank's part of one generation."""
+
+    layout: Layout
+    rows: npt.NDArray[np.void]
+    sums: npt.NDArray[np.uint32]
+
+    def encode(self) -> bytes:
+        """Return the bytes of a file that has all."""
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
-        texts = (self.layout.encoded, _dumps(state))
-        version = VERSION if self.rows["zeros"].any() else 1
+        texts = (self.layout.encoded, self.state())
+        version = 2 if self.rows["zeros"].any() else 1
         head = _HEAD.pack(
             _MAGIC, version, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
         )
-        parts = [
+        return _sealed(
             head,
             *texts,
             self.rows.astype(ROW, copy=False).tobytes(),
             self.sums.astype("<u4", copy=False).tobytes(),
-        ]
-        whole = b"".join(parts)
-        return whole + xxhash.xxh3_128_digest(whole)
+        )
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Manifest:
-        """Read a manifest from the bytes of its file.
+    def decode(
+        cls, data: bytes, path: str, read: Callable[[FileEntry], bytes] | None = None
+    ) -> Manifest:
+        """Read a manifest from the bytes of its file. read: gives the bytes of a file beside it,
+        checked.
 
         Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
         something else, ValueError for a later version.
@@ -243,36 +261,68 @@ class Manifest:
             raise AioError(
                 "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
             )
-        _, version, *lengths, row_count, sum_count = _HEAD.unpack_from(data)
+        _, version, layout_bytes, state_bytes, row_count, sum_count = _HEAD.unpack_from(data)
         if version > VERSION:
             raise ValueError(
                 f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
                 "use a later one"
             )
         # The version first: a later one may have another checksum.
-        if xxhash.xxh3_128_digest(data[:body]) != data[body:]:
+        if xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
             raise ChecksumError(
                 "the manifest is not what was written", path=path, op="read", length=len(data)
             )
-        at = _HEAD.size
-        texts = []
-        for length in lengths:
-            texts.append(data[at : at + length])
-            at += length
+        at = _HEAD.size + layout_bytes
         try:
-            rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
-            sums = np.frombuffer(
-                data, dtype="<u4", count=sum_count, offset=at + rows.nbytes
-            ).astype(np.uint32)
-            state = json.loads(texts[1])
-            state["files"] = tuple(_file(entry) for entry in state["files"])
-            for key in ("buffers", "extra"):
-                state[key] = _file(state[key]) if state[key] is not None else None
-            state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
-            return cls(layout=Layout.decode(texts[0]), rows=rows, sums=sums, **state)
+            state = _state(data[at : at + state_bytes])
+            at += state_bytes
+            if version < VERSION:
+                layout = Layout.decode(data[_HEAD.size : _HEAD.size + layout_bytes])
+                rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
+                sums = np.frombuffer(data, "<u4", sum_count, at + rows.nbytes).astype(np.uint32)
+                return cls(layout=layout, rows=rows, sums=sums, **state)
+            if read is None or state["table"] is None:
+                raise ValueError("it has no table of chunks")
+            marks = Marks.decode(data, at, row_count, sum_count)
+            layout, table = _read_table(read(state["table"]))
+            counts = [len(flat.sections) for flat in layout.flats]
+            rows = joined(table, marks, counts, state["numbers"])
+            return cls(layout=layout, rows=rows, sums=marks.folded, **state)
         # The digest is right, of something that no engine wrote.
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
             raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
+
+
+def encode_table(layout: Layout, table: npt.NDArray[np.void]) -> bytes:
+    """Return the bytes of the file that a durable run's manifests name as their table. table:
+    TABLE [chunks].
+    """
+    head = _TABLE_HEAD.pack(_TABLE_MAGIC, VERSION, len(layout.encoded), len(table))
+    return b"".join((head, layout.encoded, table.tobytes()))
+
+
+def _read_table(data: bytes) -> tuple[Layout, npt.NDArray[np.void]]:
+    magic, version, layout_bytes, count = _TABLE_HEAD.unpack_from(data)
+    if (magic, version) != (_TABLE_MAGIC, VERSION):
+        raise ValueError("its table of chunks is something else")
+    at = _TABLE_HEAD.size + layout_bytes
+    return Layout.decode(data[_TABLE_HEAD.size : at]), np.frombuffer(data, TABLE, count, at)
+
+
+def _sealed(*parts: bytes) -> bytes:
+    whole = b"".join(parts)
+    return whole + xxhash.xxh3_128_digest(whole)
+
+
+def _state(text: bytes) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(text)
+    state["files"] = tuple(_file(entry) for entry in state["files"])
+    for key in ("buffers", "extra", "table"):
+        entry = state.get(key)
+        state[key] = _file(entry) if entry is not None else None
+    state["optimizers"] = tuple(OptimizerEntry(**entry) for entry in state["optimizers"])
+    state["numbers"] = tuple(state.get("numbers", ()))
+    return state
 
 
 def manifest_name(generation: int, rank: int) -> str:
@@ -302,11 +352,12 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
     """
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     counts = np.array([len(flats[each].sections) for each in numbers.tolist()], np.int64)[of_row]
-    chunked = np.where(
-        np.arange(SECTION_MAX) < counts[:, None], -(-rows["numel"][:, None] // PIECE_NUMEL), 0
-    )
+    folded = (np.arange(SECTION_MAX) < counts[:, None]).astype(np.int64)
+    chunked = folded * -(-rows["numel"][:, None] // PIECE_NUMEL)
     padded = np.where(rows["section_at"] >= 0, -(-section_bytes(rows, flats) // PIECE_BYTES), 0)
-    pieces: npt.NDArray[np.int64] = np.where(rows["padded"][:, None] != 0, padded, chunked)
+    pieces: npt.NDArray[np.int64] = np.select(
+        [rows["padded"][:, None] == kind for kind in (PADDED, FOLDED)], [padded, folded], chunked
+    )
     return pieces
 
 
@@ -346,10 +397,7 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             yield f"{name} is {getattr(manifest, name)!r}"
     if not manifest.rank < manifest.world <= RANKS_MAX:
         yield f"it is of rank {manifest.rank} of {manifest.world}"
-    files = (
-        *manifest.files,
-        *(file for file in (manifest.buffers, manifest.extra) if file is not None),
-    )
+    files = (*manifest.files, *manifest.attached)
     yield from (
         f"the file {file.name!r} has {file.size_bytes!r} bytes"
         for file in files
@@ -395,7 +443,7 @@ def _wrong_flats(manifest: Manifest) -> Iterator[str]:
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     rows, flats = manifest.rows, manifest.layout.flats
     # One kind of number after the other: later checks compute with numbers that passed.
-    for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", 2)):
+    for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", FOLDED + 1)):
         if ((rows[name] < 0) | (rows[name] >= count)).any():
             yield f"a row has a {name} that there is not"
     if ((rows["numel"] <= 0) | (rows["numel"] > _CHUNK_NUMEL_MAX)).any():
@@ -412,7 +460,7 @@ def _wrong_rows(manifest: Manifest) -> Iterator[str]:
         ).any():
             yield "a row lies outside of its file"
         bits = here.astype(np.int64) @ (1 << np.arange(SECTION_MAX))
-        if (rows["zeros"] & ~np.where(rows["padded"] != 0, 0, bits)).any():
+        if (rows["zeros"] & ~np.where(rows["padded"] == PADDED, 0, bits)).any():
             yield "a row has zeros in sections that are not there"
         # An address is computed from it, so it must stay inside of the table.
         last = len(manifest.sums) - pieces_of(rows, flats).sum(axis=1)

@@ -38,10 +38,12 @@ from infinity._src.checkpoint.manifest import (
     pieces_of,
     section_bytes,
 )
+from infinity._src.checkpoint.rows import FOLDED, PADDED
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity.aio import (
     CHUNK,
     JOB,
+    MASK_FOLDED,
     Executor,
     Format,
     JobKind,
@@ -444,7 +446,7 @@ class DataReader:
                 opened.append(undo.enter_context(SwapFile.existing(directory / file.name)))
             sizes = section_bytes(rows, flats)
             # A padded row is read section by section, one of a run as a whole.
-            largest = np.where(rows["padded"] != 0, sizes.max(axis=1), rows["run_bytes"])
+            largest = np.where(rows["padded"] == PADDED, sizes.max(axis=1), rows["run_bytes"])
             pool = PoolSpec(max(SLOTS, 2 * len(files)), int(largest.max(initial=4096)))
             self._executor = open_executor(
                 opened, small=PoolSpec(0, 0), large=pool, backend=backend
@@ -514,7 +516,7 @@ class RowChunks:
         sizes = section_bytes(rows, self._flats)
         pieces = pieces_of(rows, self._flats)
         sums_at = rows["sums_at"][:, None] + np.cumsum(pieces, axis=1) - pieces
-        padded = rows["padded"] != 0
+        padded = rows["padded"] == PADDED
         for s in range(SECTION_MAX):
             here = np.flatnonzero(padded & (rows["section_at"][:, s] >= 0))
             if len(here):
@@ -568,11 +570,13 @@ class RowChunks:
 
     def submit(self, row: int, kind: JobKind, addresses: Mapping[int, int]) -> Ticket:
         """Submit the jobs of these sections of a row at once."""
-        padded = bool(self._rows[row]["padded"])
+        how = int(self._rows[row]["padded"])
+        padded = how == PADDED
         ids = self._block(row // BLOCK_ROWS)[row % BLOCK_ROWS]
         # Padded: every section is a chunk of its own, so a job for each.
         jobs = np.zeros(len(addresses) if padded else 1, dtype=JOB)
         jobs["kind"], jobs["base"] = kind, -1
+        jobs["mask"] = MASK_FOLDED if how == FOLDED else 0
         for index, (section, address) in enumerate(addresses.items()):
             chunk = int(ids[section])
             assert chunk >= 0, f"row {row} has no section {section}"

@@ -36,6 +36,7 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.reader import DataReader
+from infinity._src.checkpoint.rows import FOLDED, PADDED
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
@@ -160,7 +161,7 @@ def _files_of(directory: Path, manifest: Manifest, problems: list[str]) -> list[
     """Describe the files of one rank; a fault of one goes to `problems`."""
     used = {int(index) for index in manifest.rows["file"]}
     entries = [file for index, file in enumerate(manifest.files) if index in used]
-    entries += [file for file in (manifest.buffers, manifest.extra) if file is not None]
+    entries += manifest.attached
     own = directory / manifest.name
     found = [_listed(directory, manifest.rank, FileEntry(own.name, own.stat().st_size))]
     for file in entries:
@@ -250,9 +251,8 @@ class VerifyJob:
         the bytes of each chunk.
         """
         for manifest in self.manifests:
-            for file in (manifest.buffers, manifest.extra):
-                if file is not None:
-                    self._attachment(file)
+            for file in manifest.attached:
+                self._attachment(file)
             for index in range(len(manifest.files)):
                 self._file(manifest, index, progress)
         return self.damage
@@ -281,7 +281,9 @@ class VerifyJob:
                 manifest = read_manifest(path)
             except AioError as error:
                 reason = "is missing" if error.errno == errno.ENOENT else "is not what was written"
-                self._tell(path, 0, error.length, f"the manifest of rank {rank}", reason)
+                # Itself, or the table that it names.
+                where = Path(error.path) if error.path else path
+                self._tell(where, 0, error.length, f"the manifest of rank {rank}", reason)
                 world = max(world, self._ranks())
             # A later version wrote it, or it is damaged just there.
             except ValueError as error:
@@ -405,7 +407,7 @@ class VerifyJob:
             if isinstance(error, ChecksumError):
                 self._look_closer(manifest, item[1], path, error)
             else:
-                what = ", ".join(_places(manifest, item[1], 0, 0, whole=True))
+                what = ", ".join(_places(manifest, item[1]))
                 self._tell(path, error.offset, error.length, what, f"cannot be read: {error}")
 
         with slab_buffers(size, AHEAD) as buffers:
@@ -428,14 +430,14 @@ class VerifyJob:
         before = len(self.damage)
         # A second read, through the page cache; the executor's may have gone around it.
         with path.open("rb") as file:
-            for s, piece, offset, length, seed, expected in _pieces(manifest, row):
-                file.seek(offset)
-                if native.crc32c(file.read(length), seed) != expected:
-                    what = ", ".join(_places(manifest, row, s, piece))
-                    self._tell(path, offset, length, what, "is not what was written")
+            for piece in _pieces(manifest, row):
+                file.seek(piece.offset)
+                if not piece.matches(file.read(piece.length)):
+                    what = ", ".join(_places(manifest, row, piece))
+                    self._tell(path, piece.offset, piece.length, what, "is not what was written")
         # Well this time: the drive gave other bytes before, and that is told, not forgotten.
         if len(self.damage) == before:
-            what = ", ".join(_places(manifest, row, 0, 0, whole=True))
+            what = ", ".join(_places(manifest, row))
             self._tell(
                 path,
                 error.offset,
@@ -455,44 +457,77 @@ def _row_bytes(manifest: Manifest) -> np.ndarray[tuple[int], np.dtype[np.int64]]
     return read
 
 
-def _pieces(manifest: Manifest, row: int) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Yield the pieces of a row that have a checksum: (section, piece, offset in the file, bytes,
-    seed, checksum).
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """A part of a section that has a checksum: elements [low, high) of the chunk, and their bytes
+    in the file. seeds: of its checksum or, where it is folded, of the checksums of every `step`
+    bytes.
     """
+
+    section: int
+    low: int
+    high: int
+    offset: int
+    length: int
+    seeds: tuple[int, ...]
+    step: int
+    folded: bool
+    expected: int
+
+    def matches(self, data: bytes) -> bool:
+        """Return whether these bytes are as they were written."""
+        sums = [
+            native.crc32c(data[at * self.step :][: self.step], seed)
+            for at, seed in enumerate(self.seeds)
+        ]
+        found = native.crc32c(np.array(sums, dtype="<u4")) if self.folded else sums[0]
+        return found == self.expected
+
+
+def _pieces(manifest: Manifest, row: int) -> Iterator[_Piece]:
+    """Yield the pieces of a row that have a checksum."""
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
     padded = section_bytes(manifest.rows[[row]], manifest.layout.flats)[0]
     counts = pieces_of(manifest.rows[[row]], manifest.layout.flats)[0]
     first = int(entry["sums_at"]) + np.cumsum(counts) - counts
+    numel, how = int(entry["numel"]), int(entry["padded"])
     for s, section in enumerate(flat.sections):
         if entry["section_at"][s] < 0 or entry["zeros"] >> s & 1:
             continue
         start = int(entry["file_offset"]) + int(entry["section_at"][s])
-        whole = int(entry["padded"]) != 0
-        total = int(padded[s]) if whole else section.size_bytes(int(entry["numel"]))
+        total = int(padded[s]) if how == PADDED else section.size_bytes(numel)
         # As the executor took them: by bytes for padded rows, by elements for a run's.
-        step = PIECE_BYTES if whole else section.size_bytes(PIECE_NUMEL)
+        step = PIECE_BYTES if how == PADDED else section.size_bytes(PIECE_NUMEL)
         # A padded section is a chunk of its own, so its key differs and its number is 0.
-        key, number = (int(entry["key"]) + s, 0) if whole else (int(entry["key"]), s)
+        key, number = int(entry["key"]) + s * (how == PADDED), s * (how != PADDED)
+        inside = -(-total // step) if how == FOLDED else 1
+        items = section.group_numel * inside * step // section.itemsize
         for piece in range(int(counts[s])):
-            seed = sum_seed(int(entry["generation"]), key, number, piece)
-            length = min(step, total - piece * step)
-            yield s, piece, start + piece * step, length, seed, int(manifest.sums[first[s] + piece])
+            at = piece * inside
+            seeds = [
+                sum_seed(int(entry["generation"]), key, number, at + each) for each in range(inside)
+            ]
+            yield _Piece(
+                section=s,
+                low=min(piece * items, numel),
+                high=min((piece + 1) * items, numel),
+                offset=start + at * step,
+                length=min(inside * step, total - at * step),
+                seeds=tuple(seeds),
+                step=step,
+                folded=how == FOLDED,
+                expected=int(manifest.sums[first[s] + piece]),
+            )
 
 
-def _places(manifest: Manifest, row: int, s: int, piece: int, *, whole: bool = False) -> list[str]:
+def _places(manifest: Manifest, row: int, piece: _Piece | None = None) -> list[str]:
     """Name the contents of a piece of a section, or of a whole row: "lo of
     model.norm.weight[0:64]", for each parameter.
     """
     entry = manifest.rows[row]
     flat = manifest.layout.flats[entry["flat"]]
-    section = flat.sections[s]
-    step = PIECE_NUMEL
-    if entry["padded"]:
-        step = PIECE_BYTES // section.itemsize * section.group_numel
-    numel = int(entry["numel"])
-    low = 0 if whole else min(piece * step, numel)
-    high = numel if whole else min(low + step, numel)
+    low, high = (piece.low, piece.high) if piece is not None else (0, int(entry["numel"]))
     # From the shard to the whole flat, where parameters have their offsets.
     base = manifest.rank * flat.shard_numel + int(entry["start"])
     found = []
@@ -500,5 +535,7 @@ def _places(manifest: Manifest, row: int, s: int, piece: int, *, whole: bool = F
         first, last = max(base + low, param.offset), min(base + high, param.offset + param.numel)
         if first < last:
             place = f"{param.name}[{first - param.offset:,}:{last - param.offset:,}]"
-            found.append(place if whole else f"{section.name} of {place}")
+            if piece is not None:
+                place = f"{flat.sections[piece.section].name} of {place}"
+            found.append(place)
     return found or [f"padding of unit {flat.unit or 'the model'}"]

@@ -27,7 +27,6 @@ from infinity._src.checkpoint.directory import (
     write_attachment,
 )
 from infinity._src.checkpoint.manifest import (
-    ROW,
     FileEntry,
     FlatEntry,
     Layout,
@@ -38,6 +37,7 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.reader import ALGORITHM, SLOTS, Chunks, RowChunks
+from infinity._src.checkpoint.rows import PADDED, ROW
 from infinity.aio import JobKind, PoolSpec, SwapFile, Ticket, open_executor
 from infinity.aio._records import SECTION_MAX
 
@@ -76,7 +76,7 @@ class DataWriter:
         sizes = section_bytes(rows, flats)
         before = np.cumsum(sizes, axis=1) - sizes
         # Sections of no bytes are those that the format lacks.
-        rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), 1
+        rows["section_at"], rows["padded"] = np.where(sizes > 0, before, -1), PADDED
         rows["zeros"] = 0  # all is written
         rows["run_bytes"] = sizes.sum(axis=1)
         rows["file_offset"] = np.cumsum(rows["run_bytes"]) - rows["run_bytes"]

@@ -37,7 +37,7 @@ _UNIT = 1 << 20
 """Sum of the whole-number weights of the drives: shares are kept to about a millionth."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class SwapExtent:
     """Bytes [offset, offset + size) of the swap file of `layer` on one drive."""
 
