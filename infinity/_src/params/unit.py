@@ -116,8 +116,8 @@ class Param:
 
 def place_at(sites: list[tuple[torch.nn.Module, str]]) -> TilePlace | None:
     """The place of a parameter that these (module, attribute) hold, if it is a tile."""
-    module = sites[0][0]
-    return module.place if isinstance(module, Tile) else None
+    module, attr = sites[0]
+    return module.places[attr] if isinstance(module, Tile) else None
 
 
 def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:

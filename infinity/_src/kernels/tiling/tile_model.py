@@ -20,7 +20,7 @@ from infinity._src.kernels.tiling.tiled_embedding import TiledEmbedding
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.kernels.tiling.tiled_module import (
     Grid,
-    TiledModule,
+    TiledMatrix,
     Tiles,
     copy_tiles,
     parse_tiles,
@@ -249,7 +249,7 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
 def _replace(model: nn.Module, group: _Group) -> None:
     tiles = copy_tiles(group.weight, group.grid)
     for _, module in group.modules:
-        made: TiledModule
+        made: TiledMatrix
         if isinstance(module, nn.Linear):
             made = TiledLinear.of_tiles(tiles, group.grid, module.bias)
         else:
