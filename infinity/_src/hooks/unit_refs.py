@@ -163,6 +163,11 @@ class UnitRefs:
                 "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
 
+    def passed(self) -> None:
+        """Note the end of a use that has held no reference: the unit may be free of uses now."""
+        if self.unit.refs == 0:
+            self._unsharder.release(self.unit)
+
     def note_window_writes(self) -> None:
         """Bump the version of gathered parameters that were written through windows: autograd must
         find out if their old values were saved."""

@@ -218,10 +218,11 @@ class UnsharderInterface(Protocol):
     def read(self, param: Param) -> torch.Tensor:
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
-    def written(self, here: list[bool]) -> list[bool]:
-        """Return for each window that all ranks close now whether some rank has written to it.
+    def on_any_rank(self, here: list[bool]) -> list[bool]:
+        """Return which of these flags are set on some rank that gathers together with this one.
+        Collective there. Blocks.
 
-        here: whether this rank has.
+        here: whether they are on this rank.
         """
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:

@@ -660,12 +660,14 @@ class Unsharder:
             values = param.flat.tensor[param.offset :][: param.numel]
             return values.view(param.shape).to("cpu", copy=True)
 
-    def written(self, here: list[bool]) -> list[bool]:
-        """Return for each window that all ranks close now whether some rank has written to it.
+    def on_any_rank(self, here: list[bool]) -> list[bool]:
+        """Return which of these flags are set on some rank that gathers together with this one.
+        Collective there. Blocks.
 
-        here: whether this rank has.
+        here: whether they are on this rank.
         """
-        # Ranks with whole parameters may open a window alone: a collective would wait for others.
+        # Ranks with whole parameters may open a window alone, or run a forward: a collective would
+        # wait for others.
         return here if self._never_evict else self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:

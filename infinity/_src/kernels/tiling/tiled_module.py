@@ -211,6 +211,11 @@ class Tile(nn.Module):
         )
 
 
+def is_idle_call(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """True for a call of a tile that does not read its parameters; see `Tile`."""
+    return isinstance(module, Tile) and bool(kwargs.get("idle"))
+
+
 class MatrixTile(Tile):
     """Tile of one weight: its parameter `weight`, [rows, columns] of its place.
 
