@@ -346,7 +346,9 @@ class Lifecycle:
             if self._activations is not None:
                 self._activations.module_entered(module, args, kwargs)
             if is_idle_call(module, kwargs):
-                frame.idle += self._hooked[module]
+                for refs in self._hooked[module]:
+                    refs.lend()
+                    frame.idle.append(refs)
             else:
                 for refs in self._hooked[module]:
                     refs.acquire()
@@ -483,6 +485,8 @@ class Lifecycle:
         """Release the units of a frame. All are released even when a check raises; the first error
         is raised."""
         failure: Exception | None = None
+        while frame.idle:
+            frame.idle.pop().take_back()
         while frame.held:
             try:
                 frame.held.pop().release(check=check)

@@ -165,11 +165,10 @@ class ExpertsTile(Tile):
         `Tile`.
         """
         if idle or not routed.any(self.first, self.last):
-            # Also with parameters that are gathered: nothing reads them, and the sharded ones get
-            # the gradients.
+            # Leaves for gradients: in an idle call they may have no memory, and nothing reads them.
             if torch.is_grad_enabled():
-                parameters = at_rest_parameters(self).values()
-                total = _Untouched.apply(total, hidden, weights, *parameters)
+                leaves = [self._parameters[name] for name in self.places]
+                total = _Untouched.apply(total, hidden, weights, *leaves)
             return total
         up = self._rows("gate_up_proj") or self._rows("up_proj")
         down = self._rows("down_proj")

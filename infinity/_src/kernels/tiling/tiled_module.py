@@ -71,6 +71,11 @@ class TilePlace:
     columns: tuple[int, int]
     whole_shape: tuple[int, ...]
 
+    @property
+    def is_last(self) -> bool:
+        """True for the tile in which the weight ends."""
+        return (self.rows[1], self.columns[1]) == self.whole_shape[:2]
+
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Slice the tile's part from a tensor of the whole weight's shape, as a view."""
         return whole[self.rows[0] : self.rows[1], self.columns[0] : self.columns[1]]
