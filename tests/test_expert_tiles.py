@@ -127,7 +127,7 @@ def pair(family: str, experts: int, **values: Any) -> tuple[Training, Training]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen2_moe", "deepseek_v3"))
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen2_moe"))
 def test_every_family_has_the_bits_of_the_uncut_plain_loop(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "name",
     mostly_slow(
-        VARIANTS, "cpu", "checkpointing", "updates in backward", "updates in backward, micro-batches"
+        VARIANTS, "checkpointing", "updates in backward, micro-batches"
     ),
 )
 def test_every_kind_of_training_has_the_bits_of_the_uncut_plain_loop(
@@ -172,6 +172,7 @@ def test_every_kind_of_training_has_the_bits_of_the_uncut_plain_loop(
     harness.assert_equal(harness.offloaded(cut, chosen), harness.reference(uncut))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [{"state": "compact"}, {"update": "delayed"}], ids=str)
 def test_every_numerics_is_the_same_wherever_tiles_rest(
     values: dict[str, Any], tmp_path: Path
@@ -194,7 +195,10 @@ def test_clipping_has_the_bits_of_the_plain_loop_on_the_tiles_and_is_near_the_un
 
 
 class Experts(nn.Module):
-    """Fused experts with their forward as transformers has it."""
+    """Fused experts with their forward as transformers has it. sum_dtype: of the sum over experts;
+    None: that of the hidden states."""
+
+    sum_dtype: torch.dtype | None = None
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
         super().__init__()
@@ -206,7 +210,7 @@ class Experts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        out = torch.zeros_like(hidden)
+        out = torch.zeros_like(hidden, dtype=self.sum_dtype)
         mask = nn.functional.one_hot(index, num_classes=self.num_experts + 1).permute(2, 1, 0)
         for (expert,) in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().tolist():
             if expert == self.num_experts:
@@ -216,7 +220,7 @@ class Experts(nn.Module):
             state = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
             state = state * weights[tokens, places, None]
             out.index_add_(0, tokens, state.to(out.dtype))
-        return out
+        return out.to(hidden.dtype)
 
 
 class Net(nn.Module):
@@ -268,7 +272,7 @@ def whole_grads(model: nn.Module, grad_of: Callable[[nn.Parameter], Any]) -> dic
     frozen=st.sampled_from([(), ("gate_up_proj",), ("gate_up_proj", "down_proj")]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_any_routing_over_any_tiles_has_the_gradients_of_the_uncut_experts(
     experts: int,
     tile: int,
@@ -388,7 +392,7 @@ def peaks(tile: int | None, directory: Path, update: str) -> tuple[int, int, int
     return stacks_bytes, peak, fresh
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "backward"))
 def test_what_is_gathered_at_once_is_bounded_by_the_tile(update: str, tmp_path: Path) -> None:
     size, whole, _ = peaks(None, tmp_path, update)
     assert whole >= size
@@ -562,12 +566,9 @@ def test_an_error_between_tiles_leaves_all_released() -> None:
 
 
 class OtherSum(Experts):
-    """Adds up in another order."""
+    """Adds up in fp32."""
 
-    def forward(
-        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        return super().forward(hidden.float(), index, weights).to(hidden.dtype)
+    sum_dtype = torch.float32
 
 
 class Batched(Experts):

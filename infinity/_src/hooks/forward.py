@@ -321,17 +321,17 @@ class Lifecycle:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         handles += [
-            module.register_forward_hook(self._on_any_rank)
+            module.register_forward_hook(self._agree_on_tiles)
             for module in self.model.modules()
             if isinstance(module, ChosenTiles)
         ]
         return handles
 
-    def _on_any_rank(
+    def _agree_on_tiles(
         self, _module: torch.nn.Module, _args: tuple[Any, ...], used: list[bool]
     ) -> list[bool]:
-        """Return the tiles of experts that tokens of some rank chose: all ranks gather these."""
-        return self.unsharder.on_any_rank(used)
+        """Return the tiles of experts that all ranks gather."""
+        return self.unsharder.chosen(used)
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

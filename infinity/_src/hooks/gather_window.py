@@ -102,7 +102,7 @@ def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) 
     failure: Exception | None = None
     written = [window.written for window in opened]
     try:
-        written = lifecycle.unsharder.on_any_rank(written) if together else written
+        written = lifecycle.unsharder.written(written) if together else written
     except Exception as error:  # noqa: BLE001  raised below
         failure = error
     for window, is_written in zip(opened, written, strict=True):

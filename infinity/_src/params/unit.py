@@ -218,11 +218,16 @@ class UnsharderInterface(Protocol):
     def read(self, param: Param) -> torch.Tensor:
         """The current value as an ordinary CPU tensor; waits for pending updates."""
 
-    def on_any_rank(self, here: list[bool]) -> list[bool]:
-        """Return which of these flags are set on some rank that gathers together with this one.
-        Collective there. Blocks.
+    def written(self, here: list[bool]) -> list[bool]:
+        """Return for each window that all ranks close now whether some rank has written to it.
 
-        here: whether they are on this rank.
+        here: whether this rank has.
+        """
+
+    def chosen(self, here: list[bool]) -> list[bool]:
+        """Return which tiles of experts are to be gathered, on all ranks alike.
+
+        here: whether tokens of this rank chose an expert of each.
         """
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:

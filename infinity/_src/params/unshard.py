@@ -660,15 +660,24 @@ class Unsharder:
             values = param.flat.tensor[param.offset :][: param.numel]
             return values.view(param.shape).to("cpu", copy=True)
 
-    def on_any_rank(self, here: list[bool]) -> list[bool]:
-        """Return which of these flags are set on some rank that gathers together with this one.
-        Collective there. Blocks.
+    def written(self, here: list[bool]) -> list[bool]:
+        """Return for each window that all ranks close now whether some rank has written to it.
 
-        here: whether they are on this rank.
+        here: whether this rank has.
         """
-        # Ranks with whole parameters may open a window alone, or run a forward: a collective would
-        # wait for others.
+        # Ranks with whole parameters may open a window alone: a collective would wait for others.
         return here if self._never_evict else self._comm.all_reduce_any(here)
+
+    def chosen(self, here: list[bool]) -> list[bool]:
+        """Return which tiles of experts are to be gathered, on all ranks alike. Collective where
+        parameters are sharded.
+
+        here: whether tokens of this rank chose an expert of each.
+        """
+        # Whole parameters stay gathered: all of them, so that a rank may evaluate alone.
+        if self._never_evict and self._comm.world > 1:
+            return [True] * len(here)
+        return self._comm.all_reduce_any(here)
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """Set the value as `write` does, on all ranks. Raises: RanksDiverged if theirs differ."""
