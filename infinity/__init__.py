@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         load_deepspeed,
         load_safetensors,
     )
+    from infinity._src.kernels.tiling.tile_experts import tile_experts
     from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
     from infinity._src.optim.adamw import AdamW
     from infinity._src.optim.elementwise import Elementwise
@@ -43,6 +44,7 @@ _HOMES = {
     "load_deepspeed": "infinity._src.interchange",
     "load_safetensors": "infinity._src.interchange",
     "save": "infinity._src.save_restore",
+    "tile_experts": "infinity._src.kernels.tiling.tile_experts",
     "tile_linears": "infinity._src.kernels.tiling.tile_model",
     "tile_loss": "infinity._src.kernels.tiling.tile_model",
     "restore": "infinity._src.save_restore",
@@ -69,6 +71,7 @@ __all__ = [
     "offload",
     "restore",
     "save",
+    "tile_experts",
     "tile_linears",
     "tile_loss",
 ]

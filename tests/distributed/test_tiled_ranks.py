@@ -1,12 +1,13 @@
-"""Tiles on two ranks: each is split over them, and gathered alone."""
+"""Tiles on several ranks: each is split over them, and gathered alone."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests import harness, test_tiling
+from tests import harness, test_expert_tiles, test_tiling
 from tests.distributed.ranks import Train, assert_ranks_agree, mean_losses
 from tests.distributed.test_two_ranks import PLACEMENTS, WORLD, on_two_ranks
 from tests.harness import Training
@@ -25,3 +26,27 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
     one = harness.reference(TILED)
     assert mean_losses(by_placement[0]) == pytest.approx(one.losses, rel=2e-3)
     assert by_placement[0][0].norms == pytest.approx(one.norms, rel=1e-2)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"params": "nvme", "optim": "nvme", "ram": "min"},
+        {"params": "cpu", "optim": "cpu", "update": "backward"},
+        {"params": "device", "optim": "cpu", "zero": 2},
+    ],
+    ids=str,
+)
+def test_experts_that_one_rank_chose_are_gathered_by_all_with_the_bits_of_the_uncut_stack(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each rank has other tokens: of sixteen experts it uses some that the other does not, and some
+    are used by none."""
+    accumulation = 1 if "update" in values else 2
+    pair = test_expert_tiles.pair("qwen3_moe", 1, rows=2, accumulation=accumulation)
+    runs = tuple((training, values) for training in pair)
+    uncut, cut = zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True)
+    assert_ranks_agree(cut)
+    for rank in range(WORLD):
+        harness.assert_equal(cut[rank], uncut[rank])

@@ -171,7 +171,9 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """
     with torch.inference_mode(False), torch.no_grad():
         read = LastRead(source.read)
-        for param, name in matched.params:
+        # By names: the tiles of a weight take their parts of one tensor, which is read once.
+        order = {name: at for at, (_, name) in reversed(list(enumerate(matched.params)))}
+        for param, name in sorted(matched.params, key=lambda match: order[match[1]]):
             place, value = param.place, read(name)
             write_param(of, param, value if place is None else place.of(value))
         for buffer, name in matched.buffers:

@@ -36,7 +36,11 @@ from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.state_codec import decode_sections
-from infinity._src.kernels.tiling.tiled_module import tile_index, whole_name
+from infinity._src.kernels.tiling.tiled_module import (
+    tile_index,
+    tiled_module_name,
+    whole_name,
+)
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.materialize import NamedTensors, Source
@@ -589,9 +593,9 @@ class ExportJob:
         ]
         flats = enumerate(checkpoint.flats)
         saved = [SavedParam(entry, index, flat) for index, flat in flats for entry in flat.params]
-        # Tiles are units of their own; tiles of one weight are put together.
+        # Tiles are units of their own; those of one module are put together.
         units = itertools.groupby(
-            saved, key=lambda each: whole_name(each.entry.name) or each.flat.unit
+            saved, key=lambda each: tiled_module_name(each.entry.name) or each.flat.unit
         )
         self._units = [self._tensors_of(list(unit)) for _, unit in units]
         everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
@@ -637,24 +641,29 @@ class ExportJob:
         return Exported(files.files, count, self.size_bytes)
 
     def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
-        """Return the tensors of the parameters of a unit; of all tiles of a weight, that weight."""
-        name = whole_name(unit[0].entry.name)
-        if name is None:
-            return [
-                _SavedTensor(each.entry.name, self._dtype_of(each), each.entry.shape, ((each,),))
-                for each in unit
-            ]
-        rows: dict[int, list[SavedParam]] = {}
+        """Return the tensors of the parameters of a unit; of all tiles of a module, its weights."""
+        weights: dict[str, list[SavedParam]] = {}
         for each in unit:
+            weights.setdefault(whole_name(each.entry.name) or each.entry.name, []).append(each)
+        return [self._tensor_of(name, saved) for name, saved in weights.items()]
+
+    def _tensor_of(self, name: str, parts: Sequence[SavedParam]) -> _SavedTensor:
+        """Return a parameter, or the weight that is cut into tiles."""
+        first = parts[0].entry
+        if name == first.name:
+            return _SavedTensor(name, self._dtype_of(parts[0]), first.shape, ((parts[0],),))
+        rows: dict[int, list[SavedParam]] = {}
+        for each in parts:
             rows.setdefault(tile_index(each.entry.name)[0], []).append(each)
         grid = tuple(tuple(row) for row in rows.values())
         shape = (
             sum(row[0].entry.shape[0] for row in grid),
             sum(each.entry.shape[1] for each in grid[0]),
+            *first.shape[2:],
         )
-        dtypes = [self._dtype_of(each) for each in unit]
+        dtypes = [self._dtype_of(each) for each in parts]
         # Some tiles may have masters and others not: the wider dtype holds both.
-        return [_SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)]
+        return _SavedTensor(name, functools.reduce(torch.promote_types, dtypes), shape, grid)
 
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)

@@ -26,13 +26,18 @@ from infinity.errors import EngineClosed, SecondOrderUnsupported
 
 class BackwardUse:
     """Units that one hooked forward call needs again in backward. Holds no tensors, so it makes no
-    cycles."""
+    cycles.
 
-    __slots__ = ("active", "backward", "held", "task")
+    idle: units that get gradients from the call and are not read for them, so that they are not
+    gathered (`Tile`).
+    """
+
+    __slots__ = ("active", "backward", "held", "idle", "task")
 
     def __init__(self, backward: Backward) -> None:
         self.backward = backward
-        self.held: tuple[UnitRefs, ...] = ()  # set when the call has returned
+        self.held: tuple[UnitRefs, ...] = ()  # set when the call has returned, as is `idle`
+        self.idle: tuple[UnitRefs, ...] = ()
         self.active = False
         self.task = -1  # the graph task in which it is, or was last, active
 
@@ -114,7 +119,7 @@ class Backward:
                 )
             # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
-                names = ", ".join(refs.unit.name for refs in use.held)
+                names = ", ".join(refs.unit.name for refs in (*use.held, *use.idle))
                 raise SecondOrderUnsupported(
                     f"backward with create_graph=True through {names}: gradients of gradients are "
                     "not possible with offloaded parameters, which are released as soon as "
@@ -191,16 +196,19 @@ class Backward:
         # Before the release: update="backward" then updates the unit if `unit_done` has counted
         # all of its uses.
         try:
-            for refs in use.held:
+            for refs in (*use.held, *use.idle):
                 self._unsharder.unit_done(refs.unit)
         except BaseException:  # a drive or another rank failed: no reset will find this use
             for refs in use.held:
                 refs.release(check=False)
             raise
         failure: Exception | None = None
-        for refs in use.held:
+        for refs in (*use.held, *use.idle):
             try:
-                refs.release()
+                if refs in use.held:
+                    refs.release()
+                else:
+                    refs.passed()
             except Exception as error:  # noqa: BLE001  raised below, after the others
                 failure = failure or error
         if failure is not None:

@@ -42,7 +42,8 @@ from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
-from infinity._src.kernels.tiling.tiled_module import exclude_from_compile
+from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
+from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
 from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ParameterReleased
@@ -58,6 +59,8 @@ class Frame:
     first_node: int  # sequence number of the first autograd node that it can make
     outermost: bool
     held: list[UnitRefs] = dataclasses.field(default_factory=list)
+    # Units of the module that this call does not read, and so does not hold.
+    idle: list[UnitRefs] = dataclasses.field(default_factory=list)
     use: BackwardUse | None = None
     # Handled when it began: an exception that leaves the frame is another one.
     handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
@@ -317,7 +320,18 @@ class Lifecycle:
         for module in self._hooked:
             handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             handles.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        handles += [
+            module.register_forward_hook(self._agree_on_tiles)
+            for module in self.model.modules()
+            if isinstance(module, ChosenTiles)
+        ]
         return handles
+
+    def _agree_on_tiles(
+        self, _module: torch.nn.Module, _args: tuple[Any, ...], used: list[bool]
+    ) -> list[bool]:
+        """Return the tiles of experts that all ranks gather."""
+        return self.unsharder.chosen(used)
 
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -331,10 +345,15 @@ class Lifecycle:
             self._frames.append(frame)
             if self._activations is not None:
                 self._activations.module_entered(module, args, kwargs)
-            for refs in self._hooked[module]:
-                refs.acquire()
-                # One by one: if a later unit fails, the post hook releases those before it.
-                frame.held.append(refs)
+            if is_idle_call(module, kwargs):
+                for refs in self._hooked[module]:
+                    refs.lend()
+                    frame.idle.append(refs)
+            else:
+                for refs in self._hooked[module]:
+                    refs.acquire()
+                    # One by one: if a later unit fails, the post hook releases those before it.
+                    frame.held.append(refs)
             if torch.is_grad_enabled():
                 # Before forward, which may modify its inputs in place: hooks would then miss their
                 # gradients.
@@ -376,7 +395,7 @@ class Lifecycle:
                 return
             try:
                 # No output, when forward raised: there is no graph to hook.
-                if frame.held and output is not None:
+                if (frame.held or frame.idle) and output is not None:
                     self._hook_backward(frame, output)
             finally:
                 try:
@@ -428,8 +447,8 @@ class Lifecycle:
             found += watch.found()
         use = frame.use or BackwardUse(self._backward)
         # Units that were gathered on demand inside the call are among these.
-        use.held = tuple(frame.held)
-        for refs in use.held:
+        use.held, use.idle = tuple(frame.held), tuple(frame.idle)
+        for refs in (*use.held, *use.idle):
             self._passes.use_left(refs.unit)
         use.hook_outputs(found, frame.first_node)
         for tensor in found:
@@ -466,6 +485,8 @@ class Lifecycle:
         """Release the units of a frame. All are released even when a check raises; the first error
         is raised."""
         failure: Exception | None = None
+        while frame.idle:
+            frame.idle.pop().take_back()
         while frame.held:
             try:
                 frame.held.pop().release(check=check)

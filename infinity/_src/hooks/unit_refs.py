@@ -4,6 +4,8 @@
     acquire / release    the same for a running forward or an active use; meanwhile the gathered
                          parameters lie in the modules' `_parameters`, where recompute, which may
                          call `forward` past all hooks, finds them
+    lend / take_back     these parameters lie there without a reference, for a call that gives them
+                         gradients and does not read them
 
 Checks: on the way in, every module still has the sharded parameter that the engine put there. On
 the way out, no version counter has moved: a weight written in forward would be lost at the next
@@ -162,6 +164,25 @@ class UnitRefs:
                 "forward is lost. Write between steps, with `with torch.no_grad(), "
                 "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
+
+    def lend(self) -> None:
+        """Put the gathered parameters into the modules for a call that does not read them: they may
+        have no memory, and get gradients."""
+        if self._acquired == 0:
+            self._check_modules()
+            for parameters, attr, _, tensor in self._sites:
+                put(parameters, attr, tensor)
+
+    def take_back(self) -> None:
+        """Undo `lend`."""
+        if self._acquired == 0:
+            for parameters, attr, at_rest, _ in self._sites:
+                put(parameters, attr, at_rest)
+
+    def passed(self) -> None:
+        """Note the end of a use that has held no reference: the unit may be free of uses now."""
+        if self.unit.refs == 0:
+            self._unsharder.release(self.unit)
 
     def note_window_writes(self) -> None:
         """Bump the version of gathered parameters that were written through windows: autograd must

@@ -182,22 +182,22 @@ class _CallableSource(OpenSource):
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        # The weight whose tiles are being filled: the user's function is asked for it once.
-        self._whole: tuple[str, torch.Tensor] | None = None
+        # Weights whose tiles are being filled: the user's function is asked for each once.
+        self._wholes: dict[str, torch.Tensor] = {}
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, key = param.place, param.keys[0]
         if place is None:
-            self._whole = None
             self._call(key, out)
             return
-        if self._whole is None or self._whole[0] != key:
-            # The previous weight is freed first, so that two are never in memory.
-            self._whole = None
+        if key not in self._wholes:
             whole = torch.empty(place.whole_shape, dtype=out.dtype)
             self._call(key, whole)
-            self._whole = key, whole
-        out.copy_(place.of(self._whole[1]))
+            self._wholes[key] = whole
+        out.copy_(place.of(self._wholes[key]))
+        # Freed with its last tile, so that weights of two modules are never in memory.
+        if place.is_last:
+            del self._wholes[key]
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         # A buffer that is real may keep its values, so it is not checked for being filled.

@@ -116,8 +116,8 @@ class Param:
 
 def place_at(sites: list[tuple[torch.nn.Module, str]]) -> TilePlace | None:
     """The place of a parameter that these (module, attribute) hold, if it is a tile."""
-    module = sites[0][0]
-    return module.place if isinstance(module, Tile) else None
+    module, attr = sites[0]
+    return module.places[attr] if isinstance(module, Tile) else None
 
 
 def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
@@ -222,6 +222,12 @@ class UnsharderInterface(Protocol):
         """Return for each window that all ranks close now whether some rank has written to it.
 
         here: whether this rank has.
+        """
+
+    def chosen(self, here: list[bool]) -> list[bool]:
+        """Return which tiles of experts are to be gathered, on all ranks alike.
+
+        here: whether tokens of this rank chose an expert of each.
         """
 
     def write_alike(self, param: Param, value: torch.Tensor) -> None:

@@ -668,6 +668,17 @@ class Unsharder:
         # Ranks with whole parameters may open a window alone: a collective would wait for others.
         return here if self._never_evict else self._comm.all_reduce_any(here)
 
+    def chosen(self, here: list[bool]) -> list[bool]:
+        """Return which tiles of experts are to be gathered, on all ranks alike. Collective where
+        parameters are sharded.
+
+        here: whether tokens of this rank chose an expert of each.
+        """
+        # Whole parameters stay gathered: all of them, so that a rank may evaluate alone.
+        if self._never_evict and self._comm.world > 1:
+            return [True] * len(here)
+        return self._comm.all_reduce_any(here)
+
     def write_alike(self, param: Param, value: torch.Tensor) -> None:
         """Set the value as `write` does, on all ranks. Raises: RanksDiverged if theirs differ."""
         self._comm.check_same_collective(

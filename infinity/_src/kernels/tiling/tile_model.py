@@ -20,7 +20,7 @@ from infinity._src.kernels.tiling.tiled_embedding import TiledEmbedding
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.kernels.tiling.tiled_module import (
     Grid,
-    TiledModule,
+    TiledMatrix,
     Tiles,
     copy_tiles,
     parse_tiles,
@@ -122,7 +122,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
         assert isinstance(found, TiledLinear)
     elif tiles is not None and tiles != found.grid.rows:
         raise ValueError(f"{name} has {found.grid.rows} tiles already; leave tiles= out")
-    _put(model, found, as_head(found))
+    put(model, found, as_head(found))
     return model
 
 
@@ -149,12 +149,12 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
         }
     chosen: dict[str, nn.Linear] = {}
     for wanted in names:
-        found = {name: linear for name, linear in linears.items() if _matches(name, wanted)}
+        found = {name: linear for name, linear in linears.items() if matches(name, wanted)}
         if not found:
             others = [
                 f"{name} is a {type(module).__name__}"
                 for name, module in modules.items()
-                if _matches(name, wanted)
+                if matches(name, wanted)
             ]
             what = "; ".join(others[:3]) if others else "the model has no such module"
             raise ValueError(
@@ -165,7 +165,8 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
     return chosen
 
 
-def _matches(name: str, wanted: str) -> bool:
+def matches(name: str, wanted: str) -> bool:
+    """Check whether a qualified name is the wanted one, or ends in it."""
     return name == wanted or name.endswith(f".{wanted}")
 
 
@@ -238,6 +239,11 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
         raise ValueError(
             f"{name}.weight has a gradient, which tiling would lose: call model.zero_grad() first"
         )
+    check_unhooked(name, module)
+
+
+def check_unhooked(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a module with hooks or a forward of its own."""
     hooked = [kind for kind in _HOOK_DICTS if getattr(module, kind, None)]
     if hooked or "forward" in module.__dict__:
         raise ValueError(
@@ -249,20 +255,20 @@ def _check(name: str, module: nn.Module, attr: str, wanted: str) -> None:
 def _replace(model: nn.Module, group: _Group) -> None:
     tiles = copy_tiles(group.weight, group.grid)
     for _, module in group.modules:
-        made: TiledModule
+        made: TiledMatrix
         if isinstance(module, nn.Linear):
             made = TiledLinear.of_tiles(tiles, group.grid, module.bias)
         else:
             assert isinstance(module, nn.Embedding)
             made = TiledEmbedding(tiles, group.grid, module.padding_idx)
         made.train(module.training)
-        _put(model, module, made)
+        put(model, module, made)
         with torch.no_grad():
             # The whole weight goes now, not when the last linear is tiled.
             module._parameters["weight"] = None
 
 
-def _put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
+def put(model: nn.Module, module: nn.Module, made: nn.Module) -> None:
     """Put `made` wherever `module` is."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):

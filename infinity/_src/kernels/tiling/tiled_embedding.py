@@ -18,10 +18,10 @@ from torch import nn
 
 from infinity._src._torch_compat import assert_async
 from infinity._src.kernels.tiling.tiled_linear import first_order, token
-from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledMatrix
 
 
-class TiledEmbedding(TiledModule):
+class TiledEmbedding(TiledMatrix):
     """A torch.nn.Embedding in tiles. indices: any shape, int32 or int64; returns [*indices.shape,
     embedding_dim].
 

@@ -40,11 +40,11 @@ import torch
 from torch import nn
 
 from infinity._src.kernels.tile_matmul import sum_dtype, tile_matmul
-from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, Tiles, copy_tiles
+from infinity._src.kernels.tiling.tiled_module import Grid, TiledMatrix, Tiles, copy_tiles
 from infinity.errors import SecondOrderUnsupported
 
 
-class TiledLinear(TiledModule):
+class TiledLinear(TiledMatrix):
     """A torch.nn.Linear in tiles: y = x @ weight.t() + bias. x: [..., in_features]; y: [...,
     out_features], of x's dtype.
 

@@ -1,12 +1,16 @@
 """Tiles: a weight as a grid of parameters, each a module of its own, so that each is gathered and
 released alone.
 
-    TiledModule  (TiledLinear, TiledEmbedding)          state_dict:  weight [rows, columns], one
+    TiledMatrix  (TiledLinear, TiledEmbedding)          state_dict:  weight [rows, columns], one
       +- tile_0_0.weight  tile_0_1.weight                            tensor with the untiled key
       +- tile_1_0.weight  tile_1_1.weight               parameters:  the tiles
 
+    TiledExperts                                        state_dict:  gate_up_proj [experts, ...],
+      +- tile_0_0.gate_up_proj  tile_0_0.down_proj                   down_proj [experts, ...]
+      +- tile_1_0.gate_up_proj  tile_1_0.down_proj
+
 Inside the module tree are the tiles. Out of it and into it (state_dict, load_state_dict, exports)
-goes the whole weight, under the key that it had before. `whole_name` and `TilePlace` translate.
+go whole weights, under the keys that they had before. `whole_name` and `TilePlace` translate.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -40,17 +44,37 @@ fastest on aligned slices.
 
 _TENSOR: Any = torch.Tensor
 
+EXPERT_STACKS = (
+    "gate_up_proj",
+    "gate_up_proj_bias",
+    "up_proj",
+    "up_proj_bias",
+    "down_proj",
+    "down_proj_bias",
+)
+"""Names of the parameters [experts, ...] that fused experts may have."""
+
 # Tiles are known by the names of their parameters: names are all that exports and loads have.
-_TILE_NAME = re.compile(r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)\.weight")
+_TILE_NAME = re.compile(
+    r"(?P<module>(?:.*\.)?)tile_(?P<row>\d+)_(?P<column>\d+)"
+    rf"\.(?P<weight>weight|{'|'.join(EXPERT_STACKS)})"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class TilePlace:
-    """Position of a tile in the weight: [first, last) row and column, and the weight's shape."""
+    """Position of a tile in the weight: [first, last) row and column, and the weight's shape. A
+    weight of more dimensions is cut along the first two.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
-    whole_shape: tuple[int, int]
+    whole_shape: tuple[int, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """True for the tile in which the weight ends."""
+        return (self.rows[1], self.columns[1]) == self.whole_shape[:2]
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """Slice the tile's part from a tensor of the whole weight's shape, as a view."""
@@ -150,7 +174,15 @@ def whole_name(name: str) -> str | None:
     None for any other name.
     """
     found = _TILE_NAME.fullmatch(name)
-    return f"{found['module']}weight" if found is not None else None
+    return f"{found['module']}{found['weight']}" if found is not None else None
+
+
+def tiled_module_name(name: str) -> str | None:
+    """Return the name of the tiled module, with a dot behind it, for the name of a tile's
+    parameter. None for any other name.
+    """
+    found = _TILE_NAME.fullmatch(name)
+    return found["module"] if found is not None else None
 
 
 def tile_index(name: str) -> tuple[int, int]:
@@ -161,15 +193,44 @@ def tile_index(name: str) -> tuple[int, int]:
 
 
 class Tile(nn.Module):
-    """Tile of a weight: a module with one parameter, [rows, columns] of its place.
+    """Parameters that are gathered and released together: a tile of one weight, or of several.
 
-    A call runs a function on the weight. The engine gathers parameters around calls of modules, so
-    it gathers each tile alone.
+    The engine gathers parameters around calls of modules, so it gathers each tile alone. A call
+    with `idle=True` does not read them: they are not gathered for it, and its backward may give
+    them gradients all the same.
     """
 
-    def __init__(self, weight: nn.Parameter, place: TilePlace) -> None:
+    def __init__(self, weights: Mapping[str, tuple[nn.Parameter, TilePlace]]) -> None:
         super().__init__()
-        self.weight = weight
+        self.places = {name: place for name, (_, place) in weights.items()}
+        for name, (weight, place) in weights.items():
+            # On the meta device: the shape is wanted, not the memory of a whole weight.
+            assert weight.shape == place.of(torch.empty(place.whole_shape, device="meta")).shape
+            self.register_parameter(name, weight)
+
+    def extra_repr(self) -> str:
+        """Its places, for people."""
+        return ", ".join(
+            f"{name}: rows={place.rows}, columns={place.columns}"
+            for name, place in self.places.items()
+        )
+
+
+def is_idle_call(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """True for a call of a tile that does not read its parameters; see `Tile`."""
+    return isinstance(module, Tile) and bool(kwargs.get("idle"))
+
+
+class MatrixTile(Tile):
+    """Tile of one weight: its parameter `weight`, [rows, columns] of its place.
+
+    A call runs a function on the weight.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(self, weight: nn.Parameter, place: TilePlace) -> None:
+        super().__init__({"weight": (weight, place)})
         self.place = place
 
     def forward(self, compute: Callable[..., Any], *tokens: torch.Tensor) -> Any:
@@ -178,10 +239,6 @@ class Tile(nn.Module):
         tokens: tie the call into the graph. They are arguments, since hooks look for tensors there.
         """
         return compute(self.weight, *tokens)
-
-    def extra_repr(self) -> str:
-        """Its place, for people."""
-        return f"rows={self.place.rows}, columns={self.place.columns}"
 
 
 class TiledWeight(torch.Tensor):
@@ -246,41 +303,165 @@ def _refusal(func: Any) -> ParameterReleased:
 
 
 class TiledModule(nn.Module):
-    """Module whose weight is a grid of tiles. Base of TiledLinear and TiledEmbedding."""
+    """Module whose weights exist as tiles. Base of TiledMatrix and TiledExperts.
+
+    tiles: by their names (`tile_<row>_<column>`), in the order in which they compute. All have
+    parts of the same weights.
+    """
+
+    def __init__(self, tiles: Mapping[str, Tile]) -> None:
+        super().__init__()
+        first = next(iter(tiles.values()))
+        self._tile_names = tuple(tiles)
+        self.whole_shapes = {
+            weight: place.whole_shape for weight, place in first.places.items()
+        }
+        """Shapes of the whole weights, by name."""
+        # Weights of a load that is under way, so that one mistake is named once (`_name_whole`).
+        self._wrong_shapes: set[str] = set()
+        for name, tile in tiles.items():
+            self.add_module(name, tile)
+        self.register_load_state_dict_post_hook(_name_whole)
+
+    def named_tiles(self) -> Iterator[tuple[str, Tile]]:
+        """Yield (name, tile) in the order in which they compute, which is part of the numerics."""
+        for name in self._tile_names:
+            tile = self._modules[name]
+            assert isinstance(tile, Tile)
+            yield name, tile
+
+    def tile_parameters(self, weight: str | None = None) -> list[nn.Parameter]:
+        """List the tiles' parameters, tile after tile, as `parameters()` yields them (sharded ones
+        in an offloaded model). weight: those of one weight only.
+        """
+        return [
+            parameter
+            for _, tile in self.named_tiles()
+            for name, parameter in at_rest_parameters(tile).items()
+            if weight is None or name == weight
+        ]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Set an attribute.
+
+        Raises: ValueError for a weight, which cannot be replaced or tied once it is tiled.
+        """
+        if name in self.whole_shapes:
+            raise ValueError(
+                f"the {name} of this {type(self).__name__} is tiled and cannot be set as a whole: "
+                "tie or replace weights before tiling; load_state_dict sets values"
+            )
+        super().register_parameter(name, param)
+
+    # -- whole weights under their old keys --------------------------------------------------------
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the untiled module's state: each weight is one tensor, a copy.
+
+        With keep_vars=True: the tiles, under their own names.
+        """
+        destination = super().state_dict(*args, **kwargs)
+        # With keep_vars the caller wants the parameters themselves, and those are the tiles.
+        if kwargs.get("keep_vars", len(args) > 2 and args[2]):
+            return destination
+        # torch still takes these by position.
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        merged: dict[str, torch.Tensor] = {}
+        for weight in self.whole_shapes:
+            found = {
+                f"{prefix}{name}.{weight}": tile.places[weight]
+                for name, tile in self.named_tiles()
+            }
+            if all(key in destination for key in found):
+                parts = [(destination.pop(key), place) for key, place in found.items()]
+                merged[f"{prefix}{weight}"] = self._merged(weight, destination, parts)
+        if merged:
+            # The module's own entries go behind the weights: the order of keys is the untiled
+            # one's.
+            others = {
+                key: destination.pop(key) for key in list(destination) if _is_own(key, prefix)
+            }
+            destination.update(merged)
+            destination.update(others)
+        return destination
+
+    def _merged(
+        self,
+        weight: str,
+        destination: dict[str, Any],
+        parts: list[tuple[torch.Tensor, TilePlace]],
+    ) -> torch.Tensor:
+        """Merge tiles to the whole weight, a copy.
+
+        Modules that share the tiles (tied weights) get the same tensor.
+        """
+        # By state dict and tiles: tied weights are one tensor within a state dict, and two state
+        # dicts have copies of their own.
+        key = (id(destination), *map(id, self.tile_parameters(weight)))
+        known = _merged_tensors.get(key)
+        # Looked for in the dict, too: an id is used again once its object is gone.
+        if known is not None and any(value is known for value in destination.values()):
+            return known
+        first = parts[0][0]
+        with torch.no_grad():
+            whole = torch.empty(self.whole_shapes[weight], dtype=first.dtype, device=first.device)
+            for part, place in parts:
+                place.of(whole).copy_(part)
+        _merged_tensors[key] = whole
+        return whole
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Cut weights into the tiles that submodules load; torch calls this before them."""
+        for weight, shape in self.whole_shapes.items():
+            whole = state_dict.pop(f"{prefix}{weight}", None)
+            if whole is not None and tuple(whole.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {prefix}{weight}: copying a param with shape "
+                    f"{tuple(whole.shape)} from checkpoint, the shape "
+                    f"in current model is {shape}."
+                )
+                # Named once: `_name_whole` leaves out that the tiles are missing, too.
+                self._wrong_shapes.add(f"{prefix}{weight}")
+            elif whole is not None:
+                for name, tile in self.named_tiles():
+                    # torch then selects each submodule's entries from this dict, by prefix.
+                    part = tile.places[weight].of(whole).contiguous()
+                    state_dict[f"{prefix}{name}.{weight}"] = part
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+class TiledMatrix(TiledModule):
+    """Module whose `weight` is a grid of tiles. Base of TiledLinear and TiledEmbedding."""
 
     grid: Grid
 
     def __init__(self, tiles: Sequence[nn.Parameter], grid: Grid) -> None:
-        super().__init__()
+        super().__init__(
+            {
+                name: MatrixTile(weight, grid.place(row, column))
+                for weight, (name, row, column) in zip(tiles, grid.names(), strict=True)
+            }
+        )
         self.grid = grid
-        # Set while a load is under way, so that one mistake is named once (`_name_whole`).
-        self._wrong_shape = False
-        for weight, (name, row, column) in zip(tiles, grid.names(), strict=True):
-            place = grid.place(row, column)
-            # On the meta device: the shape is wanted, not the memory of a whole weight.
-            assert weight.shape == place.of(torch.empty(grid.whole_shape, device="meta")).shape
-            self.add_module(name, Tile(weight, place))
-        self.register_load_state_dict_post_hook(_name_whole)
 
-    def tiles(self) -> Iterator[tuple[Tile, int, int]]:
+    def tiles(self) -> Iterator[tuple[MatrixTile, int, int]]:
         """Yield (tile, row, column), row after row."""
         # In the order of the grid, in which tiles are summed: it is part of the numerics.
         for name, row, column in self.grid.names():
             tile = self._modules[name]
-            assert isinstance(tile, Tile)
+            assert isinstance(tile, MatrixTile)
             yield tile, row, column
-
-    def tile_parameters(self) -> list[nn.Parameter]:
-        """List the tiles' parameters, row after row, as `parameters()` yields them (sharded ones in
-        an offloaded model).
-        """
-        # From `_parameters`: an attribute would gather an offloaded parameter.
-        return [
-            parameter
-            for tile, _, _ in self.tiles()
-            for parameter in tile._parameters.values()
-            if parameter is not None
-        ]
 
     @property
     def weight(self) -> TiledWeight:
@@ -301,96 +482,14 @@ class TiledModule(nn.Module):
         made._tiles = self.tile_parameters()
         return made
 
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Set an attribute.
 
-        Raises: ValueError for "weight", which cannot be replaced or tied once it is tiled.
-        """
-        if name == "weight":
-            raise ValueError(
-                f"the weight of this {type(self).__name__} is tiled and cannot be set as a whole: "
-                "tie or replace weights before inf.tile_linears; load_state_dict sets values"
-            )
-        super().register_parameter(name, param)
-
-    # -- the whole weight under its old key --------------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the untiled module's state: `weight` is one tensor, a copy.
-
-        With keep_vars=True: the tiles, under their own names.
-        """
-        destination = super().state_dict(*args, **kwargs)
-        # With keep_vars the caller wants the parameters themselves, and those are the tiles.
-        if kwargs.get("keep_vars", len(args) > 2 and args[2]):
-            return destination
-        # torch still takes these by position.
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        found = [
-            (f"{prefix}{name}.weight", self.grid.place(row, column))
-            for name, row, column in self.grid.names()
-        ]
-        if all(key in destination for key, _ in found):
-            parts = [(destination.pop(key), place) for key, place in found]
-            # The module's own entries go behind the weight: the order of keys is the untiled one's.
-            others = {
-                key: destination.pop(key) for key in list(destination) if _is_own(key, prefix)
-            }
-            destination[f"{prefix}weight"] = self._merged(destination, parts)
-            destination.update(others)
-        return destination
-
-    def _merged(
-        self, destination: dict[str, Any], parts: list[tuple[torch.Tensor, TilePlace]]
-    ) -> torch.Tensor:
-        """Merge tiles to the whole weight, a copy.
-
-        Modules that share the tiles (tied weights) get the same tensor.
-        """
-        # By state dict and tiles: tied weights are one tensor within a state dict, and two state
-        # dicts have copies of their own.
-        key = (id(destination), *map(id, self.tile_parameters()))
-        known = _merged_tensors.get(key)
-        # Looked for in the dict, too: an id is used again once its object is gone.
-        if known is not None and any(value is known for value in destination.values()):
-            return known
-        first = parts[0][0]
-        with torch.no_grad():
-            whole = torch.empty(self.grid.whole_shape, dtype=first.dtype, device=first.device)
-            for part, place in parts:
-                place.of(whole).copy_(part)
-        _merged_tensors[key] = whole
-        return whole
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Cut `weight` into the tiles that submodules load; torch calls this before them."""
-        whole = state_dict.pop(f"{prefix}weight", None)
-        if whole is not None and tuple(whole.shape) != self.grid.whole_shape:
-            error_msgs.append(
-                f"size mismatch for {prefix}weight: copying a param with shape "
-                f"{tuple(whole.shape)} from checkpoint, the shape "
-                f"in current model is {self.grid.whole_shape}."
-            )
-            # Named once: `_name_whole` leaves out that the tiles are missing, too.
-            self._wrong_shape = True
-        elif whole is not None:
-            for name, row, column in self.grid.names():
-                # torch then selects each submodule's entries from this dict, by prefix.
-                state_dict[f"{prefix}{name}.weight"] = (
-                    self.grid.place(row, column).of(whole).contiguous()
-                )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+def at_rest_parameters(tile: Tile) -> dict[str, nn.Parameter]:
+    """Return the parameters of a tile by name, as `parameters()` yields them: sharded ones in an
+    offloaded model.
+    """
+    # From `_parameters.values()`: an attribute would gather an offloaded parameter.
+    held = zip(tile._parameters, tile._parameters.values(), strict=True)
+    return {name: parameter for name, parameter in held if parameter is not None}
 
 
 # Weak: a state dict that its caller drops takes its whole weights with it.
@@ -407,17 +506,16 @@ def _is_own(key: str, prefix: str) -> bool:
 
 
 def _name_whole(module: nn.Module, incompatible: Any) -> None:
-    """List the missing tiles of a loaded module as one missing `weight`.
+    """List the missing tiles of a loaded module as missing whole weights.
 
     Tiles of a weight of a wrong shape are left out: their error has been listed.
     """
     assert isinstance(module, TiledModule)
     missing: list[str] = incompatible.missing_keys
-    wrong, module._wrong_shape = module._wrong_shape, False
+    wrong, module._wrong_shapes = module._wrong_shapes, set()
     # torch calls this for one module after the other, so the tiles listed now are this module's.
-    missing[:] = dict.fromkeys(
-        whole_name(name) or name for name in missing if not (wrong and whole_name(name))
-    )
+    names = (whole_name(name) or name for name in missing)
+    missing[:] = dict.fromkeys(name for name in names if name not in wrong)
 
 
 def tile_modules(model: nn.Module) -> Iterator[Tile]:

@@ -1,0 +1,313 @@
+"""`tile_experts`: cut stacks of experts into tiles of a few, in place.
+
+A stack is recognised by its parameters: `down_proj` and `gate_up_proj` (or `up_proj`), each
+[experts, ...], and biases, as the models of transformers >= 5 have them. What the module computes
+with them is read from what it declares (`is_transposed`, `_apply_gate`, `act_fn`) and then tried: a
+small copy of it must give the same bits as tiles of that copy, forward and backward. A module that
+computes anything else is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from infinity._src.kernels.tiling.tile_model import check_unhooked, matches, put
+from infinity._src.kernels.tiling.tiled_experts import (
+    ExpertFunction,
+    TiledExperts,
+    check_eager,
+)
+from infinity._src.kernels.tiling.tiled_module import EXPERT_STACKS
+
+M = TypeVar("M", bound=nn.Module)
+
+_TRIAL = {"experts": 3, "hidden": 16, "inner": 24, "tokens": 20}
+"""Sizes of the copy that is tried. Its tokens are more than its experts, so that sums have an
+order.
+"""
+
+
+def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = None) -> M:
+    """Cut stacks of experts of `model` into tiles, in place, and return it: before the optimizer is
+    made and before `inf.offload`.
+
+    A stack is a module with parameters [experts, ...], as mixture-of-experts models of transformers
+    >= 5 have them. Each tile is gathered, computed and released alone, and not gathered if no token
+    chose any of its experts. Losses and gradients have the bits of the uncut model's eager
+    implementation; `state_dict` has the same keys, shapes and values; `parameters()` yields the
+    tiles. A norm over all gradients is summed tile by tile, so that clipping differs by rounding.
+    Works on the meta device and without offloading.
+
+    experts: of a tile; the last one may have fewer. names: which modules, by qualified name or the
+    end of one ("mlp.experts"); None: every stack of experts that the model has.
+
+    Raises: ValueError for names that match nothing or no stack of experts, a stack that computes
+    something that tiles do not, an implementation that is not eager
+    (`model.set_experts_implementation("eager")`), a model that is offloaded or has gradients or
+    hooks there, and for stacks that other modules share. On an error the model is as it was.
+    """
+    # `type`, not isinstance: True is an int.
+    if type(experts) is not int or experts < 1:
+        raise ValueError(f"experts={experts!r} is not a positive whole number of experts per tile")
+    if "_infinity_handle" in model.__dict__:
+        raise ValueError(
+            "this model is offloaded already; call inf.tile_experts(model, ...) before "
+            "inf.offload(model, ...)"
+        )
+    chosen = _chosen(model, [names] if isinstance(names, str) else names)
+    tried: set[tuple[Any, ...]] = set()
+    # All are checked before the first is replaced: an error leaves the model as it was.
+    for name, module in chosen.items():
+        _check(model, name, module)
+        # Layers are alike: one of them is tried.
+        like = (type(module), repr(module), next(module.parameters()).dtype)
+        if like not in tried:
+            _try_out(name, module)
+            tried.add(like)
+    for module in chosen.values():
+        put(model, module, _tiled(module, experts))
+        # The whole stacks go now, not when the last module is cut.
+        for attr in module._parameters:
+            module._parameters[attr] = None
+    return model
+
+
+def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
+    """Choose the modules to tile, by name."""
+    stacks = {
+        name: module for name, module in model.named_modules() if name and _is_stack(module)
+    }
+    if names is None:
+        if not stacks:
+            raise ValueError(
+                "the model has no stack of experts: no module with parameters down_proj and "
+                "gate_up_proj (or up_proj) of three dimensions, as models of transformers >= 5 "
+                "have them; lists of linears are cut by inf.tile_linears"
+            )
+        return stacks
+    chosen: dict[str, nn.Module] = {}
+    for wanted in names:
+        found = {name: module for name, module in stacks.items() if matches(name, wanted)}
+        if not found:
+            others = [
+                f"{name} is a {type(module).__name__}, not a stack of experts"
+                for name, module in model.named_modules()
+                if matches(name, wanted)
+            ]
+            what = "; ".join(others[:3]) if others else "the model has no such module"
+            raise ValueError(
+                f"names={wanted!r}: {what}; stacks of experts are {', '.join(stacks) or 'none'}"
+            )
+        chosen.update(found)
+    return chosen
+
+
+def _is_stack(module: nn.Module) -> bool:
+    ups = [
+        module._parameters.get(name)
+        for name in ("gate_up_proj", "up_proj", "down_proj")
+    ]
+    found = [parameter for parameter in ups if parameter is not None]
+    return len(found) == 2 and ups[2] is not None and all(one.dim() == 3 for one in found)
+
+
+def _check(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise ValueError unless the stack can be replaced by tiles."""
+    stacks = {attr: value for attr, value in module._parameters.items() if value is not None}
+    others = [attr for attr in stacks if attr not in EXPERT_STACKS]
+    others += [f"{inner}.{attr}" for inner, child in module.named_children()
+               for attr, _ in child.named_parameters()]  # fmt: skip
+    others += [attr for attr, _ in module.named_buffers()]
+    if others:
+        raise ValueError(
+            f"{name} ({type(module).__name__}) has {', '.join(others)} besides stacks of experts, "
+            "which tiles do not have; leave it out of inf.tile_experts(names=...)"
+        )
+    count = len(stacks["down_proj"])
+    uneven = [attr for attr, value in stacks.items() if len(value) != count]
+    declared = getattr(module, "num_experts", count)
+    if uneven or declared != count:
+        raise ValueError(
+            f"{name} ({type(module).__name__}): down_proj has {count} experts, "
+            f"{uneven[0] if uneven else 'num_experts'} another number; leave it out of "
+            "inf.tile_experts(names=...)"
+        )
+    check_unhooked(name, module)
+    for attr, value in stacks.items():
+        if value.grad is not None:
+            raise ValueError(
+                f"{name}.{attr} has a gradient, which tiling would lose: call model.zero_grad() "
+                "first"
+            )
+    shared = {id(value): attr for attr, value in stacks.items()}
+    for other, holder in model.named_modules():
+        for attr, value in holder._parameters.items():
+            if id(value) in shared and holder is not module:
+                raise ValueError(
+                    f"{name}.{shared[id(value)]} is shared with {other}.{attr}: untie them, or "
+                    "leave it out of inf.tile_experts(names=...)"
+                )
+    try:
+        check_eager(_implementation(module), "tiles of experts")
+    except RuntimeError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _implementation(module: nn.Module) -> str | None:
+    """Return the implementation that the configuration wants, where the module asks for it."""
+    # transformers' decorator keeps the eager forward here.
+    if not hasattr(type(module).forward, "__wrapped__"):
+        return None
+    wanted = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return wanted if isinstance(wanted, str) else None
+
+
+def _function(module: nn.Module) -> ExpertFunction:
+    """Read what one expert computes from what the module declares."""
+    if module._parameters.get("gate_up_proj") is None:
+        activate = functools.partial(_activate, module)
+    elif callable(own := getattr(module, "_apply_gate", None)):
+        activate = own
+    else:
+        activate = functools.partial(_gate, module)
+    return ExpertFunction(
+        activate,
+        bool(getattr(module, "is_transposed", False)),
+        functools.partial(_implementation, module),
+    )
+
+
+def _activate(module: Any, up: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = module.act_fn(up)
+    return found
+
+
+def _gate(module: Any, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    found: torch.Tensor = module.act_fn(gate) * up
+    return found
+
+
+def _tiled(module: nn.Module, experts: int) -> TiledExperts:
+    """Make tiles of copies of the module's stacks."""
+    stacks = {attr: value for attr, value in module._parameters.items() if value is not None}
+    count = len(stacks["down_proj"])
+    ends = [*range(0, count, experts), count]
+    made = TiledExperts(
+        {attr: list(_cut(value, ends)) for attr, value in stacks.items()},
+        {attr: tuple(value.shape) for attr, value in stacks.items()},
+        ends,
+        _function(module),
+    )
+    return made.train(module.training)
+
+
+def _cut(stack: nn.Parameter, ends: Sequence[int]) -> Iterator[nn.Parameter]:
+    for index, first in enumerate(ends[:-1]):
+        with torch.no_grad():
+            # A clone: a view would keep the whole stack alive as long as one tile lives.
+            values = stack.detach()[first : ends[index + 1]].clone(
+                memory_format=torch.contiguous_format
+            )
+        tile = nn.Parameter(values, requires_grad=stack.requires_grad)
+        # Attributes that others have put on the stack.
+        tile.__dict__.update(stack.__dict__)
+        yield tile
+
+
+# -- the trial -------------------------------------------------------------------------------------
+
+
+def _try_out(name: str, module: nn.Module) -> None:
+    """Raise ValueError unless tiles of a small copy compute the copy's bits."""
+    what = f"{name} ({type(module).__name__})"
+    forward = inspect.unwrap(type(module).forward)
+    # Besides `self`: hidden states, chosen experts, their weights.
+    if len(inspect.signature(forward).parameters) != 4:
+        raise ValueError(
+            f"{what}: its forward{inspect.signature(forward)} does not take (hidden_states, "
+            "top_k_index, top_k_weights), so nothing says which experts a token chose; leave it "
+            "out of inf.tile_experts(names=...)"
+        )
+    dtype = next(module.parameters()).dtype
+    generator = torch.Generator().manual_seed(0)
+    for weights_dtype in dict.fromkeys((dtype, torch.float32)):
+        for count in (_TRIAL["tokens"], 1):
+            small = _small_copy(module, generator)
+            arguments = _arguments(count, dtype, weights_dtype, generator)
+            try:
+                whole = _results(functools.partial(forward, small), small, arguments)
+                made = _tiled(small, 2)
+                tiled = _results(made, made, arguments)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                raise ValueError(
+                    f"{what}: a small copy of it cannot be computed ({error}); leave it out of "
+                    "inf.tile_experts(names=...)"
+                ) from error
+            if not all(map(torch.equal, whole, tiled)):
+                raise ValueError(
+                    f"{what} computes something else with its experts than tiles would: a small "
+                    f"copy in {dtype} with routing weights in {weights_dtype} has other bits; "
+                    "leave it out of inf.tile_experts(names=...)"
+                )
+
+
+def _small_copy(module: nn.Module, generator: torch.Generator) -> nn.Module:
+    """Copy a module with random stacks of a few small experts, on the CPU."""
+    made = copy.copy(module)
+    experts, hidden, inner = _TRIAL["experts"], _TRIAL["hidden"], _TRIAL["inner"]
+    transposed = bool(getattr(module, "is_transposed", False))
+    parameters: dict[str, nn.Parameter | None] = {}
+    for attr, value in module._parameters.items():
+        if value is None:
+            continue
+        outs = hidden if attr.startswith("down") else inner
+        outs *= 2 if attr.startswith("gate_up") else 1
+        ins = inner if attr.startswith("down") else hidden
+        shape = (experts, outs) if attr.endswith("_bias") else (experts, outs, ins)
+        if transposed and len(shape) == 3:
+            shape = (experts, ins, outs)
+        values = torch.randn(shape, generator=generator, device="cpu") / ins**0.5
+        parameters[attr] = nn.Parameter(values.to(value.dtype))
+    # A dict of its own: the copy shares the module's.
+    made.__dict__["_parameters"] = parameters
+    made.__dict__["num_experts"] = experts
+    return made
+
+
+def _arguments(
+    tokens: int, dtype: torch.dtype, weights_dtype: torch.dtype, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    scores = torch.rand(tokens, _TRIAL["experts"], generator=generator, device="cpu")
+    weights, index = scores.topk(2)
+    hidden = torch.randn(tokens, _TRIAL["hidden"], generator=generator, device="cpu")
+    return hidden.to(dtype), index, weights.to(weights_dtype)
+
+
+def _results(
+    call: Any, owner: nn.Module, arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the output, and the gradients of the arguments and of the whole stacks."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        hidden, weights = (arguments[at].clone().requires_grad_() for at in (0, 2))
+        # Both meet gradients from elsewhere, so that the order of sums is seen.
+        before, gates = torch.tanh(hidden), torch.tanh(weights)
+        out = call(before, arguments[1], gates)
+        seed = torch.linspace(-1, 1, out.numel(), device="cpu").view(out.shape).to(out.dtype)
+        ((out * seed).sum() + before.square().sum() + gates.square().sum()).backward()
+    found = [out.detach(), hidden.grad, weights.grad]
+    for attr in ("gate_up_proj", "up_proj", "down_proj"):
+        if isinstance(owner, TiledExperts):
+            parts = [part.grad for part in owner.tile_parameters(attr)]
+        else:
+            held = owner._parameters.get(attr)
+            parts = [held.grad] if held is not None else []
+        found += [torch.cat([part for part in parts if part is not None])] if parts else []
+    return [one for one in found if one is not None]

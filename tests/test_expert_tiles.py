@@ -1,0 +1,681 @@
+"""Stacks of experts in tiles: the bits of the uncut model wherever states rest, memory by the tile,
+no gather of experts that no token chose, whole stacks in every file, and refusals with reasons."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity as inf
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.safetensors import ExportJob
+from infinity._src.kernels.tiling.tiled_experts import TiledExperts
+from infinity._src.params.unit import Unit
+from infinity._src.params.unshard import AHEAD
+from infinity.aio import Fault, Seam
+from infinity.errors import AioError
+from tests import harness, models
+from tests.harness import Training
+from tests.marks import mostly_slow
+from tests.test_bitwise import PLACEMENTS, policy
+
+RAM = "64MiB"
+
+
+def eager(make: Callable[[], nn.Module]) -> nn.Module:
+    model: Any = make()
+    model.set_experts_implementation("eager")
+    return model
+
+
+def tiled(make: Callable[[], nn.Module], experts: int) -> nn.Module:
+    return inf.tile_experts(eager(make), experts=experts)
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": models.VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def qwen2_moe() -> nn.Module:
+    """Experts beside a shared one, whose gate comes after them and reads what they read."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **_SMALL, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=16
+        )
+    )
+
+
+def deepseek_v3() -> nn.Module:
+    """Routing weights in fp32, a dense first layer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    values = {**_SMALL, "num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **values,
+            n_routed_experts=16,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        )
+    )
+
+
+def gpt_oss() -> nn.Module:
+    """Weights that lie as [in, out], interleaved gates, biases."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **{**_SMALL, "intermediate_size": 16},
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            head_dim=8,
+            sliding_window=16,
+        )
+    )
+
+
+FAMILIES = {
+    "mixtral": models.mixtral,
+    "qwen2_moe": qwen2_moe,
+    "qwen3_moe": models.qwen3_moe,
+    "deepseek_v3": deepseek_v3,
+    "gpt_oss": gpt_oss,
+}
+
+
+@functools.cache
+def pair(family: str, experts: int, **values: Any) -> tuple[Training, Training]:
+    """One training, of the uncut model and of the tiled one. Without clipping, whose norm is summed
+    tile by tile."""
+    make = FAMILIES[family]
+    chosen: dict[str, Any] = {"max_norm": None, "rows": 1, **values}
+    return (
+        Training(functools.partial(eager, make), **chosen),
+        Training(functools.partial(tiled, make, experts), **chosen),
+    )
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "qwen2_moe"))
+def test_every_family_has_the_bits_of_the_uncut_plain_loop(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    uncut, cut = pair(family, 3, dtype=dtype)
+    harness.assert_equal(harness.reference(cut), harness.reference(uncut))
+    chosen = policy(tmp_path, **PLACEMENTS["nvme min"])
+    harness.assert_equal(harness.offloaded(cut, chosen), harness.reference(uncut))
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "cpu": ({}, PLACEMENTS["cpu"]),
+    "all in memory": ({}, PLACEMENTS["all in memory"]),
+    "parameters on nvme": ({}, PLACEMENTS["parameters on nvme, optimizer in cpu"]),
+    "small units": ({}, PLACEMENTS["small units"]),
+    "checkpointing": ({"checkpointing": False}, {}),
+    "reentrant checkpointing": ({"checkpointing": True}, {}),
+    "updates in backward": ({"accumulation": 1}, {"update": "backward"}),
+    "updates in backward, micro-batches": ({"no_sync": True}, {"update": "backward"}),
+    "updates in backward, recomputed": (
+        {"accumulation": 1, "checkpointing": False},
+        {"update": "backward"},
+    ),
+    "speculative": ({"accumulation": 1}, {"update": "backward", "generations": 2}),
+    "a part in memory": ({}, {"resident": {"params": 0.4, "optim": 0.2}}),
+    "autocast": ({"dtype": torch.float32, "autocast": "cached"}, {}),
+    "momentum": ({"optimizer": "SGD", "options": (("momentum", 0.9),)}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    mostly_slow(
+        VARIANTS, "checkpointing", "updates in backward, micro-batches"
+    ),
+)
+def test_every_kind_of_training_has_the_bits_of_the_uncut_plain_loop(
+    name: str, tmp_path: Path
+) -> None:
+    training, values = VARIANTS[name]
+    uncut, cut = pair("qwen3_moe", 2, **training)
+    chosen = policy(tmp_path, **{**PLACEMENTS["nvme min"], **values})
+    harness.assert_equal(harness.offloaded(cut, chosen), harness.reference(uncut))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", [{"state": "compact"}, {"update": "delayed"}], ids=str)
+def test_every_numerics_is_the_same_wherever_tiles_rest(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    _, cut = pair("qwen3_moe", 3)
+    places = [PLACEMENTS["cpu"], PLACEMENTS["nvme min"]]
+    results = [harness.offloaded(cut, policy(tmp_path, **place, **values)) for place in places]
+    harness.assert_equal(*results)
+
+
+def test_clipping_has_the_bits_of_the_plain_loop_on_the_tiles_and_is_near_the_uncut_ones(
+    tmp_path: Path,
+) -> None:
+    uncut, cut = pair("qwen3_moe", 3, max_norm=0.5, dtype=torch.float32)
+    ours = harness.offloaded(cut, policy(tmp_path, **PLACEMENTS["nvme min"]))
+    harness.assert_equal(ours, harness.reference(cut))
+    theirs = harness.reference(uncut)
+    torch.testing.assert_close(ours.norms, theirs.norms, rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-4, atol=0)
+
+
+class Experts(nn.Module):
+    """Fused experts with their forward as transformers has it. sum_dtype: of the sum over experts;
+    None: that of the hidden states."""
+
+    sum_dtype: torch.dtype | None = None
+
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden) / hidden**0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) / inner**0.5)
+        self.act_fn = nn.SiLU()
+
+    def forward(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        out = torch.zeros_like(hidden, dtype=self.sum_dtype)
+        mask = nn.functional.one_hot(index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+        for (expert,) in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero().tolist():
+            if expert == self.num_experts:
+                continue
+            places, tokens = torch.where(mask[expert])
+            gate, up = nn.functional.linear(hidden[tokens], self.gate_up_proj[expert]).chunk(2, -1)
+            state = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
+            state = state * weights[tokens, places, None]
+            out.index_add_(0, tokens, state.to(out.dtype))
+        return out.to(hidden.dtype)
+
+
+class Net(nn.Module):
+    """One layer whose tokens choose as they are told. Its hidden states are read again behind the
+    experts, as by a shared expert, so that gradients meet there."""
+
+    def __init__(self, experts: int = 12, hidden: int = 16, inner: int = 24) -> None:
+        super().__init__()
+        self.first, self.router = nn.Linear(6, hidden), nn.Linear(hidden, experts)
+        self.experts = Experts(experts, hidden, inner)
+        self.last = nn.Linear(hidden, 4)
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor, how: str = "plain") -> torch.Tensor:
+        def body(x: torch.Tensor) -> torch.Tensor:
+            hidden = torch.tanh(self.first(x))
+            weights = self.router(hidden).softmax(-1, dtype=torch.float32)
+            weights = weights.gather(1, index.clamp(max=weights.shape[1] - 1))
+            return self.experts(hidden, index, weights) + torch.sin(hidden)
+
+        out = body(x) if how == "plain" else checkpoint(body, x, use_reentrant=how == "reentrant")
+        found: torch.Tensor = self.last(out).float().square().mean()
+        return found
+
+
+def whole_grads(model: nn.Module, grad_of: Callable[[nn.Parameter], Any]) -> dict[str, Any]:
+    """Gradients by names of the uncut model."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, TiledExperts):
+            for weight in module.whole_shapes:
+                parts = [grad_of(part) for part in module.tile_parameters(weight)]
+                none = [part is None for part in parts]
+                assert all(none) or not any(none)
+                found[f"{name}.{weight}"] = None if all(none) else torch.cat(parts)
+    for name, parameter in model.named_parameters():
+        if ".tile_" not in name:
+            found[name] = grad_of(parameter)
+    return found
+
+
+@given(
+    experts=st.integers(1, 7),
+    tile=st.integers(1, 8),
+    tokens=st.integers(0, 9),
+    picks=st.integers(1, 3),
+    how=st.sampled_from(["plain", "reentrant", "other"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    elsewhere=st.booleans(),
+    frozen=st.sampled_from([(), ("gate_up_proj",), ("gate_up_proj", "down_proj")]),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=15, deadline=None)
+def test_any_routing_over_any_tiles_has_the_gradients_of_the_uncut_experts(
+    experts: int,
+    tile: int,
+    tokens: int,
+    picks: int,
+    how: str,
+    dtype: torch.dtype,
+    elsewhere: bool,
+    frozen: tuple[str, ...],
+    seed: int,
+) -> None:
+    results = []
+    for cut, offloaded in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(seed)
+        net = Net(experts).to(dtype)
+        for name in frozen:
+            getattr(net.experts, name).requires_grad_(False)
+        # An index that is the number of experts is of one elsewhere.
+        index = torch.rand(tokens, experts + elsewhere).argsort(1)[:, :picks]
+        x = torch.randn(tokens, 6, dtype=dtype, requires_grad=how == "reentrant")
+        if cut:
+            inf.tile_experts(net, experts=tile)
+        if offloaded:
+            inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+        loss = net(x, index, how)
+        loss.backward()
+        grad_of = inf.handle(net).full_grad if offloaded else (lambda one: one.grad)
+        grads = whole_grads(net, grad_of)
+        if offloaded:
+            assert sum(unit.refs for unit in inf.handle(net).units) == 0
+            inf.handle(net).close()
+        results.append((loss.detach(), grads))
+    for loss, grads in results[1:]:
+        assert torch.equal(loss, results[0][0]) or loss.isnan()
+        assert grads.keys() == results[0][1].keys()
+        for name, expected in results[0][1].items():
+            found = grads[name]
+            assert (found is None) == (expected is None), name
+            if expected is not None:
+                assert torch.equal(found.float(), expected.float()) or loss.isnan(), name
+
+
+# -- what is gathered ------------------------------------------------------------------------------
+
+
+def demands_of(handle: Any) -> list[str]:
+    """Names of the units that are demanded from now on."""
+    found: list[str] = []
+    plain = handle.unsharder.unshard
+
+    def demand(unit: Unit) -> None:
+        plain(unit)
+        found.append(unit.name)
+
+    handle.unsharder.unshard = demand
+    return found
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_experts_that_no_token_chose_are_not_gathered_and_are_updated_all_the_same(
+    update: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    net = Net()
+    plain = Net()
+    plain.load_state_dict(net.state_dict())
+    inf.tile_experts(net, experts=2)
+    chosen = policy(tmp_path, params="nvme", optim="nvme", ram="min", update=update)
+    inf.offload(net, chosen)
+    handle = inf.handle(net)
+    opt = inf.AdamW(net.parameters(), lr=1e-2, weight_decay=0.5)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.5)
+    demands = demands_of(handle)
+    for routed in ([0, 1, 5], [5, 11], [4, 5, 11]):
+        demands.clear()
+        index = torch.tensor(routed).repeat(4, 1)
+        x = torch.randn(4, 6)
+        for model, optimizer in ((net, opt), (plain, theirs)):
+            model(x, index).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        used = {f"experts.tile_{expert // 2}_0" for expert in routed}
+        assert {name for name in demands if "tile" in name} == used
+        # Once in forward, and once in backward.
+        assert all(demands.count(name) == 2 for name in used)
+    ours, expected = net.state_dict(), plain.state_dict()
+    assert list(ours) == list(expected)
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value)
+    # Experts 6 to 9 had no token, and have decayed.
+    assert torch.equal(ours["experts.down_proj"][6:10], expected["experts.down_proj"][6:10])
+    steps = {opt.state[parameter]["step"] for parameter in net.parameters()}
+    assert steps == {3}
+    handle.close()
+
+
+def peaks(tile: int | None, directory: Path, update: str) -> tuple[int, int, int]:
+    """(bytes of the stacks, most bytes gathered at once, most bytes of fresh gradients)."""
+    torch.manual_seed(0)
+    net = Net(32, 32, 64)
+    if tile is not None:
+        inf.tile_experts(net, experts=tile)
+    stacks_bytes = 32 * 3 * 64 * 32 * 4
+    inf.offload(
+        net, policy(directory, params="nvme", optim="nvme", ram="min", update=update)
+    )
+    handle = inf.handle(net)
+    opt = inf.AdamW(net.parameters(), lr=1e-3)
+    for step in range(3):
+        index = torch.rand(16, 32).argsort(1)[:, : 2 + step]
+        net(torch.randn(16, 6), index).backward()
+        opt.step()
+        opt.zero_grad()
+    fresh = handle.stats().fresh_grad_bytes_peak
+    peak = handle.unsharder.gathered_bytes_peak
+    handle.close()
+    return stacks_bytes, peak, fresh
+
+
+@pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "backward"))
+def test_what_is_gathered_at_once_is_bounded_by_the_tile(update: str, tmp_path: Path) -> None:
+    size, whole, _ = peaks(None, tmp_path, update)
+    assert whole >= size
+    for tile in (8, 4, 1):
+        _, gathered, fresh = peaks(tile, tmp_path, update)
+        tile_bytes, rest = size * tile // 32, 1 << 14
+        print(f"tiles of {tile}: {gathered >> 10} KiB gathered, {fresh >> 10} KiB of gradients")
+        assert gathered <= (AHEAD + 1) * tile_bytes + rest
+        if update == "deferred":
+            assert fresh <= tile_bytes + rest
+
+
+def test_backward_holds_one_tile_at_a_time(tmp_path: Path) -> None:
+    net = inf.tile_experts(Net(), experts=2)
+    inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+    handle = inf.handle(net)
+    held: list[int] = []
+    plain = handle.unsharder.unshard
+
+    def demand(unit: Unit) -> None:
+        plain(unit)
+        held.append(sum(one.refs > 0 for one in handle.units if "tile" in one.name))
+
+    handle.unsharder.unshard = demand  # type: ignore[method-assign]
+    net(torch.randn(9, 6), torch.rand(9, 12).argsort(1)[:, :4]).backward()
+    assert len(held) >= 12
+    assert max(held) == 0  # while one is being gathered, no other is held
+    assert sum(unit.refs for unit in handle.units) == 0
+    handle.close()
+
+
+# -- what goes out and comes in --------------------------------------------------------------------
+
+
+def load_all(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of an export."""
+    return {
+        name: value
+        for file in sorted(directory.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def start(model: nn.Module, load: Any = None) -> tuple[nn.Module, Any]:
+    """Offloaded, with an optimizer."""
+    inf.offload(model, inf.Policy(params="cpu", optim="cpu", ram=RAM), load=load)
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def step(model: nn.Module, opt: Any) -> float:
+    (batch,) = models.token_batches(1)
+    loss = models.loss_of(model, batch)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.item()
+
+
+def fresh(seed: int, *, cut: bool = True) -> nn.Module:
+    make = functools.partial(tiled, qwen2_moe, 3) if cut else functools.partial(eager, qwen2_moe)
+    return models.make(make, seed=seed)
+
+
+def test_files_hold_whole_stacks_and_fit_both_kinds_of_model(tmp_path: Path) -> None:
+    plain = fresh(0, cut=False)
+    values = {name: value.clone() for name, value in plain.state_dict().items()}
+    with torch.device("meta"):
+        meta = fresh(1)
+    model, opt = start(meta, load=values)
+    same(model.state_dict(), values)
+    losses = [step(*each) for each in [(model, opt), start(plain)]]
+    assert losses[0] == losses[1]
+    state = model.state_dict()
+    same(plain.state_dict(), state)
+
+    inf.export_safetensors(model, tmp_path / "out", shard_bytes_max=20_000)
+    exported = load_all(tmp_path / "out")
+    assert set(exported) == {name for name, _ in fresh(0, cut=False).named_parameters()}
+    assert all(torch.equal(state[name], value) for name, value in exported.items())
+    inf.save(model, opt, tmp_path / "save").wait()
+    with Checkpoint.open(tmp_path / "save") as saved:
+        ExportJob(saved).export(tmp_path / "again", shard_bytes_max=20_000)
+    again = load_all(tmp_path / "again")
+    assert again.keys() == exported.keys()
+    assert all(torch.equal(again[name], value) for name, value in exported.items())
+    inf.export_dcp(model, opt, tmp_path / "dcp")
+
+    others = [start(fresh(seed, cut=seed != 5)) for seed in (2, 3, 4, 5)]
+    inf.restore(*others[0], tmp_path / "save")
+    for other in (others[1], others[3]):
+        assert inf.load_dcp(*other, tmp_path / "dcp") == ((), ())
+    assert inf.load_safetensors(others[2][0], tmp_path / "out") == ((), ())
+    for other, _ in others:
+        same(other.state_dict(), state)
+    losses = [step(*each) for each in [(model, opt), *others]]
+    assert losses == losses[:1] * 5
+    after = model.state_dict()
+    for other, _ in (others[0], others[1], others[3]):
+        same(other.state_dict(), after)
+    model.load_state_dict(state)
+    same(model.state_dict(), state)
+
+
+def test_a_callable_is_asked_for_each_stack_once() -> None:
+    asked: list[str] = []
+
+    def fill(name: str, out: torch.Tensor) -> None:
+        asked.append(name)
+        out.copy_(torch.arange(out.numel()).view(out.shape) % 251)
+
+    found = []
+    for cut in (False, True):
+        asked.clear()
+        with torch.device("meta"):
+            model = fresh(0, cut=cut)
+        start(model, fill)
+        found.append((sorted(asked), model.state_dict()))
+    assert found[0][0] == found[1][0]
+    same(found[1][1], found[0][1])
+
+
+def test_loads_name_whole_stacks_that_are_missing_or_misshapen() -> None:
+    right = fresh(0).state_dict()
+    name = "model.layers.1.mlp.experts.down_proj"
+    missing = {key: value for key, value in right.items() if key != name}
+    with torch.device("meta"):
+        model = fresh(0)
+    with pytest.raises(ValueError, match=rf"{name} is missing"):
+        inf.offload(model, inf.Policy(ram=RAM), load=missing)
+    with pytest.raises(ValueError, match=rf"{name} of shape \(8, 2\); the model wants \(8, 32, 16"):
+        inf.offload(model, inf.Policy(ram=RAM), load={**right, name: torch.zeros(8, 2)})
+    incompatible = fresh(0).load_state_dict(missing, strict=False)
+    assert incompatible == ([name], [])
+    with pytest.raises(RuntimeError, match=rf"size mismatch for {name}"):
+        fresh(0).load_state_dict({**right, name: torch.zeros(8, 2)})
+
+
+# -- faults and refusals ---------------------------------------------------------------------------
+
+
+def test_a_tile_of_experts_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    net = inf.tile_experts(Net(), experts=2)
+    values = policy(tmp_path, params="nvme", optim="nvme", ram="min", io_backend="threads")
+    inf.offload(net, values, _seam=Seam(fault=Fault("read", 4, persistent=True)))
+    with pytest.raises(AioError, match=r"experts\.tile_\d_0 cannot be gathered"):
+        for _ in range(3):
+            net(torch.randn(9, 6), torch.rand(9, 12).argsort(1)[:, :4]).backward()
+    assert sum(unit.refs for unit in inf.handle(net).units) == 0
+    inf.handle(net).close()
+
+
+def test_an_error_between_tiles_leaves_all_released() -> None:
+    net = inf.tile_experts(Net(), experts=2)
+    inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+    index = torch.rand(9, 12).argsort(1)[:, :4]
+    broken = net.experts.get_submodule("tile_3_0").register_forward_pre_hook(
+        lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        net(torch.randn(9, 6), index)
+    broken.remove()
+    net(torch.randn(9, 6), index).backward()
+    assert sum(unit.refs for unit in inf.handle(net).units) == 0
+    assert all(parameter.grad is not None for parameter in net.parameters())
+    inf.handle(net).close()
+
+
+class OtherSum(Experts):
+    """Adds up in fp32."""
+
+    sum_dtype = torch.float32
+
+
+class Batched(Experts):
+    """Gives each expert all tokens, as Llama 4 does."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return hidden
+
+
+class Biased(Experts):
+    """Has a parameter that is no stack."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+
+def holding(experts: nn.Module, change: Callable[[nn.Module], object] | None = None) -> nn.Module:
+    model = nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})})
+    if change is not None:
+        change(experts)
+    return model
+
+
+def with_grad(experts: Any) -> None:
+    experts.down_proj.grad = torch.zeros_like(experts.down_proj)
+
+
+def small() -> Experts:
+    return Experts(4, 8, 8)
+
+
+def shared() -> nn.Module:
+    experts = small()
+    other = nn.Module()
+    other.register_parameter("tied", experts.down_proj)
+    return nn.ModuleDict({"experts": experts, "other": other})
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "no number": (lambda: holding(small()), {"experts": True}, "experts=True is not a positive"),
+    "none": (lambda: holding(small()), {"experts": 0}, "experts=0 is not a positive"),
+    "nothing there": (lambda: nn.Sequential(nn.Linear(2, 2)), {}, "the model has no stack of"),
+    "unknown name": (lambda: holding(small()), {"names": "mlp"}, "has no such module; stacks of"),
+    "another kind": (lambda: Net(), {"names": "router"}, "router is a Linear, not a stack"),
+    "another sum": (
+        lambda: holding(OtherSum(4, 8, 8).bfloat16()),
+        {},
+        r"layer.experts \(OtherSum\) computes something else with its experts",
+    ),
+    "all tokens": (lambda: holding(Batched(4, 8, 8)), {}, "does not take .hidden_states, top_k_i"),
+    "another parameter": (lambda: holding(Biased()), {}, "has scale besides stacks of experts"),
+    "a gradient": (lambda: holding(small(), with_grad), {}, "down_proj has a gradient"),
+    "a hook": (
+        lambda: holding(small(), lambda one: one.register_forward_hook(lambda *_: None)),
+        {},
+        "has _forward_hooks, which tiling would lose",
+    ),
+    "shared": (shared, {}, r"experts.down_proj is shared with other.tied"),
+    "not eager": (models.mixtral, {}, r"set_experts_implementation\('eager'\) first"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_tiles_cannot_compute_is_refused_with_the_reason_and_nothing_changed(
+    case: str,
+) -> None:
+    make, values, message = REFUSED[case]
+    model = make()
+    before = [(name, type(module)) for name, module in model.named_modules()]
+    with pytest.raises(ValueError, match=message):
+        inf.tile_experts(model, **{"experts": 2, **values})
+    assert [(name, type(module)) for name, module in model.named_modules()] == before
+
+
+def test_tiles_stay_as_they_were_made() -> None:
+    model: Any = tiled(models.mixtral, 2)
+    (batch,) = models.token_batches(1)
+    model.config._experts_implementation = "grouped_mm"
+    with pytest.raises(RuntimeError, match=r"is 'grouped_mm', and these tiles of experts"):
+        models.loss_of(model, batch)
+    net = inf.tile_experts(Net(), experts=5)
+    with pytest.raises(ValueError, match="the down_proj of this TiledExperts is tiled"):
+        net.experts.register_parameter("down_proj", nn.Parameter(torch.zeros(2)))
+    with pytest.raises(RuntimeError, match="an index of no expert: there are 12"):
+        net(torch.randn(1, 6), torch.tensor([[13]]))
+    start(net)
+    with pytest.raises(ValueError, match=r"offloaded already; call inf.tile_experts"):
+        inf.tile_experts(net, experts=2)
+    inf.handle(net).close()
+
+
+def test_evaluation_gathers_the_chosen_tiles_alone() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    x, index = torch.randn(3, 6), torch.tensor([[1], [1], [8]])
+    expected = net(x, index)
+    inf.tile_experts(net, experts=2)
+    inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM))
+    demands = demands_of(inf.handle(net))
+    with torch.no_grad():
+        found = net(x, index)
+    assert torch.equal(found, expected)
+    assert [name for name in demands if "tile" in name] == [
+        "experts.tile_0_0",
+        "experts.tile_4_0",
+    ]
+    inf.handle(net).close()
+
+
