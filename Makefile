@@ -1,5 +1,6 @@
 # make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak |
-#      bench | convergence | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle | clean
+#      bench | convergence | rehearsal | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle |
+#      clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts
-.PHONY: ranks slow torch-matrix wheel gpu-bundle clean
+.PHONY: rehearsal ranks slow torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
 
@@ -133,6 +134,16 @@ bench: $(STAMP)
 # are not repeated.
 convergence: $(DEMO)
 	$(BIN)/python bench/convergence.py
+
+# Models of hundreds of billions of parameters, each script one thing of them that is true (counts,
+# sizes, bytes, a width, experts): hours, one after another, on a machine that does nothing else.
+# REHEARSAL_DIR is a directory on a drive; bench/README.md says what each takes there.
+REHEARSAL_DIR ?= out
+REHEARSALS := $(wildcard $(foreach name,counts sizes train_8b wide experts, \
+    bench/rehearsal/$(name).py))
+rehearsal: $(DEMO)
+	@mkdir -p $(REHEARSAL_DIR)
+	set -e; for script in $(REHEARSALS); do $(BIN)/python $$script --dir $(REHEARSAL_DIR); done
 
 # Two nodes as network namespaces with a shaped link, two ranks each: tests, then volume and time of
 # a step over the link. Needs root, iproute2 and util-linux; leaves neither namespaces nor

@@ -114,6 +114,7 @@ def _config(
     # A Python seed may be negative or larger than C's uint64_t.
     config.seam.seed = seam.seed & (2**64 - 1)
     config.seam.delay_us_max = seam.delay_us_max
+    config.seam.null_batch, config.seam.null_computes = seam.null, seam.null_computes
     if seam.fault is not None:
         config.seam.fault_nth = seam.fault.nth
         config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
@@ -130,10 +131,11 @@ def _drive_configs(
     configs = ffi.new("inf_drive_config[]", max(1, len(drives)))
     for index, drive in enumerate(drives):
         configs[index].fd = drive.fd
-        # Beyond the device's tags a thread that submits would sleep inside the kernel.
-        configs[index].block_bytes, configs[index].depth = _file_system.fit(
-            drive, block_bytes, depths[index]
-        )
+        fitted = block_bytes, depths[index]
+        if not seam.null:
+            # Beyond the device's tags a thread that submits would sleep inside the kernel.
+            fitted = _file_system.fit(drive, *fitted)
+        configs[index].block_bytes, configs[index].depth = fitted
         configs[index].read_bytes_per_s, configs[index].write_bytes_per_s = seam.throttle(index)
     return configs
 
@@ -171,10 +173,11 @@ class Executor:
         check: Callable[[], None] | None = None,
         backend_reason: str = "",
     ) -> None:
-        uring = backend == "io_uring"
+        seam = seam or Seam()
+        uring = backend == "io_uring" and not seam.null
         if block_bytes is None:
             # A ring fills gaps with other requests; a thread has only its own one.
-            block_bytes = RING_BLOCK_BYTES if uring else THREAD_BLOCK_BYTES
+            block_bytes = RING_BLOCK_BYTES if uring or seam.null else THREAD_BLOCK_BYTES
         # At least one, so that the options are checked without a drive, too.
         depths = [depth] * max(len(drives), 1) if isinstance(depth, int) else list(depth)
         # Checked before C sees anything, so that a mistake is a ValueError and not a step down.
@@ -187,18 +190,18 @@ class Executor:
                 block_bytes=block_bytes,
                 depth=each,
                 threads_per_drive=threads_per_drive,
+                null=seam.null,
             )
         if len(depths) < len(drives):
             raise ValueError(f"depth={depths}: one number for each of {len(drives)} drives")
         ffi, lib = native.load()
-        self.backend = backend
+        self.backend = "null" if seam.null else backend
         self.backend_reason = backend_reason
         # Loading comes first: without liburing there is nothing to allocate pools for.
         if uring:
             load_uring(ffi, lib)
         # The pools are touched on creation; past the limit the kernel would kill the process.
         _memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
-        seam = seam or Seam()
         config = _config(
             ffi,
             small,

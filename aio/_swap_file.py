@@ -75,6 +75,7 @@ class SwapFile:
         self.preallocated = True
         # Ranges that were punched out, by offset: (start, end).
         self._holes: list[tuple[int, int]] = []
+        self._sparse = False
         self._stays_open = False
         self.size_bytes = os.fstat(fd).st_size
         self._private: PrivateDirectory | None = None
@@ -127,6 +128,15 @@ class SwapFile:
             return file
         except OSError as error:
             raise _cannot_make(path, error) from error
+
+    @classmethod
+    def sparse(cls, directory: str | os.PathLike[str]) -> SwapFile:
+        """Make a file as `create` does that grows without taking room, for null drives, which write
+        nothing (`aio.testing.Seam`).
+        """
+        file = cls.create(directory)
+        file._sparse, file.preallocated = True, False
+        return file
 
     @classmethod
     def _ephemeral(cls, path: str, flags: int, reason: str) -> SwapFile:
@@ -349,6 +359,10 @@ class SwapFile:
         if size_bytes <= self.size_bytes:
             return
         more = size_bytes - self.size_bytes
+        if self._sparse:
+            os.ftruncate(self.fd, size_bytes)
+            self.size_bytes = size_bytes
+            return
         # For the message: how much a failing preallocation got.
         before = os.fstat(self.fd).st_blocks
         # Asked first: a failing preallocation would fill the drive for a moment.
@@ -420,6 +434,8 @@ class SwapFile:
             at += rest[0][0] < rest[0][1]
 
     def _allocate(self, offset: int, size_bytes: int) -> None:
+        if self._sparse:
+            return
         try:
             os.posix_fallocate(self.fd, offset, size_bytes)
         except OSError as error:

@@ -152,10 +152,14 @@ def check_options(
     block_bytes: int,
     depth: int,
     threads_per_drive: int,
+    null: int,
 ) -> None:
     """Raise ValueError for options that no executor can run with."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r}: must be one of {', '.join(VERIFY)}")
+    # What a null drive "reads" does not have the checksum that was written.
+    if null and verify != "off":
+        raise ValueError(f"Seam(null={null}) moves nothing: use verify='off'")
     if workers < 1 or threads_per_drive < 1:
         raise ValueError(
             f"workers={workers}, threads_per_drive={threads_per_drive}: both must be >= 1"

@@ -1,8 +1,9 @@
 """Faults and slow drives for tests: `open_executor(..., seam=Seam(fault=Fault("read", nth=3)))`.
 
 io_uring makes no libc calls that a mock could intercept, so tests go in by this seam, which delays
-and reorders completions, fails a chosen request, and slows a drive down. `Seam` has the settings;
-native/executor_drive.c (`seam_inject`) carries them out.
+and reorders completions, fails a chosen request, slows a drive down, or takes it away (`null`).
+`Seam` has the settings; native/executor_drive.c (`seam_inject`) and native/ring_null.c carry them
+out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = ["Fault", "Seam"]
+
+NULL_BATCH_MAX = 64
+"""Requests that a null drive completes together at most: BATCH_MAX of native/ring_null.c."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,13 @@ class Seam:
     `delay_us_max`: every completion is held back by a random time up to this (so they also come out
     of order), from `seed`. `read_bytes_per_s`, `write_bytes_per_s`: speed of each drive, one number
     for all or a tuple with one for each; reads and writes share a drive's time (0: as it is).
+
+    `null`: all drives are null drives, which complete up to so many requests (1 to 64) together, at
+    once, and move nothing: reads leave slots as they are, so verify="off". Their files may be
+    sparse, of any size (`SwapFile.sparse`). 0: real drives. `null_computes`: workers copy and
+    update one of their chunks in so many (by its id), and pass the others on as they are. 0: none.
+
+    Raises: ValueError for numbers out of range.
     """
 
     delay_us_max: int = 0
@@ -53,6 +64,17 @@ class Seam:
     fault: Fault | None = None
     read_bytes_per_s: float | tuple[float, ...] = 0.0
     write_bytes_per_s: float | tuple[float, ...] = 0.0
+    null: int = 0
+    null_computes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.null <= NULL_BATCH_MAX:
+            raise ValueError(f"Seam(null={self.null}): 0 (real drives) to {NULL_BATCH_MAX}")
+        if self.null_computes < 0 or (self.null_computes != 1 and not self.null):
+            raise ValueError(
+                f"Seam(null_computes={self.null_computes}): one chunk of null drives in so many, "
+                "or 0; and 1 without them"
+            )
 
     def throttle(self, drive: int) -> tuple[float, float]:
         """(read, write) bytes per second of one drive, 0 for as it is."""

@@ -49,9 +49,9 @@ def hyper() -> npt.NDArray[np.void]:
 
 
 class Pass:
-    """Chunks on one drive, memory beside them, and passes over all of them."""
+    """Chunks on drives, in turn, memory beside them, and passes over all of them."""
 
-    def __init__(self, executor: aio.Executor, count: int, memory: int) -> None:
+    def __init__(self, executor: aio.Executor, count: int, memory: int, drives: int = 1) -> None:
         self.executor = executor
         self.count = count
         pieces = piece_count(CHUNK_NUMEL)
@@ -60,7 +60,8 @@ class Pass:
         chunks = np.zeros(count, dtype=aio.CHUNK)
         chunks["key"] = np.arange(count) + 1
         chunks["numel"] = CHUNK_NUMEL
-        chunks["file_offset"] = np.arange(count) * CHUNK_BYTES
+        chunks["drive"] = np.arange(count) % drives
+        chunks["file_offset"] = np.arange(count) // drives * CHUNK_BYTES
         chunks["run_bytes"] = CHUNK_BYTES
         chunks["format"] = aio.Format.SPLIT
         chunks["section_count"] = len(ITEMSIZES)

@@ -23,10 +23,19 @@ def io_bytes() -> tuple[int, int]:
 
 def peak_rss_bytes() -> int:
     """The high-water mark of this process's resident memory since its start or the last reset."""
+    return _status_bytes("VmHWM:")
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process."""
+    return _status_bytes("VmRSS:")
+
+
+def _status_bytes(name: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(name):
             return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no VmHWM line")
+    raise OSError(f"/proc/self/status has no line {name}")
 
 
 def reset_peak_rss() -> None:

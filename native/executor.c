@@ -119,7 +119,8 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
             .ex = ex, .index = d, .config = configs[d], .event_fd = -1, .fds = {configs[d].fd}};
         for (int32_t f = 1; f < INF_FILE_MAX; f++) drive->fds[f] = -1;
         int32_t threads = ex->config.threads_per_drive;
-        if (!ex->config.uring && drive->config.depth > threads) drive->config.depth = threads;
+        bool blocking = ex->backend == &inf_backend_threads; /* a thread has one request */
+        if (blocking && drive->config.depth > threads) drive->config.depth = threads;
         drive->stats.depth = drive->config.depth;
         ex->seam_on =
             ex->seam_on || configs[d].read_bytes_per_s > 0 || configs[d].write_bytes_per_s > 0;
@@ -163,8 +164,9 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     if (ex == NULL) return NULL;
     ex->config = *config;
     ex->holds = 1;
-    ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
     const inf_seam *seam = &config->seam;
+    ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
+    if (seam->null_batch > 0) ex->backend = &inf_backend_null;
     ex->seam_on = seam->delay_us_max > 0 || seam->fault_kind != INF_SEAM_NONE;
     ex->seam_random = seam->seed * 0x9E3779B97F4A7C15u | 1u;
     pthread_mutex_init(&ex->lock, NULL);

@@ -87,7 +87,8 @@ typedef struct {
     int64_t bytes;
 } inf_span;
 
-/* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip. */
+/* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip.
+ * null_batch: 0 real drives, else null ones. null_computes: 0 no chunk, else one in so many. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
@@ -96,6 +97,8 @@ typedef struct {
     int32_t fault_op;
     int32_t fault_errno;
     int32_t fault_persistent;
+    int32_t null_batch;
+    int32_t null_computes;
 } inf_seam;
 
 /* The speeds are the seam's, 0 = as it is; reads and writes share a drive's time. */

@@ -433,6 +433,7 @@ struct inf_executor {
 
 extern const inf_backend inf_backend_uring;
 extern const inf_backend inf_backend_threads;
+extern const inf_backend inf_backend_null; /* a seam of tests and benchmarks */
 
 /* The section with the chunk's spilled gradients, as a mask; 0 = it has none. */
 static inline uint32_t inf_grad_mask(const inf_chunk *chunk) {

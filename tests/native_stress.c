@@ -1,6 +1,6 @@
 /* The native executor without Python: threads that store, update, fetch, cancel, gate, read ahead,
  * copy, drop and look, all at once. Half of the memory that they name is on a device, the simulated
- * one.
+ * one. And first, drives that answer at once.
  *
  * For what an interpreter is in the way of: ThreadSanitizer, other machines under an emulator,
  * other compilers (make tsan, make portable). Each thread owns some chunks and knows what they must
@@ -389,6 +389,81 @@ static void run(inf_executor *ex, int32_t threads, int32_t rounds) {
     free(actors);
 }
 
+#define FAR_AT ((int64_t)1 << 50)
+#define FAR_CHUNKS 64
+#define FAR_ROUNDS 200
+
+static inf_ticket *move(inf_executor *ex, const int32_t *ids, int32_t kind) {
+    inf_job jobs[FAR_CHUNKS] = {{0}};
+    for (int32_t i = 0; i < FAR_CHUNKS; i++) {
+        uint32_t mask = (ALL >> 1) | (i & 1 ? INF_MASK_MOVE_ONLY : 0); /* or through a worker */
+        jobs[i] = (inf_job){.chunk = ids[i], .kind = kind, .mask = mask, .base = -1};
+        for (int32_t s = 0; s < SECTIONS - 1; s++) jobs[i].ptr[s] = 64; /* nobody goes there */
+    }
+    int64_t error = 0;
+    inf_ticket *ticket =
+        inf_executor_submit(ex, jobs, FAR_CHUNKS, NULL, 0, NULL, 0, kind % 3, NULL, &error);
+    CHECK(ticket != NULL);
+    return ticket;
+}
+
+/* Drives that answer at once: files of no length, offsets that no file system has. */
+static void null_drives(const char *directory, int32_t batch) {
+    const int64_t bytes = 12 * NUMEL;
+    inf_exec_config config = {.workers = 2,
+                              .large_count = 4,
+                              .large_bytes = bytes,
+                              .drive_count = DRIVES,
+                              .hold_ns = 2000000,
+                              .seam = {.null_batch = batch, .null_computes = 0}};
+    inf_drive_config drives[DRIVES];
+    for (int32_t d = 0; d < DRIVES; d++)
+        drives[d] = (inf_drive_config){
+            .fd = open_file(directory, 0), .depth = 8, .block_bytes = 16384};
+    int32_t error = 0;
+    char why[512] = "";
+    inf_executor *ex = inf_executor_open(&config, drives, &error, why, sizeof why);
+    CHECK(ex != NULL);
+    inf_chunk chunks[FAR_CHUNKS];
+    int32_t ids[FAR_CHUNKS];
+    for (int32_t i = 0; i < FAR_CHUNKS; i++) {
+        chunks[i] = (inf_chunk){.key = (uint64_t)i + 1,
+                                .numel = NUMEL,
+                                .file_offset = FAR_AT + i * bytes,
+                                .other_offset = -1,
+                                .grad_offset = -1,
+                                .run_bytes = bytes,
+                                .drive = i % DRIVES,
+                                .format = INF_FORMAT_SPLIT,
+                                .section_count = SECTIONS - 1,
+                                .piece_numel = PIECE,
+                                .section_at = {0, 2 * NUMEL, 4 * NUMEL, 8 * NUMEL}};
+        for (int32_t s = 0; s < SECTIONS - 1; s++) chunks[i].itemsize[s] = ITEMSIZES[s];
+    }
+    CHECK(inf_executor_define(ex, chunks, FAR_CHUNKS, ids) == 0);
+    for (int32_t round = 0; round < FAR_ROUNDS; round++) {
+        inf_ticket *first = move(ex, ids, INF_JOB_STORE);
+        inf_ticket *second = move(ex, ids, INF_JOB_FETCH);
+        CHECK(inf_ticket_wait(ex, first, 0, WAIT_NS, 1) == 1);
+        CHECK(inf_ticket_wait(ex, second, 0, WAIT_NS, 1) == 1);
+        CHECK(inf_ticket_words(first)[0] == 1 && inf_ticket_words(second)[0] == 1);
+        inf_ticket_release(ex, first);
+        inf_ticket_release(ex, second);
+    }
+    inf_exec_stats stats;
+    inf_drive_stats moved[DRIVES];
+    inf_executor_stats(ex, &stats, moved);
+    for (int32_t d = 0; d < DRIVES; d++) {
+        uint64_t wanted = (uint64_t)(FAR_ROUNDS * FAR_CHUNKS / DRIVES * bytes);
+        CHECK(moved[d].bytes_read == wanted && moved[d].bytes_written == wanted);
+    }
+    inf_executor_shut(ex, 0);
+    CHECK(inf_executor_wait_idle(ex, WAIT_NS) == 1);
+    inf_executor_stop(ex);
+    inf_executor_free(ex);
+    for (int32_t d = 0; d < DRIVES; d++) close(drives[d].fd);
+}
+
 int main(int argc, char **argv) {
     if (argc < 3) {
         fprintf(stderr, "usage: native_stress DIRECTORY ROUNDS [THREADS [LIBURING]]\n");
@@ -398,6 +473,8 @@ int main(int argc, char **argv) {
     const char *isa = getenv("STRESS_ISA");
     CHECK(isa == NULL || inf_isa_select(isa) == 1);
     check_kernels();
+    null_drives(argv[1], 1);
+    null_drives(argv[1], 8);
     int32_t threads = argc > 3 ? atoi(argv[3]) : 4;
     CHECK(threads >= 1 && threads <= THREADS_MAX);
     char why[512] = "";

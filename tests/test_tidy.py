@@ -29,14 +29,18 @@ SOURCES = sorted(
 )
 C_SOURCES = sorted(path for pattern in ("*.c", "*.h") for path in (ROOT / "native").glob(pattern))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
-BENCHES = sorted(path for folder in ("bench", "bench/gpu") for path in (ROOT / folder).glob("*.py"))
+BENCHES = sorted(
+    path
+    for folder in ("bench", "bench/gpu", "bench/rehearsal")
+    for path in (ROOT / folder).glob("*.py")
+)
 # Text that is read beside the sources; bench/results and the like are data.
 READ_TOO = sorted(
     path
     for pattern in (
         "native/*.[ch]", "native/*.py", "tests/**/*.c", "tests/**/*.py", "tests/**/*.md",
-        "bench/*.py", "bench/gpu/*.py", "bench/*.md", "docs/*.md", "README.md", "Makefile",
-        "pyproject.toml", ".ci/*",
+        "bench/*.py", "bench/gpu/*.py", "bench/rehearsal/*.py", "bench/*.md", "docs/*.md",
+        "README.md", "Makefile", "pyproject.toml", ".ci/*",
     )
     for path in ROOT.glob(pattern)
     if path.is_file() and "__pycache__" not in path.parts

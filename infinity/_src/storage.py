@@ -25,7 +25,15 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.perf.roofline import update_threads
 from infinity._src.telemetry import Timeline
-from infinity.aio import Executor, ExecutorStats, Format, PoolSpec, Seam, open_executor
+from infinity.aio import (
+    Executor,
+    ExecutorStats,
+    Format,
+    PoolSpec,
+    Seam,
+    SwapFile,
+    open_executor,
+)
 from infinity.aio._endurance import Endurance
 
 OBSERVE_S = 15.0
@@ -107,7 +115,13 @@ class Storage:
         settings = policy.io_settings
         space = None
         if policy.directories:
-            space = SwapSpace(policy.directories, room=node_resources.check_room)
+            # Null drives write nothing, so their files take no room.
+            null = seam is not None and seam.null > 0
+            space = SwapSpace(
+                policy.directories,
+                room=None if null else node_resources.check_room,
+                make=SwapFile.sparse if null else SwapFile.create,
+            )
         if space is not None:
             undo.callback(space.close)
             # Faster drives get more chunks, so that all of them finish together.

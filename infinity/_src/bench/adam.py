@@ -24,10 +24,17 @@ import numpy.typing as npt
 
 from infinity._src import native
 from infinity.aio import CHUNK, HYPER, SEG, Format, GradDtype
-from infinity.aio._records import PIECE_NUMEL, piece_count
+from infinity.aio._records import PIECE_NUMEL, QUANT_GROUP, Master, Moments, piece_count
 
 CACHE_NUMEL = 2 * PIECE_NUMEL
 MEMORY_NUMEL = 16 << 20
+STATES = {
+    "exact": Format.SPLIT,
+    "bf16": Format(Master.SPLIT, Moments.BF16, 2),
+    "compact": Format(Master.SPLIT8, Moments.Q8, 2),
+    "fp32": Format.FP32,
+}
+"""Formats by their names: `Policy.state` of bf16 parameters, and `exact` of fp32 ones."""
 
 Progress = Callable[[str, float], None]
 
@@ -45,7 +52,7 @@ class Arm:
     isa: str
     state: str
     numel: int
-    traffic: int
+    traffic: float
     """Bytes read and written per parameter."""
     parts: Sequence[Callable[[], object]]
     keep: object = None
@@ -89,8 +96,17 @@ class AdamFigures:
         }
 
 
-def _itemsizes(state: Format) -> list[int]:
-    return [section.itemsize for section in state.sections]
+def _upper(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    """Return the upper halves of fp32 numbers: bf16, rounded to zero."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def _codes(noise: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
+    """Return 8-bit codes of a moment, none of them zero. They suit both moments, whose second one
+    has no sign.
+    """
+    codes: npt.NDArray[np.int8] = np.clip(np.abs(noise) * 40, 1, 127).astype(np.int8)
+    return codes
 
 
 class _States:
@@ -107,22 +123,36 @@ class _States:
         moments = [master * np.float32(0.01), np.square(master) * np.float32(1e-4)]
         grad = np.resize(noise[::-1], numel).astype(np.float32)
         self.grad: npt.NDArray[Any]
+        self.sections: list[npt.NDArray[Any]]
         if state is Format.FP32:
-            self.sections: list[npt.NDArray[Any]] = [master, *moments]
+            self.sections = [master, *moments]
             self.grad, self.kind = grad, GradDtype.FP32
-        else:
-            hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
-            casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
-            native.lib.inf_split_master(*casts, numel)
+            return
+        hi, lo = np.empty(numel, np.uint16), np.empty(numel, np.int16)
+        casts = (_at(master, "float *"), _at(hi, "uint16_t *"), _at(lo, "int16_t *"))
+        native.lib.inf_split_master(*casts, numel)
+        self.grad, self.kind = _upper(grad), GradDtype.BF16
+        if state.moments is Moments.FP32:
             self.sections = [hi, lo, *moments]
-            # The upper half of an fp32 is a bf16, rounded to zero.
-            self.grad, self.kind = (grad.view(np.uint32) >> 16).astype(np.uint16), GradDtype.BF16
+        elif state.moments is Moments.BF16:
+            self.sections = [hi, lo, *(_upper(moment) for moment in moments)]
+        else:
+            scales = np.array([0.01, 1e-4], np.float32)
+            # The last section: one bf16 for each moment of a group.
+            self.sections = [
+                hi,
+                (lo >> 8).astype(np.int8),
+                _codes(master),
+                _codes(master),
+                np.resize(_upper(scales), 2 * -(-numel // QUANT_GROUP)),
+            ]
 
     @property
-    def traffic(self) -> int:
+    def traffic(self) -> float:
         """Bytes that an update reads and writes per parameter."""
+        states = sum(section.itemsize / section.group_numel for section in self.state.sections)
         # States are read and written, the gradient is only read.
-        return 2 * sum(_itemsizes(self.state)) + self.grad.itemsize
+        return 2 * states + self.grad.itemsize
 
     def update(self) -> Callable[[], object]:
         """Return a call of the update kernel alone."""
@@ -141,19 +171,20 @@ class _States:
         """Return a call that does the executor's work: verify, update, checksum, piece by piece."""
         lib, ffi = native.lib, native.ffi
         pieces = piece_count(self.numel)
-        sums, scratch = np.zeros((4, pieces), np.uint32), np.zeros((4, pieces), np.uint32)
+        sections = self.state.sections
+        sums, scratch = (np.zeros((len(sections), pieces), np.uint32) for _ in range(2))
         record, seg, hypers = np.zeros((), CHUNK), np.zeros(1, SEG), np.array([_HYPER_ROW], HYPER)
-        sizes = _itemsizes(self.state)
         record["numel"], record["format"], record["section_count"] = (
             self.numel,
             int(self.state),
-            len(sizes),
+            len(sections),
         )
         record["piece_numel"], record["sums_ptr"] = PIECE_NUMEL, sums.ctypes.data
-        for section, itemsize in enumerate(sizes):
-            record["itemsize"][section] = itemsize
-            record["section_at"][section] = self.numel * sum(sizes[:section])
-        record["run_bytes"] = self.numel * sum(sizes)
+        for number, section in enumerate(sections):
+            record["itemsize"][number] = section.itemsize
+            record["group_numel"][number] = section.group_numel
+            record["section_at"][number] = record["run_bytes"]
+            record["run_bytes"] += section.size_bytes(self.numel)
         seg["numel"], seg["grad"], seg["grad_dtype"] = (
             self.numel,
             self.grad.ctypes.data,
@@ -164,8 +195,8 @@ class _States:
             "uint8_t *[6]", [_at(section, "uint8_t *") for section in self.sections]
         )
         # The pass compares checksums before it updates, so the first ones must be there.
-        for section in range(len(sizes)):
-            lib.inf_section_store(chunk, section, addresses[section], addresses[section])
+        for number in range(len(sections)):
+            lib.inf_section_store(chunk, number, addresses[number], addresses[number])
         arguments = (
             chunk, addresses, _at(seg, "inf_seg *"), 1, _at(hypers, "inf_hyper *"), 1,
             ffi.NULL, 1, 0, _at(scratch, "uint32_t *"),
@@ -206,7 +237,7 @@ def measure_adam(
     numel: int = MEMORY_NUMEL,
     progress: Progress | None = None,
 ) -> AdamFigures:
-    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 90 bytes of
+    """Measure every kernel on `threads` threads. Blocks for about 15 s; takes about 120 bytes of
     memory per `numel`.
 
     Raises: ValueError without native kernels.
@@ -241,7 +272,7 @@ def _arms(numel: int, threads: int) -> list[Arm]:
     thread.
     """
     found = []
-    for state, name in ((Format.SPLIT, "exact"), (Format.FP32, "fp32")):
+    for name, state in STATES.items():
         # The pass compares the checksums that it stored last: the update alone must have states of
         # its own.
         plain = [_States(state, numel) for _ in range(threads)]

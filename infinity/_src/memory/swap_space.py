@@ -106,6 +106,7 @@ class SwapSpace:
     first `reserve`.
     room: raises NoRoomError when these files cannot grow by so many bytes each, beside the growth
     that other ranks want on the same drives; `grow_together` asks it.
+    make: makes the file of a directory.
     Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
 
@@ -115,6 +116,7 @@ class SwapSpace:
         shares: Sequence[float] | None = None,
         *,
         room: Room | None = None,
+        make: Callable[[Path], SwapFile] = SwapFile.create,
     ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
         self._room = room
@@ -123,7 +125,7 @@ class SwapSpace:
         self._grows_later = False
         try:
             for directory in directories:
-                self.files.append(SwapFile.create(directory))
+                self.files.append(make(directory))
             # 1 without drives: a model whose states all rest in RAM has a space without files.
             self._turns = WeightedRoundRobin([1.0] * max(len(self.files), 1))
             if shares is not None:
@@ -427,6 +429,8 @@ def measure_shares(
             small=aio.PoolSpec(0, 0),
             large=slots,
             backend=backend,
+            # The chunks have no checksums.
+            verify="off",
             # Faults of the seam are meant for the executor that will train.
             seam=dataclasses.replace(seam, fault=None) if seam is not None else None,
         )

@@ -36,7 +36,7 @@ def test_every_kernel_is_measured_and_the_isa_in_use_stays(threads: int) -> None
     assert native.isa() == before
     for where in ("cache", "memory"):
         rows = [row for row in figures.rows if row.where == where]
-        for state in ("exact", "fp32"):
+        for state in ("exact", "bf16", "compact", "fp32"):
             assert {row.isa for row in rows if row.state == state} >= set(native.isas())
         assert all(row.gparam_per_s > 0 for row in rows)
         assert all((row.of_memory is None) == (where == "cache") for row in rows)

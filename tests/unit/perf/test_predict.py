@@ -446,6 +446,14 @@ def test_the_rate_of_kernels_is_that_of_a_record(tmp_path: Path) -> None:
     rates = read_updates(path)
     assert rates["exact"] == pytest.approx(1.014e9)  # twice the rate that is assumed
     assert rates["compact"] == pytest.approx(2 * UPDATES_PER_CORE["compact"])
+    # A record of all states says what each of them takes.
+    rows.append({**row, "state": "compact", "gparam_per_s": 1.0})
+    path.write_text(json.dumps({"threads": 2, "isa": "avx2", "rows": rows}))
+    assert read_updates(path) == {**rates, "compact": pytest.approx(0.5e9)}
+    rows[-1]["gparam_per_s"] = 0.0
+    path.write_text(json.dumps({"threads": 2, "isa": "avx2", "rows": rows}))
+    with pytest.raises(ValueError, match="a rate that is none"):
+        read_updates(path)
     twice = terms(KERNELS, updates_per_core=rates, updates_name="adam.json")["update kernels"]
     assert twice == pytest.approx(terms(KERNELS)["update kernels"] / 2)
     for wrong in ("[]", "{}", "no json", json.dumps({"threads": 1, "isa": "x", "rows": []})):

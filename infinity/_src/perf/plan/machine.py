@@ -71,29 +71,31 @@ def guess_kind(mem_bytes: float | None) -> GpuKind:
 
 def read_updates(path: Path) -> dict[str, float]:
     """Read parameters per second and core, by `Policy.state`, from a record of `infinity bench
-    adam --json`. It measures "exact"; other states are scaled by that.
+    adam --json`. States that an older record lacks are scaled by its "exact".
 
     Raises: ValueError for another file.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        rates = [
-            row["gparam_per_s"] * 1e9 / record["threads"]
+        rows = [
+            row
             for row in record["rows"]
-            if (row["name"], row["isa"], row["state"], row["where"])
-            == ("update", record["isa"], "exact", "memory")
+            if (row["name"], row["isa"], row["where"]) == ("update", record["isa"], "memory")
         ]
+        rates = {row["state"]: row["gparam_per_s"] * 1e9 / record["threads"] for row in rows}
+        states = [row["state"] for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(
             f"{path} is no record of updates ({error}); write it with: "
             "python -m infinity.bench adam --json FILE"
         ) from error
-    if len(rates) != 1 or not rates[0] > 0:
-        raise ValueError(f"{path} has {len(rates)} rates of the exact state from memory, not one")
-    return {
-        state: rate * rates[0] / UPDATES_PER_CORE["exact"]
-        for state, rate in UPDATES_PER_CORE.items()
-    }
+    if states.count("exact") != 1 or not min(rates.values()) > 0:
+        raise ValueError(
+            f"{path} has {states.count('exact')} rates of the exact state from memory, not one, or "
+            "a rate that is none"
+        )
+    scale = rates["exact"] / UPDATES_PER_CORE["exact"]
+    return {state: rates.get(state, rate * scale) for state, rate in UPDATES_PER_CORE.items()}
 
 
 def host_links(gpus: int) -> int:

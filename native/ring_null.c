@@ -1,0 +1,78 @@
+/* The null backend, a seam of tests and benchmarks: drives that answer at once and move nothing.
+ *
+ * It shows what the executor itself can do, and lets a test have terabytes of swap in sparse files.
+ * A read leaves the slot as it was, so nothing may be verified. One thread per drive, as a ring has
+ * one: it takes requests, lets the lock go where a ring's thread would be in the kernel, and gives
+ * up to `seam.null_batch` of them back together.
+ */
+#include "executor.h"
+
+#include <errno.h>
+#include <stdlib.h>
+
+#define BATCH_MAX 64 /* as many as a ring reaps at once */
+
+/* [locked] */
+static int32_t take_batch(inf_drive *drive, inf_request **batch) {
+    int32_t count_max = drive->ex->config.seam.null_batch;
+    if (count_max > BATCH_MAX) count_max = BATCH_MAX;
+    int32_t count = 0;
+    while (count < count_max && (batch[count] = inf_drive_take(drive)) != NULL) count++;
+    inf_pump(drive->ex); /* taking may have ended jobs by injected faults */
+    return count;
+}
+
+static void *null_main(void *argument) {
+    inf_drive *drive = argument;
+    struct inf_executor *ex = drive->ex;
+    inf_request *batch[BATCH_MAX];
+    pthread_mutex_lock(&ex->lock);
+    for (;;) {
+        uint32_t kicks = drive->kicks;
+        int32_t count = take_batch(drive, batch);
+        if (count > 0) {
+            pthread_mutex_unlock(&ex->lock);
+            pthread_mutex_lock(&ex->lock);
+            for (int32_t i = 0; i < count; i++) inf_drive_done(drive, batch[i], batch[i]->ask);
+            inf_pump(ex);
+        } else if (ex->stopping) {
+            break;
+        } else if (kicks == drive->kicks) {
+            pthread_cond_wait(&drive->wake, &ex->lock);
+        }
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return NULL;
+}
+
+static void null_wake(inf_drive *drive) {
+    drive->kicks++;
+    pthread_cond_signal(&drive->wake);
+}
+
+static void null_stop(inf_drive *drive) {
+    if (drive->threads == NULL) return;
+    pthread_mutex_lock(&drive->ex->lock);
+    null_wake(drive);
+    pthread_mutex_unlock(&drive->ex->lock);
+    if (drive->thread_count > 0) pthread_join(drive->threads[0], NULL);
+    pthread_cond_destroy(&drive->wake);
+    free(drive->threads);
+    drive->threads = NULL;
+    drive->thread_count = 0;
+}
+
+static int32_t null_start(inf_drive *drive) {
+    int32_t error = inf_cond_init(&drive->wake);
+    if (error != 0) return error;
+    drive->threads = calloc(1, sizeof *drive->threads);
+    if (drive->threads == NULL) {
+        pthread_cond_destroy(&drive->wake);
+        return -ENOMEM;
+    }
+    error = inf_thread_start(&drive->threads[0], null_main, drive);
+    if (error == 0) drive->thread_count = 1;
+    return error; /* the caller stops what was started */
+}
+
+const inf_backend inf_backend_null = {"null", null_start, null_wake, null_stop};
