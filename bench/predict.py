@@ -5,6 +5,7 @@ error of each.
     configurations: half an hour or more
     python bench/predict.py --dir /mnt/nvme0 --rounds 1 --hidden 512 --steps 3 --warmup 1      # a
     trial: minutes python bench/predict.py --dir /mnt/nvme0 --only min,half,6.8:5.0
+    python bench/predict.py --published      # other engines' published results; measures nothing
 
 Every round measures, per number of tokens, a plain forward and backward without offloading. Then
 the configurations run in random order, each in a fresh process; the drive is measured before each.
@@ -26,6 +27,7 @@ from typing import Any
 
 import drive
 import harness
+import published
 import r1
 
 TIMEOUT_S = 3600
@@ -225,6 +227,11 @@ def main() -> int:
         metavar="RUN",
         help="measure nothing; show a run that is in the results file, by its time",
     )
+    parser.add_argument(
+        "--published",
+        action="store_true",
+        help="measure nothing; hold the plan's terms against published results of other engines",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="(%(default)s)")
     parser.add_argument(
         "--only", help="these configurations, separated by commas: " + "; ".join(CONFIGS)
@@ -236,6 +243,9 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     r1.add_arguments(parser)
     args = parser.parse_args()
+    if args.published:
+        print("\n".join(published.tables()))
+        return 0
     if args.show:
         lines = [json.loads(line) for line in args.results.read_text().splitlines()]
         show(summarise([record for record in lines if record["run"] == args.show]))

@@ -102,7 +102,7 @@ def predictions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("predict")
-    for name in ("predict", "harness", "r1"):
+    for name in ("predict", "published", "harness", "r1"):
         sys.modules.pop(name, None)
 
 

@@ -29,6 +29,43 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     _add_numerics(parser)
     add_ranks(parser)
     _add_training(parser)
+    _add_resume(parser)
+
+
+def _add_resume(parser: argparse.ArgumentParser) -> None:
+    kept = parser.add_argument_group("going on after a crash")
+    kept.add_argument(
+        "--durable",
+        action="store_true",
+        help="keep the run in the --nvme directories, to go on from the last committed step; needs "
+        "--params nvme and --optim nvme, and twice the room",
+    )
+    kept.add_argument(
+        "--durable-every",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="commit every so many steps; a crash loses those in between (1)",
+    )
+    kept.add_argument(
+        "--save-every",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="write a checkpoint every so many steps, and after the last; 0 writes none (0)",
+    )
+    kept.add_argument(
+        "--save-dir",
+        type=Path,
+        metavar="DIR",
+        help="where the checkpoint goes; it replaces the one before (checkpoint in --out)",
+    )
+    kept.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the durable run, or else from the checkpoint in --save-dir; begin where "
+        "there is neither",
+    )
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:

@@ -36,31 +36,36 @@ class Corpus:
     held_out: torch.Tensor
 
     def batches(
-        self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1
+        self, batch: int, seed: int, *, rank: int = 0, ranks: int = 1, start: int = 0
     ) -> Iterator[torch.Tensor]:
         """Return training batches [batch, seq] without end: every window once per pass, each pass
-        in an order of its own.
+        in an order of its own. start: batches that were taken before the first.
 
         On several ranks each gets its rows of a batch of `ranks * batch`: together they are what
         one rank gets of that size.
         """
-        every = self._every(ranks * batch, seed)
+        every = self._every(ranks * batch, seed, start)
         return (found[rank * batch : (rank + 1) * batch] for found in every)
 
-    def _every(self, batch: int, seed: int) -> Iterator[torch.Tensor]:
-        passes = 0
-        order: list[int] = []
+    def _every(self, batch: int, seed: int, start: int) -> Iterator[torch.Tensor]:
+        passes, taken = divmod(start * batch, len(self.train))
+        order = self._order(seed + passes)
+        del order[len(order) - taken :]
         while True:
             chosen: list[int] = []
             # A batch may take windows of two passes, so that no window is left out of a pass.
             while len(chosen) < batch:
                 if not order:
-                    # Every pass has its own order, which is the same in every run with this seed.
-                    generator = torch.Generator().manual_seed(seed + passes)
-                    order = torch.randperm(len(self.train), generator=generator).tolist()
                     passes += 1
+                    order = self._order(seed + passes)
                 chosen.append(order.pop())
             yield self.train[chosen]
+
+    def _order(self, seed: int) -> list[int]:
+        """Return the windows of a pass, last first: the same order in every run with this seed."""
+        generator = torch.Generator().manual_seed(seed)
+        found: list[int] = torch.randperm(len(self.train), generator=generator).tolist()
+        return found
 
     def held_out_batches(self, batch: int) -> Iterator[torch.Tensor]:
         """Yield the held-out windows in order, in batches of at most `batch`."""

@@ -6,6 +6,10 @@ The loop is what a user would write; around it are only measurements. Results in
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
+    checkpoint/     with --save-every: what --resume goes on from (`infinity._src.cli.resume`)
+
+A run that goes on keeps the records of the steps that it goes on from, and drops those of steps
+that were lost and are taken again.
 
 On several ranks (torchrun; `infinity._src.cli.torchrun`) each trains on its rows of a batch that is
 as many times larger, so that N ranks with --batch 1 do what one does with --batch N. Rank 0 tells
@@ -24,7 +28,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 import psutil
 import torch
@@ -47,6 +51,7 @@ from infinity._src.cli.report import (
     step_display,
     step_limits,
 )
+from infinity._src.cli.resume import Earlier, SmallState, find_source, save_directory
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
 from infinity._src.perf.roofline import AtRest, Drives
@@ -143,7 +148,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1"
             )
-    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed"):
+    for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
         if getattr(options, name) < 0:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative"
@@ -159,6 +164,11 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(
             f"--delayed-warmup {options.delayed_warmup} has a meaning for --update delayed only; "
             "leave it out"
+        )
+    if options.save_dir is not None and not (options.save_every or options.resume):
+        raise ValueError(
+            f"--save-dir {options.save_dir} is for checkpoints, of which there are none; add "
+            "--save-every STEPS, or --resume"
         )
     if options.activations != "device" and not options.checkpointing:
         raise ValueError(
@@ -181,6 +191,8 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         state=options.state,
         update=options.update,
         generations=options.generations,
+        durable=options.durable,
+        durable_every=options.durable_every,
         # The default of `Policy`. The argument's is None, by which `_check` sees whether it was
         # given.
         delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
@@ -211,16 +223,56 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
 
 
 class _Metrics:
-    """metrics.jsonl, written line by line so that an interrupted run keeps what it had."""
+    """metrics.jsonl, written line by line so that an interrupted run keeps what it had. path: None
+    for a rank that writes none. keeps: what is there already stays.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8", buffering=1)
+    def __init__(self, path: Path | None, *, keeps: bool = False) -> None:
+        self._path = path
+        mode = "a" if keeps else "w"
+        self._file: IO[str] = (path or Path(os.devnull)).open(mode, encoding="utf-8", buffering=1)
+
+    def cut(self, step: int) -> list[StepRecord]:
+        """Drop what was recorded after that step, and a line that a kill tore. Returns the steps
+        that stay.
+        """
+        if self._path is None:
+            return []
+        kept = [
+            (line, row)
+            for line in self._path.read_text(encoding="utf-8").splitlines()
+            if (row := _row(line)) is not None
+            and row["kind"] != "summary"
+            # Held-out losses of that step itself are measured once more.
+            and row.get("step", -1) < step + (row["kind"] == "step")
+        ]
+        # In a file of its own first: a kill in between leaves the one or the other.
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join(f"{line}\n" for line, _ in kept), encoding="utf-8")
+        self._file.close()
+        partial.replace(self._path)
+        self._file = self._path.open("a", encoding="utf-8", buffering=1)
+        names = {field.name for field in dataclasses.fields(StepRecord)}
+        return [
+            StepRecord(**{name: row[name] for name in names & row.keys()})
+            for _, row in kept
+            if row["kind"] == "step"
+        ]
 
     def add(self, kind: str, record: dict[str, Any]) -> None:
         self._file.write(json.dumps({"kind": kind, **record}) + "\n")
 
     def close(self) -> None:
         self._file.close()
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """Decode a line of metrics.jsonl; None for one that was torn."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and "kind" in row else None
 
 
 @dataclasses.dataclass
@@ -249,11 +301,15 @@ class _Run:
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
         if ranks.first:
             options.out.mkdir(parents=True, exist_ok=True)
-        self.metrics = _Metrics(options.out / "metrics.jsonl" if ranks.first else Path(os.devnull))
-        stack.callback(self.metrics.close)
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
+        # Before anything is written: a run that is there is not replaced.
+        self.source = find_source(options, self.directories)
+        self.metrics = _Metrics(
+            options.out / "metrics.jsonl" if ranks.first else None, keeps=self.source is not None
+        )
+        stack.callback(self.metrics.close)
         # Before the model is loaded, while nothing else uses the drives.
         self.drives = self._measure_drives()
         # As with DDP, ranks draw dropout of their own.
@@ -277,6 +333,12 @@ class _Run:
         )
         self.records: list[StepRecord] = []
         self.held_out: list[tuple[int, float]] = []
+        self.text_before = ""
+        self.small = SmallState(
+            options, self.corpus, self.device, rank=ranks.rank, world=ranks.world
+        )
+        self.save: inf.Save | None = None
+        self.earlier, self.earlier_records = self._go_on()
 
     def run(self) -> int:
         """Measure, train, measure, save, report."""
@@ -291,8 +353,9 @@ class _Run:
             f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
             f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens"
         )
-        text_before = self._continue()
-        self._measure_held_out(0)
+        self.text_before = self.earlier.text or self._continue()
+        if not self.earlier.step or self._evaluates(self.earlier.step):
+            self._measure_held_out(self.earlier.step)
         # Loading may need more than training, so each has a peak of its own.
         peak_before = peak_rss_bytes()
         reset_peak_rss()
@@ -301,6 +364,8 @@ class _Run:
                 self._train(display)
             # The last update belongs to the training, and to its peak.
             self.handle.flush()
+            if self.save is not None:
+                self.save.wait()
             peak_training = peak_rss_bytes()
             self._measure_held_out(options.steps)
         finally:
@@ -311,19 +376,62 @@ class _Run:
                 self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first
             )
             self._say(f"the trained model is in {options.out}")
-        summary = self._summary(peak_before, peak_training, (text_before, text_after))
+        if not self.records:
+            self._say(f"all {options.steps} steps had been taken already")
+            return 0
+        summary = self._summary(peak_before, peak_training, (self.text_before, text_after))
         self.metrics.add("summary", summary.as_dict())
         show_summary(self.console, summary)
         return 0
 
+    def _go_on(self) -> tuple[Earlier, list[StepRecord]]:
+        """Restore what there is to go on from. Returns its small state and the records of its
+        steps.
+        """
+        if self.source is None:
+            if self.options.resume:
+                self._say("nothing was committed or saved yet: training begins")
+            return Earlier(), []
+        found = inf.restore(self.model, self.optimizer, self.source)
+        earlier = self.small.take_up(found.extra, found.step, self.scheduler, self.source)
+        self.held_out += earlier.held_out
+        self._say(f"going on after step {found.step}, from {self.source}")
+        notes = [*found.notes, *([found.rounded] if found.rounded else [])]
+        if not earlier.same_ranks:
+            notes.append("the ranks are others than before: dropout is drawn anew")
+        for note in notes:
+            self._say(f"  {note}")
+        # Of a run that had ended, the records stay as they are.
+        done = earlier.step >= self.options.steps
+        return earlier, [] if done else self.metrics.cut(found.step)
+
+    def _evaluates(self, step: int) -> bool:
+        """Return whether the held-out loss is measured between this step and the next."""
+        every = self.options.eval_every
+        return bool(every) and step % every == 0 and step < self.options.steps
+
+    def _keep(self, step: int) -> None:
+        """Save the step that has ended, if it is one of those to be saved."""
+        every = self.options.save_every
+        if not every or (step % every and step < self.options.steps):
+            return
+        if self.save is not None:
+            self.save.wait()
+        self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+
     def _train(self, display: StepDisplay) -> None:
         options = self.options
+        first = self.earlier.step
         batches = self.corpus.batches(
-            options.batch, options.seed, rank=self.ranks.rank, ranks=self.ranks.world
+            options.batch,
+            options.seed,
+            rank=self.ranks.rank,
+            ranks=self.ranks.world,
+            start=first * options.accumulate,
         )
         last = self.handle.stats()
-        for step in range(1, options.steps + 1):
-            alone = step == _ALONE_STEP and options.steps > _ALONE_STEP
+        for step in range(first + 1, options.steps + 1):
+            alone = step - first == _ALONE_STEP and options.steps > step
             if alone:
                 # Nothing is pending when the step begins, and no byte of the last update is charged
                 # to it.
@@ -336,12 +444,14 @@ class _Run:
                 norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
             # Before the scheduler moves on: the rate of this step.
             rate = float(self.scheduler.get_last_lr()[0])
+            if options.durable or options.save_every:
+                self.handle.extra = self.small.capture(
+                    self.scheduler, self.held_out, self.text_before
+                )
             self.optimizer.step()
             self.scheduler.step()
             self.optimizer.zero_grad()
-            evaluates = (
-                bool(options.eval_every) and step % options.eval_every == 0 and step < options.steps
-            )
+            evaluates = self._evaluates(step)
             if evaluates:
                 # The measurement must not be charged for this step's update, nor the next step
                 # relieved of it.
@@ -372,6 +482,7 @@ class _Run:
             self.records.append(record)
             self.metrics.add("step", record.as_dict())
             display.show(record)
+            self._keep(step)
             if evaluates:
                 display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
             # Bytes and waits of an evaluation belong to no step.
@@ -475,7 +586,7 @@ class _Run:
         if not self.options.no_trace:
             self.handle.trace(self.options.out / "trace.json")
         if self.records and not plot_loss(
-            self.records, self.held_out, self.options.out / "loss.png"
+            [*self.earlier_records, *self.records], self.held_out, self.options.out / "loss.png"
         ):
             self._say(
                 "no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')"
@@ -495,6 +606,7 @@ class _Run:
             "torch": torch.__version__,
             "params": self.params,
             "ranks": self.ranks.world,
+            "goes_on_after": self.earlier.step,
             "bandwidth": self.drives,
         }
 

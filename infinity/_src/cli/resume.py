@@ -1,0 +1,143 @@
+"""State that a killed `infinity train` goes on from: the place in the text, random generators,
+scheduler and held-out losses, kept with the states of a step.
+
+    --durable        the run in the --nvme directories, committed with every step
+    --save-every     checkpoints in --save-dir
+    --resume         the run, or else the checkpoint; the beginning where there is neither
+
+The state that is kept is the one at `opt.step()`, as `handle.extra` is taken then: the scheduler
+moves on after it, and does so again when a run goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity._src.checkpoint.directory import begun_commits
+from infinity._src.checkpoint.run_files import RUN_DIRECTORY
+from infinity._src.cli.corpus import Corpus
+
+RULES = ("steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype")
+"""Options that decide the losses of the steps to come, and that going on must not change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Earlier:
+    """Steps that were taken before this process: their number, held-out losses, and the prompt's
+    continuation before them. same_ranks: random generators went on, too.
+    """
+
+    step: int = 0
+    held_out: tuple[tuple[int, float], ...] = ()
+    text: str = ""
+    same_ranks: bool = True
+
+
+def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Path | None:
+    """Return the directory that `inf.restore` shall read; None for a run from the beginning.
+
+    Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
+    with.
+    """
+    places = []
+    if options.durable and directories:
+        places.append((directories[0], "durable run", directories[0] / RUN_DIRECTORY))
+    if options.save_every or options.resume:
+        places.append((save_directory(options), "checkpoint", save_directory(options)))
+    for place, kind, holder in places:
+        if begun_commits(holder) if holder.is_dir() else []:
+            if options.resume:
+                return place
+            raise ValueError(
+                f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
+                "to begin anew"
+            )
+    return None
+
+
+def save_directory(options: argparse.Namespace) -> Path:
+    """Return the place of checkpoints."""
+    directory: Path = options.save_dir or options.out / "checkpoint"
+    return directory
+
+
+class SmallState:
+    """The small state of one rank's run. device: the one it computes on."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        corpus: Corpus,
+        device: torch.device,
+        *,
+        rank: int,
+        world: int,
+    ) -> None:
+        self._device = device
+        self._place = [rank, world]
+        self._rules: dict[str, Any] = {f"--{name}": getattr(options, name) for name in RULES}
+        # Ranks may be fewer or more, if together they take as many rows of a batch.
+        self._rules["--batch times ranks"] = world * options.batch
+        self._rules["training windows of the text"] = [
+            len(corpus.train),
+            zlib.crc32(corpus.train.numpy().tobytes()),
+        ]
+
+    def capture(
+        self, scheduler: Any, held_out: Sequence[tuple[int, float]], text: str
+    ) -> dict[str, Any]:
+        """Return the state as it is now, just before `opt.step()`."""
+        rng = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state(self._device)
+        return {
+            "train": dict(self._rules),
+            "place": self._place,
+            "rng": rng,
+            "scheduler": scheduler.state_dict(),
+            "held_out": [list(each) for each in held_out],
+            "text": text,
+        }
+
+    def take_up(self, extra: Any, step: int, scheduler: Any, source: Path) -> Earlier:
+        """Go on from the state that was captured at `step`, which is 0 where no step was committed.
+
+        Raises: ValueError for a state of something else, or of other options.
+        """
+        if step == 0:
+            return Earlier()
+        if not isinstance(extra, Mapping) or "train" not in extra:
+            raise ValueError(
+                f"{source} was not written by infinity train: it does not say how far in the text "
+                "its step is; go on with it by inf.restore in the loop that wrote it"
+            )
+        changed = [
+            f"{name} was {extra['train'].get(name)} and is {now}"
+            for name, now in self._rules.items()
+            if extra["train"].get(name) != now
+        ]
+        if changed:
+            raise ValueError(
+                f"{source}, step {step}, cannot go on under other rules: {'; '.join(changed)}. "
+                "Give them as they were, or begin anew from an exported model"
+            )
+        scheduler.load_state_dict(extra["scheduler"])
+        with warnings.catch_warnings():
+            # It followed the committed step, which was taken by another process.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            scheduler.step()
+        same = extra["place"] == self._place
+        if same:
+            torch.set_rng_state(extra["rng"]["cpu"])
+            if "cuda" in extra["rng"] and self._device.type == "cuda":
+                torch.cuda.set_rng_state(extra["rng"]["cuda"], self._device)
+        held_out = tuple((int(at), float(loss)) for at, loss in extra["held_out"])
+        return Earlier(step, held_out, str(extra["text"]), same)

@@ -1,0 +1,220 @@
+"""`infinity train` that is killed, and goes on."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import itertools
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from rich.console import Console  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
+from infinity._src.cli import train as command  # noqa: E402
+from infinity._src.cli.corpus import Corpus  # noqa: E402
+from infinity._src.cli.main import build_parser  # noqa: E402
+from infinity._src.cli.resume import SmallState, find_source  # noqa: E402
+from tests.forks import FORKSERVER  # noqa: E402
+from tests.tiny_llama import TEXT, write_model  # noqa: E402
+
+STEPS = 6
+KILLED_IN = 5
+"""The step whose record is the last that the killed process writes."""
+
+
+def measured_in_no_time(task: SwapTask) -> Any:
+    return measure_swap(dataclasses.replace(task, size_bytes=32 << 20, rounds=1, phase_s=0.01))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drives_are_measured_in_no_time() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "measure_swap", measured_in_no_time)
+        yield
+
+
+def train(arguments: list[str]) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    options = build_parser().parse_args(["train", *arguments])
+    status = command.run_train(options, console)
+    assert isinstance(console.file, io.StringIO)
+    return status, console.file.getvalue()
+
+
+def train_until_killed(arguments: list[str]) -> None:
+    """Kill this process, as the kernel kills one for memory, when a step has been recorded."""
+    torch.set_num_threads(1)
+    add = command._Metrics.add
+
+    def counted(self: Any, kind: str, record: dict[str, Any]) -> None:
+        add(self, kind, record)
+        if kind == "step" and record["step"] == KILLED_IN:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    command._Metrics.add = counted  # type: ignore[method-assign]
+    command.measure_swap = measured_in_no_time
+    train(arguments)
+
+
+def records(out: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with dropout, so that a step depends on the random generator; its text, and the
+    results of a run that nothing disturbs.
+    """
+    found = tmp_path_factory.mktemp("place")
+    directory = found / "model"
+    directory.mkdir()
+    write_model(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    (found / "text.txt").write_text(TEXT)
+    status, shown = train([*common(found), "--out", str(found / "whole")])
+    assert status == 0, shown
+    return found
+
+
+def common(place: Path) -> list[str]:
+    given = "--steps 6 --batch 2 --seq 32 --lr 3e-3 --warmup 2 --accumulate 2 --eval-every 3"
+    more = "--eval-batches 1 --no-trace --prompt In --prompt-tokens 2"
+    return [
+        *map(str, (place / "model", "--text", place / "text.txt")),
+        *given.split(),
+        *more.split(),
+    ]
+
+
+@pytest.mark.parametrize("kept", ["durable", "saved"])
+def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept: str) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
+    keeps = ["--durable", *on_nvme] if kept == "durable" else ["--save-every", "2"]
+    arguments = [*common(place), "--out", str(out), *keeps]
+    process = FORKSERVER.Process(target=train_until_killed, args=(arguments,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert [row["step"] for row in records(out, "step")] == [1, 2, 3, 4, 5]
+    with (out / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "step", "st')  # a line that the kill tore
+
+    status, shown = train(arguments)
+    assert status == 2
+    assert "go on with it by --resume" in shown
+    status, shown = train([*arguments, "--resume"])
+    assert status == 0, shown
+    # Step 5 was submitted, and not committed. The save of step 4 may have been under way.
+    goes_on = [4] if kept == "durable" else [2, 4]
+    (committed,) = (step for step in goes_on if f"going on after step {step}, from" in shown)
+
+    for kind, names in (("step", ("step", "loss", "lr", "grad_norm")), ("held_out", ("loss",))):
+        rows = [[row[name] for name in names] for row in records(out, kind)]
+        whole = [[row[name] for name in names] for row in records(place / "whole", kind)]
+        assert rows == whole
+    (before, after) = [records(each, "summary")[0] for each in (place / "whole", out)]
+    assert before["held_out"] == after["held_out"]
+    assert before["texts"] == after["texts"]
+    assert [row["goes_on_after"] for row in records(out, "run")] == [0, committed]
+    weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+    if kept == "durable":
+        return
+    # A run that has ended does so again, and its records stay.
+    status, shown = train([*arguments, "--resume"])
+    assert status == 0, shown
+    assert f"all {STEPS} steps had been taken already" in shown
+    assert len(records(out, "summary")) == 1
+    status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
+    assert status == 2
+    assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    given = ["train", "model", "--text", "text", "--out", "out", *arguments]
+    return build_parser().parse_args(given)
+
+
+WINDOWS = Corpus(torch.arange(28).reshape(7, 4), torch.zeros(1, 4))
+
+
+@settings(max_examples=30, deadline=None)
+@given(start=st.integers(0, 40), batch=st.integers(1, 9), seed=st.integers(0, 5))
+def test_batches_go_on_where_they_were(start: int, batch: int, seed: int) -> None:
+    whole = itertools.islice(WINDOWS.batches(batch, seed), start, start + 5)
+    rest = WINDOWS.batches(batch, seed, start=start)
+    assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=False))
+
+
+def small(*arguments: str, rank: int = 0, world: int = 1) -> SmallState:
+    return SmallState(
+        options(*arguments), WINDOWS, torch.device("cpu"), rank=rank, world=world
+    )
+
+
+def scheduler() -> Any:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def test_other_ranks_with_the_same_rows_go_on_with_generators_of_their_own() -> None:
+    extra = small("--batch", "2", world=2).capture(scheduler(), [(0, 1.0)], "")
+    state = torch.get_rng_state()
+    torch.rand(1)
+    later = torch.get_rng_state()
+    for batch, world, same in (("2", 2, True), ("4", 1, False)):
+        torch.set_rng_state(later)
+        rates = scheduler()
+        found = small("--batch", batch, world=world).take_up(extra, 1, rates, Path("here"))
+        assert (found.same_ranks, found.step, found.held_out) == (same, 1, ((0, 1.0),))
+        assert torch.equal(torch.get_rng_state(), state if same else later)
+        assert rates.get_last_lr() == [0.5]
+    with pytest.raises(ValueError, match="--batch times ranks was 4 and is 2"):
+        small("--batch", "2").take_up(extra, 1, scheduler(), Path("here"))
+
+
+@pytest.mark.parametrize("extra", [None, {"mine": 1}])
+def test_states_of_another_loop_are_no_run_of_this_one(extra: Any) -> None:
+    with pytest.raises(ValueError, match="here was not written by infinity train"):
+        small().take_up(extra, 3, scheduler(), Path("here"))
+    assert small().take_up(extra, 0, scheduler(), Path("here")).step == 0
+
+
+def test_a_durable_run_comes_before_a_checkpoint(tmp_path: Path) -> None:
+    given = options("--durable", "--resume", "--save-dir", str(tmp_path / "saved"))
+    drive = tmp_path / "drive"
+    assert find_source(given, [drive]) is None
+    for kind, place in (("saved", tmp_path / "saved"), ("drive", drive / "infinity-run")):
+        place.mkdir(parents=True)
+        # A save that broke off has names that are not final.
+        (place / "manifest-00000001.rank0.partial").touch()
+        before = find_source(given, [drive])
+        (place / "manifest-00000001.rank0").touch()
+        assert find_source(given, [drive]) == tmp_path / kind != before
+
+
+def test_saves_are_of_the_run_that_writes_them(tmp_path: Path) -> None:
+    status, shown = train(
+        ["model", "--text", "text", "--out", str(tmp_path), "--save-dir", str(tmp_path)]
+    )
+    assert status == 2
+    assert "add --save-every STEPS, or --resume" in shown
