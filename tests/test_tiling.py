@@ -23,14 +23,15 @@ from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.kernels.tiling.tiled_module import TiledModule
+from infinity._src.memory.constants import AHEAD
+from infinity._src.memory.device_room import Passes
 from infinity._src.params.discover import (
-    GATHERED_AT_ONCE,
     check_gatherable,
     find_units,
     tiles_needed,
+    times_at_once,
 )
 from infinity._src.params.unit import Unit
-from infinity._src.params.unshard import AHEAD
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
@@ -535,7 +536,7 @@ def test_a_tile_too_large_for_the_device_is_told_to_be_cut_smaller() -> None:
     with pytest.raises(
         ValueError, match=r"a tile already; give inf.tile_linears 6 times as many tiles"
     ):
-        check_gatherable(model, units, 1 << 20, torch.device("cpu"), 400_000)
+        check_gatherable(model, units, 1 << 20, torch.device("cpu"), 400_000, Passes())
 
 
 @given(
@@ -549,12 +550,12 @@ def test_the_number_of_tiles_that_is_told_works(
     rows: int, columns: int, memory: int, unit_max: int
 ) -> None:
     model = nn.Sequential(nn.Linear(columns, rows, bias=False, device="meta"))
-    size, room = rows * columns * 4, memory // GATHERED_AT_ONCE
+    size, room = rows * columns * 4, memory // times_at_once(Passes())
     device = torch.device("cpu")
 
     def check() -> None:
         check_gatherable(
-            model, find_units(model, unit_bytes_max=unit_max), unit_max, device, memory
+            model, find_units(model, unit_bytes_max=unit_max), unit_max, device, memory, Passes()
         )
 
     tiles = tiles_needed((rows, columns), size, room)

@@ -42,6 +42,7 @@ from infinity._src.grads.reduce import GradReducer
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
+from infinity._src.memory.device_room import Passes, beside_bytes
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.node_resources import NodeResources, open_node_resources
 from infinity._src.memory.placement import PlacementPlan
@@ -233,8 +234,15 @@ def take_apart(
     specs = find_units(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
+    there = open_device(device, check=ranks.comm.check)
+    passes = Passes(
+        copies=there.copies,
+        several=ranks.several,
+        in_backward=policy.consumes_grads,
+        whole=ranks.whole_params,
+    )
     # Checked on shapes alone, before any value is read.
-    check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device))
+    check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device), passes)
     units = build(
         model,
         specs,
@@ -243,7 +251,6 @@ def take_apart(
         functools.partial(chunk_numel_of, policy.state),
         engine=owner,
     )
-    there = open_device(device, check=ranks.comm.check)
     check_activations(policy, there)
     return Split(policy, ranks, resources, there, units)
 
@@ -255,9 +262,9 @@ def open_tiers(
     SwapFullError, OSError.
     """
     policy = split.policy
-    # Room for the gradients of a few units on their way: the largest decides.
-    largest = max((unit.size_bytes for unit in split.units), default=0)
-    offload = GradOffload(split.device, OFFLOAD_UNITS * largest) if split.device.copies else None
+    # Room for the gradients of a few units on their way.
+    leaving = beside_bytes([unit.size_bytes for unit in split.units], OFFLOAD_UNITS)
+    offload = GradOffload(split.device, leaving) if split.device.copies else None
     buffers = GradBuffers(split.comm.rank, policy.grad_dtype, split.device)
     planner = PlacementPlanner(
         policy,

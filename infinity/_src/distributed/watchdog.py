@@ -55,7 +55,7 @@ _DYING_S = 10.0
 # Records travel with every exchange, so the lists in them have an end.
 _RAISED_MAX = 16
 # More than are submitted ahead of a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
-_RECENT_MAX = 32
+_RECENT_MAX = 48
 _MESSAGE_MAX = 500  # characters of an error in a record
 _NAME_MAX = 128  # characters, from the end, which tells most
 # Messages of gloo and NCCL when the connection broke, as opposed to a call that was wrong.

@@ -62,9 +62,10 @@ class GradBuffers:
         self._shards.allocate([flat for flat in flats if not self.spills(flat)])
 
     def spill(
-        self, flats: Sequence[Flat], store: StateStore, *, window_count: int, window_bytes: int
+        self, flats: Sequence[Flat], store: StateStore, *, staging_bytes: int
     ) -> None:
-        """Let the gradients of these flats rest on NVMe, in sections that `store` has for them.
+        """Let the gradients of these flats rest on NVMe, in sections that `store` has for them, by
+        way of so much memory in RAM.
 
         Raises: AioError, MemoryError; before anything has changed.
         """
@@ -76,12 +77,11 @@ class GradBuffers:
                 store,
                 self._rank,
                 dtypes,
-                count=window_count,
-                size_bytes=window_bytes,
+                size_bytes=staging_bytes,
                 device=self._device,
             )
         else:
-            self.spilled.extend(dtypes, count=window_count, size_bytes=window_bytes)
+            self.spilled.extend(dtypes, size_bytes=staging_bytes)
 
     def spills(self, flat: Flat) -> bool:
         """True when the gradients of a flat rest on NVMe."""

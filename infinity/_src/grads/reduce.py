@@ -39,6 +39,7 @@ from infinity._src.grads.accumulator import GradAccumulator, GradRegistry
 from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
 from infinity._src.memory.constants import REDUCING_UNITS
 from infinity._src.memory.device import Device, GradOffload
+from infinity._src.memory.device_room import beside_bytes
 from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
@@ -57,7 +58,7 @@ class PendingReduce:
 
     unit: Unit
     op: PendingCollective
-    flats: list[Flat]
+    flats: list[Flat]  # those that learn
     means: list[torch.Tensor]  # [shard] each, in the dtype in which gradients wait
     size_bytes: int  # of fresh gradients that it holds
     # Kept alive until the computing stream waits for the lane's, which reads them.
@@ -67,6 +68,11 @@ class PendingReduce:
     tickets: list[Ticket]
     # Error feedback on a device with memory of its own, which goes back to RAM afterwards.
     errors: dict[Flat, torch.Tensor]
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of the gradients of all its parameters: the same on all ranks."""
+        return sum(flat.size_bytes for flat in self.flats)
 
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
@@ -448,6 +454,7 @@ class GradReducer:
         self._unreduced = unreduced
         self._in_no_sync = False  # and `unreduced` is there
         self._pending: deque[PendingReduce] = deque()
+        self._reducing_bytes_max = beside_bytes([unit.size_bytes for unit in units], REDUCING_UNITS)
         self._mode = mode
         self._buffers = buffers
         self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None
@@ -746,8 +753,12 @@ class GradReducer:
 
     def _finish(self, but: int) -> None:
         """Hand reduced gradients to the mode, in the order in which they were started, until no
-        more than `but` units are under way. Blocks."""
-        while len(self._pending) > but:
+        more than `but` units are under way, and of more than one no more than fit. Blocks."""
+        while len(self._pending) > but or (
+            # By what all ranks know: they take the results in one order, also within collectives.
+            len(self._pending) > 1
+            and sum(one.whole_bytes for one in self._pending) > self._reducing_bytes_max
+        ):
             # Oldest first: the mode gets gradients in the same order on all ranks.
             pending = self._pending[0]
             start = time.perf_counter()

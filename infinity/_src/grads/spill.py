@@ -1,12 +1,13 @@
-"""Spilled gradients: on NVMe, in a section of their chunks, through a few staging windows in RAM.
+"""Spilled gradients: on NVMe, in a section of their chunks, through a little staging memory in RAM.
 
     backward reaches a unit   read its gradients of earlier micro-batches into a window
     a gradient comes          copy or add it in the window; take its norm there, and cache it
     the unit is done          write the window to the chunks' `grad` section
     opt.step()                write the windows that are left; then updates read the sections
 
-A micro-batch writes each gradient once, and reads it back unless it is the first. A window stays
-readable until another flat needs it. It is not given away before its write has succeeded, so a
+A window is the part of the staging memory that a flat has, of its size. A micro-batch writes each
+gradient once, and reads it back unless it is the first. A window stays until another flat needs its
+room. It is not given away before its write has succeeded, so a
 failed write loses no values.
 
 Reads of values outside of a backward (materialize, norms that are not cached, zero_) go through a
@@ -23,6 +24,7 @@ import torch
 
 from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator
 from infinity._src.memory.device import Device
+from infinity._src.params.flat_buffers import flat_bytes
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity.aio import Priority, Slab, Ticket
@@ -32,10 +34,11 @@ from infinity.errors import AioError
 
 @dataclasses.dataclass(eq=False)
 class _StagingWindow:
-    """Staging buffer, and the flat whose gradients it holds. dirty: they are newer than on NVMe."""
+    """Memory of the gradients of a flat, from `start` on. dirty: they are newer than on NVMe."""
 
+    flat: Flat
+    start: int
     memory: torch.Tensor  # uint8
-    flat: Flat | None = None
     dirty: bool = False
     ahead: bool = False  # prefetched for a gradient that has not come yet
     reading: Ticket | None = None
@@ -57,18 +60,17 @@ class SpilledGradients:
         rank: int,
         dtypes: dict[Flat, torch.dtype],
         *,
-        count: int,
         size_bytes: int,
         device: Device,
     ):
-        """dtypes: of the gradients of each flat that spills. count, size_bytes: of the windows, as
-        planned."""
+        """dtypes: of the gradients of each flat that spills. size_bytes: of the staging memory, as
+        planned: room for the largest flat, at least."""
         self._store = store
         self._device = device
         self._rank = rank
         self._dtypes = dict(dtypes)
         self._params: dict[GradAccumulator, Param] = {}
-        self._slab, self._windows = _make_windows(count, size_bytes)
+        self._slab = Slab(size_bytes)
         device.pin(self._slab)
         self._windows_of: dict[Flat, _StagingWindow] = {}
         self._turn = 0
@@ -83,23 +85,22 @@ class SpilledGradients:
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the windows."""
+        """Bytes of the staging memory."""
         return self._slab.size_bytes
 
-    def extend(self, dtypes: dict[Flat, torch.dtype], *, count: int, size_bytes: int) -> None:
-        """Add flats that spill, and grow to the windows that are planned now. If these are more or
-        larger, the old and the new ones both exist for a moment.
+    def extend(self, dtypes: dict[Flat, torch.dtype], *, size_bytes: int) -> None:
+        """Add flats that spill, and grow to the staging memory that is planned now. If it is more,
+        the old and the new one both exist for a moment.
 
         Raises: AioError of a write, MemoryError; before anything has changed.
         """
         # The old windows may go, so the gradients in them must be on NVMe.
         self.flush()
-        if count > len(self._windows) or size_bytes > len(self._windows[0].memory):
-            made = _make_windows(count, size_bytes)
-            for window in self._windows:
-                self._free(window)
-            self._device.pin(made[0])
-            before, (self._slab, self._windows) = self._slab, made
+        if size_bytes > self._slab.size_bytes:
+            made = Slab(size_bytes)
+            self._windows_of.clear()
+            self._device.pin(made)
+            before, self._slab = self._slab, made
             self._device.unpin(before)
             before.close()
         self._dtypes.update(dtypes)
@@ -140,9 +141,9 @@ class SpilledGradients:
         not block."""
         for flat in unit.flats:
             if flat in self._dtypes and flat not in self._windows_of and self._on_nvme(flat, None):
-                window = self._free_window()
-                if window is not None:
-                    self._assign(window, flat, read=True, priority=Priority.PREFETCH)
+                start = self._find_room(flat)
+                if start is not None:
+                    window = self._assign(start, flat, read=True, priority=Priority.PREFETCH)
                     window.ahead = True
 
     def unit_done(self, unit: Unit) -> None:
@@ -162,9 +163,8 @@ class SpilledGradients:
 
     def backward_end(self) -> None:
         """Start writing what is left in windows."""
-        for window in self._windows:
-            if window.flat is not None:
-                self._start_write(window.flat)
+        for flat in self._windows_of:
+            self._start_write(flat)
         self._due.clear()
         self._expected.update((flat, len(params)) for flat, params in self._accumulated.items())
         self._accumulated.clear()
@@ -181,14 +181,9 @@ class SpilledGradients:
 
         Raises: AioError of a write that failed; its window keeps the values.
         """
-        windows = [
-            each
-            for each in self._windows
-            if each.flat is not None and unit in (None, each.flat.unit)
-        ]
+        windows = [each for each in self._windows_of.values() if unit in (None, each.flat.unit)]
         # All writes begin before the first one is waited for.
         for window in windows:
-            assert window.flat is not None
             self._start_write(window.flat)
         for window in windows:
             self._end_write(window)
@@ -202,7 +197,6 @@ class SpilledGradients:
         """Free the windows. Nothing may be pending."""
         self._params.clear()
         self._windows_of.clear()
-        self._windows.clear()
         self._device.unpin(self._slab)
         self._slab.close()
 
@@ -213,9 +207,9 @@ class SpilledGradients:
         Blocks."""
         window = self._windows_of.get(flat)
         if window is None:
-            window = self._claim_window()
-            self._assign(
-                window, flat, read=self._on_nvme(flat, accumulator), priority=Priority.DEMAND
+            start = self._make_room(flat)
+            window = self._assign(
+                start, flat, read=self._on_nvme(flat, accumulator), priority=Priority.DEMAND
             )
         if window.reading is not None:
             try:
@@ -229,60 +223,75 @@ class SpilledGradients:
         window.turn = self._turn
         return window
 
-    def _assign(
-        self, window: _StagingWindow, flat: Flat, *, read: bool, priority: Priority
-    ) -> None:
-        """Give a free window to a flat, and start reading its gradients into it."""
-        window.flat = flat
-        self._windows_of[flat] = window
+    def _assign(self, start: int, flat: Flat, *, read: bool, priority: Priority) -> _StagingWindow:
+        """Make a window for a flat in free memory, and start reading its gradients into it."""
+        # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
+        memory = torch.from_numpy(self._slab.array(np.uint8))[start : start + self._size(flat)]
+        window = self._windows_of[flat] = _StagingWindow(flat, start, memory)
         if read:
             window.reading = self._store.fetch(
                 flat, self._section(flat), window.memory.data_ptr(), priority=priority
             )
             self._store.grads_read_bytes += self._moved_bytes(flat)
-            return
+            return window
         for param in flat.params:
             # Held, but in no `p.grad` any more: writing this window will overwrite its values.
             if param.grad is not None and param.grad.state is AccumulatorState.HELD:
                 param.grad.mark_overwritten()
+        return window
 
-    def _free_window(self) -> _StagingWindow | None:
-        """Return a window that can be had without waiting, or None."""
+    def _size(self, flat: Flat) -> int:
+        return flat_bytes(flat.layout.shard_numel, self._dtypes[flat])
+
+    def _gap(self, size_bytes: int) -> int | None:
+        """Return the start of so many bytes that no window has, or None."""
+        start = 0
+        for window in sorted(self._windows_of.values(), key=lambda each: each.start):
+            if window.start - start >= size_bytes:
+                break
+            start = window.start + len(window.memory)
+        return start if self._slab.size_bytes - start >= size_bytes else None
+
+    def _find_room(self, flat: Flat) -> int | None:
+        """Return the start of memory for a flat that can be had without waiting, or None."""
         # A failed write keeps its window: its values are nowhere else, and `_end_write` raises.
-        for window in self._windows:
+        for window in self._windows_of.values():
             if window.writing is not None and window.writing.done and not window.writing.failed:
                 window.writing = None
-        free = [each for each in self._windows if each.flat is None]
         idle = [
             each
-            for each in self._windows
+            for each in self._windows_of.values()
             if not (each.dirty or each.ahead) and each.writing is None and each.reading is None
         ]
-        found = min(free or idle, key=lambda each: each.turn, default=None)
-        if found is not None:
-            self._free(found)
-        return found
+        idle.sort(key=lambda each: each.turn, reverse=True)
+        while (start := self._gap(self._size(flat))) is None and idle:
+            self._free(idle.pop())
+        return start
 
-    def _claim_window(self) -> _StagingWindow:
-        """Return a window, and wait for it if need be: for a write, or by writing gradients that
-        another flat still accumulates."""
-        free = self._free_window()
-        if free is not None:
-            return free
-        # Cheapest first: a window that no gradient is still coming to, then a clean one, then one
-        # that was not prefetched, then one without a read under way, then the oldest.
-        window = min(
-            self._windows,
-            key=lambda each: (
-                each.dirty and each.flat not in self._due,
-                each.dirty,
-                each.ahead,
-                each.reading is not None,
-                each.turn,
-            ),
-        )
+    def _make_room(self, flat: Flat) -> int:
+        """Return the start of memory for a flat, and wait for it if need be: for a write, or by
+        writing gradients that another flat still accumulates."""
+        while (start := self._find_room(flat)) is None:
+            self._take_back(
+                # Cheapest first: a window that no gradient is still coming to, then a clean one,
+                # then one that was not prefetched, then one without a read under way, then the
+                # oldest.
+                min(
+                    self._windows_of.values(),
+                    key=lambda each: (
+                        each.dirty and each.flat not in self._due,
+                        each.dirty,
+                        each.ahead,
+                        each.reading is not None,
+                        each.turn,
+                    ),
+                )
+            )
+        return start
+
+    def _take_back(self, window: _StagingWindow) -> None:
+        """Free a window, once its gradients are on NVMe and nothing moves them."""
         if window.dirty:
-            assert window.flat is not None
             self._start_write(window.flat)
         self._end_write(window)
         if window.reading is not None:
@@ -291,13 +300,9 @@ class SpilledGradients:
             with contextlib.suppress(AioError):
                 window.reading.wait()
         self._free(window)
-        return window
 
     def _free(self, window: _StagingWindow) -> None:
-        if window.flat is not None:
-            del self._windows_of[window.flat]
-        window.flat = window.reading = None
-        window.dirty = window.ahead = False
+        del self._windows_of[window.flat]
 
     def _start_write(self, flat: Flat) -> None:
         """Start writing the window of a flat, if it holds new values that are in some `p.grad`.
@@ -327,7 +332,6 @@ class SpilledGradients:
         except AioError as error:
             self._mark_failed_dirty()
             self._store.recover()
-            assert window.flat is not None
             name = window.flat.unit.name
             message = (
                 f"the spilled gradients of {name} cannot be written; parameters and states are"
@@ -339,7 +343,7 @@ class SpilledGradients:
     def _mark_failed_dirty(self) -> None:
         """After a failed write, mark every window whose write also failed as dirty. The first error
         is enough: the drive refused the others because of it."""
-        for window in self._windows:
+        for window in self._windows_of.values():
             if window.writing is None:
                 continue
             try:
@@ -376,12 +380,3 @@ class SpilledGradients:
         return self._is_wanted(flat) or (
             accumulator is not None and accumulator.state is AccumulatorState.HELD
         )
-
-
-def _make_windows(count: int, size_bytes: int) -> tuple[Slab, list[_StagingWindow]]:
-    slab = Slab(count * size_bytes)
-    # Numpy arrays keep the slab mapped while a view lives; torch.frombuffer's do not.
-    memory = torch.from_numpy(slab.array(np.uint8))
-    return slab, [
-        _StagingWindow(memory[at * size_bytes : (at + 1) * size_bytes]) for at in range(count)
-    ]

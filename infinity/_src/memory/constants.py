@@ -1,14 +1,16 @@
 """Constants of the engine's memory: how many units, chunks and calls it holds at once.
 
 The engine keeps these bounds, and a plan (`perf.plan.memory`) counts with them, so each has one
-definition. Bytes follow from the model: from its largest unit, its chunks, its checkpointed calls.
+definition. Bytes follow from the model: from its units (`memory.device_room`), its chunks, its
+checkpointed calls.
 """
 
 from __future__ import annotations
 
-# `params.unshard` bounds gathered bytes, prefetches included, by AHEAD + 1 of the largest unit.
+# `params.unshard` bounds gathered bytes, prefetches included.
 AHEAD = 2
-"""Units, of the size of the largest, that have room besides the one in use."""
+"""Units, of the size of the largest, that have room besides the one in use; `device_room` limits
+their bytes, as it does with the units below."""
 
 # A device's gradients go to CPU memory while backward goes on (`GradOffload`).
 OFFLOAD_UNITS = 2
@@ -16,7 +18,8 @@ OFFLOAD_UNITS = 2
 
 # On several ranks; the lane of reductions is that far behind backward.
 REDUCING_UNITS = 2
-"""Units whose gradients may be under way between the ranks at once; beyond that backward waits."""
+"""Units whose gradients may be under way between the ranks at once, of the largest if one is huge;
+beyond that backward waits."""
 
 # Backward of the unit, and of the one after it, which is copied meanwhile.
 SUMS_UNITS = 2

@@ -221,7 +221,8 @@ class Device:
 class GradOffload:
     """Offload of gradients D2H while backward goes on. One thread uses it at a time.
 
-    bytes_max: device memory of gradients under way; beyond it backward waits for the oldest.
+    bytes_max: device memory of gradients under way; beyond it backward waits for the oldest. One
+    that is larger leaves by itself.
     """
 
     def __init__(self, device: Device, bytes_max: int) -> None:
@@ -236,7 +237,8 @@ class GradOffload:
         """Start the copy D2H of `source` to `target` (pinned, contiguous), of the same dtype and
         size.
 
-        Blocks while more than `bytes_max` is under way. `source` must not change from here on.
+        Blocks while more than `bytes_max` would be under way. `source` must not change from here
+        on.
         """
         # The copy moves bytes: shape and strides must be those of the flat target.
         source = source.detach().reshape(-1).contiguous()
@@ -250,6 +252,11 @@ class GradOffload:
         self._bytes += size_bytes
         self.bytes_peak = max(self.bytes_peak, self._bytes)
         return ticket
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of gradients under way."""
+        return self._bytes
 
     def _make_room(self, size_bytes: int) -> None:
         self.free_done()

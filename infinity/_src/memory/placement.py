@@ -21,9 +21,9 @@ resident together, by whole chunks. With two generations a resident section is h
 byte of RAM saves half as much.
 
 **Spilled gradients.** A flat's gradients are in RAM as a whole, or on NVMe by way of a staging
-window that holds them while backward fills them. Windows are of one size, that of the largest flat
-that spills. So a large flat (an embedding) may be worth keeping in RAM only to keep the windows
-small, and there is a choice: up to which size flats may spill.
+window that holds them while backward fills them. The memory of windows has room for the largest
+flat that spills, and for some beside it. So a large flat (an embedding) may be worth keeping in RAM
+only to keep it small, and there is a choice: up to which size flats may spill.
 
 **Nested budgets.** Within a class chunks are taken in the van der Corput order of their positions.
 Any prefix of it is spread evenly, so that no stretch of the forward is all NVMe. Taking a prefix,
@@ -38,6 +38,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from infinity._src.memory.device_room import beside_bytes
 from infinity._src.memory.layout import FlatLayout, Section, aligned_section_bytes, sections_of
 from infinity._src.perf.roofline import move_counts
 from infinity._src.sizes import format_size, round_size, round_up
@@ -169,8 +170,13 @@ def traffic(need: FlatNeed, section: int, load: StepLoad) -> tuple[int, int]:
 
 
 WINDOW_COUNT = 3
-"""Staging windows: one is filled by backward, one is being written, one is prefetched or written
-late."""
+"""Staging windows, of the largest size within limits: one is filled by backward, one is being
+written, one is prefetched or written late."""
+
+
+def staging_bytes(largest: int, count: int) -> int:
+    """Bytes of the windows for `count` flats that spill, of which the largest takes so much."""
+    return min(largest + beside_bytes([largest], WINDOW_COUNT - 1), largest * count)
 
 
 def van_der_corput_order(count: int) -> list[int]:
@@ -192,7 +198,7 @@ def choose_spill(
     spill; gradients of others are not counted.
     """
     members = [flat for flat, is_able in enumerate(able) if is_able]
-    # Windows are of one size, so a flat may spill only if its own fits: the sizes are the choices.
+    # A flat may spill only if its window fits: the sizes are the choices.
     for window in sorted({sizes[flat][1] for flat in members}):
         small = [flat for flat in members if sizes[flat][1] <= window]
         # The kept flats are a prefix of this order, so that more RAM keeps the same flats and more.
@@ -202,8 +208,7 @@ def choose_spill(
         for kept in range(len(order)):  # not len(order): with all of them in RAM nothing spills
             # The kept flats grow one by one along the order, so the sets of two budgets are nested.
             ram += sizes[order[kept - 1]][0] if kept else 0
-            # Fewer flats that spill than windows: no window without a flat.
-            total = ram + window * min(WINDOW_COUNT, len(order) - kept)
+            total = ram + staging_bytes(window, len(order) - kept)
             if ram_bytes is None:
                 # A small flat in RAM may take less than a window for it.
                 best, least = (kept, total) if total < least else (best, least)
@@ -241,7 +246,7 @@ class PlacementPlan:
     All other sections are resident.
     formats: of each flat, with a `grad` section where its gradients spill.
     grad_bytes: gradients in RAM.
-    spilled_bytes: gradients on NVMe, by way of `window_count` staging windows of `window_bytes`.
+    spilled_bytes: gradients on NVMe, by way of windows in `staging_bytes` of RAM.
     min_bytes: the least `ram` that works without spilling.
     """
 
@@ -254,8 +259,7 @@ class PlacementPlan:
     sums_bytes: int
     grad_bytes: int
     spilled_bytes: int
-    window_count: int
-    window_bytes: int
+    staging_bytes: int
     delayed_params_bytes: int
     resident_bytes: int
     nvme_bytes: int
@@ -266,11 +270,6 @@ class PlacementPlan:
     def pool_bytes(self) -> int:
         """Bytes of the pinned slots."""
         return self.small_count * self.small_bytes + self.large_count * self.large_bytes
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the windows of spilled gradients."""
-        return self.window_count * self.window_bytes
 
     @property
     def ram_bytes(self) -> int:
@@ -445,8 +444,7 @@ class _SpillChoice:
         windows = [
             need.window_bytes for need, gone in zip(given.needs, spilled, strict=True) if gone
         ]
-        # One window size, that of the largest flat that spills, so that any window serves any flat.
-        self._windows = (min(WINDOW_COUNT, len(windows)), max(windows, default=0))
+        self.staging_bytes = staging_bytes(max(windows, default=0), len(windows))
         self._spilled_bytes = sum(
             chunk_bytes(need, chunk, need.grad_mask())
             for need in self._needs
@@ -455,7 +453,6 @@ class _SpillChoice:
         # Before the fixed bytes are added up: sections that the user asked to be resident are part
         # of the least.
         self._keep_given()
-        self.staging_bytes = self._windows[0] * self._windows[1]
         self._fixed = self._fixed_bytes()
         # Below this nothing works: pools, gradients, checksums and what the tiers rest in RAM.
         self.least = sum(self._fixed.values())
@@ -626,7 +623,7 @@ class _SpillChoice:
         """Make sections resident in `masks`, the most valuable class first, until no spare byte is
         left."""
         # With spilled gradients, RAM goes to sections worth no more than these: see `_spilled`.
-        limit = self._grad_worth() if self._windows[0] else float("inf")
+        limit = self._grad_worth() if self.staging_bytes else float("inf")
         fixed = {*self._given.resident, "grad"}
 
         def worth(need: FlatNeed, section: int) -> float:
@@ -673,8 +670,7 @@ class _SpillChoice:
             sums_bytes=self._fixed["sums_bytes"],
             grad_bytes=self._fixed["grad_bytes"],
             spilled_bytes=self._spilled_bytes,
-            window_count=self._windows[0],
-            window_bytes=self._windows[1],
+            staging_bytes=self.staging_bytes,
             delayed_params_bytes=self._fixed["delayed_params_bytes"],
             resident_bytes=self._resident_bytes(masks),
             nvme_bytes=nvme,

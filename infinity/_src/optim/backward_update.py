@@ -28,6 +28,7 @@ from infinity._src.grads.accumulator import AccumulatorState
 from infinity._src.kernels.update import all_finite
 from infinity._src.memory.constants import LAG_UNITS, UNITS_AHEAD
 from infinity._src.memory.device import Device
+from infinity._src.memory.device_room import beside_bytes
 from infinity._src.optim.grad_windows import GradWindows
 from infinity._src.optim.step import guard
 from infinity._src.optim.step_consensus import Grouped, values_of
@@ -41,7 +42,8 @@ from infinity.errors import AioError, NonFiniteGradient, StateInvalid
 
 @dataclasses.dataclass
 class _Flight:
-    """A pending update and the fresh gradients that it reads."""
+    """A pending update and the fresh gradients that it reads. size_bytes: theirs, outside of
+    windows."""
 
     ticket: Ticket
     gradients: list[torch.Tensor]
@@ -69,10 +71,10 @@ class BackwardUpdate(DeferredUpdate):
         self._on_nonfinite = on_nonfinite
         # Gradients that are complete; None for one that has spilled.
         self._ready: dict[Unit, dict[Param, torch.Tensor | None]] = {}
-        # Bytes of gradients outside of accumulators, waiting or in flight.
+        # Bytes of gradients outside of accumulators and windows, waiting or in flight.
         self._fresh_bytes = 0
         # Backward may run this far ahead of the updates before it waits for them.
-        self._bytes_max = UNITS_AHEAD * max((unit.size_bytes for unit in units), default=0)
+        self._bytes_max = beside_bytes([unit.size_bytes for unit in units], UNITS_AHEAD)
         self._flights: deque[_Flight] = deque()
         self._updated: set[Param] = set()  # updated since the last step
         self._captured: weakref.WeakKeyDictionary[Grouped, list[dict[str, Any]]] = (
@@ -171,8 +173,9 @@ class BackwardUpdate(DeferredUpdate):
             # engine.
             fresh = grad.detach().reshape(-1).to(accumulator.dtype).contiguous()
             ready[param] = fresh
-            self._fresh_bytes += fresh.numel() * fresh.element_size()
-            self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes)
+            self._fresh_bytes += fresh.nbytes
+            leaving = self._windows.leaving_bytes if self._windows is not None else 0
+            self._fresh_bytes_peak = max(self._fresh_bytes_peak, self._fresh_bytes + leaving)
             accumulator.consume()
         # The loop sees that there is a gradient, as clipping or logging expect.
         param.at_rest.grad = accumulator.proxy
@@ -217,12 +220,15 @@ class BackwardUpdate(DeferredUpdate):
         if self._windows is None:
             self._update(unit)
             return
-        # Only fresh gradients are on the device; sums lie in host memory.
-        self._ready[unit] = self._windows.copy_out(
-            unit,
-            self._ready[unit],
-            lambda param: _accumulator_state(param) is AccumulatorState.CONSUMED,
-        )
+
+        def fresh(param: Param) -> bool:
+            # Only these are on the device; sums lie in host memory.
+            return _accumulator_state(param) is AccumulatorState.CONSUMED
+
+        while (due := self._windows.in_the_way(self._ready[unit], fresh)) is not None:
+            self._update(due)
+        self._ready[unit], leaving_bytes = self._windows.copy_out(unit, self._ready[unit], fresh)
+        self._fresh_bytes -= leaving_bytes
         while (due := self._windows.next(LAG_UNITS)) is not None:
             self._update(due)
 
@@ -256,9 +262,8 @@ class BackwardUpdate(DeferredUpdate):
         if self._windows is not None:
             self._windows.update_submitted(unit, ticket)
         # The tensors live until the update has read them; nothing else refers to them any more.
-        self._flights.append(
-            _Flight(ticket, fresh, sum(grad.numel() * grad.element_size() for grad in fresh))
-        )
+        held_bytes = sum(grad.nbytes for grad in fresh) if self._windows is None else 0
+        self._flights.append(_Flight(ticket, fresh, held_bytes))
         for param in ready:
             assert param.grad is not None
             if param.grad.state is AccumulatorState.HELD:
@@ -295,9 +300,12 @@ class BackwardUpdate(DeferredUpdate):
         return work
 
     def _make_room(self) -> None:
-        """Free gradients that were read. Blocks for the oldest while too many bytes are alive."""
+        """Free gradients that were read. Blocks for the oldest while too many bytes are alive;
+        those of a huge unit stay by themselves.
+        """
         while self._flights and (
-            self._flights[0].ticket.filled or self._fresh_bytes > self._bytes_max
+            self._flights[0].ticket.filled
+            or (self._fresh_bytes > self._bytes_max and len(self._flights) > 1)
         ):
             flight = self._flights.popleft()
             wait_filled_quietly(flight.ticket)
@@ -389,7 +397,8 @@ class BackwardUpdate(DeferredUpdate):
         self._ready.clear()
         if self._windows is not None:
             self._windows.reset()
-        # Gradients that only waited are freed; those of pending updates are still read.
+        # Gradients that only waited are freed, and those in windows are not counted; those of
+        # pending updates are still read.
         self._fresh_bytes = sum(flight.size_bytes for flight in self._flights)
         if self._updated:
             self._pipeline.set_fault(

@@ -4,10 +4,14 @@
     backward of unit k - 2 ends    submit the update of unit k, which reads them there
 
 The units in between keep the device busy. Waiting for the last unit's copies would let it run dry.
+
+Windows lie one after the other in a ring of memory, each as large as its unit's gradients. A unit
+for which there is no room makes updates come earlier, so a huge one has the ring to itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -15,8 +19,9 @@ import numpy as np
 import torch
 
 from infinity._src.config import Policy
-from infinity._src.memory.constants import WINDOW_UNITS
+from infinity._src.memory.constants import OFFLOAD_UNITS, WINDOW_UNITS
 from infinity._src.memory.device import Device, GradOffload
+from infinity._src.memory.device_room import beside_bytes, room_bytes
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.sizes import round_up
 from infinity.aio import Slab, Ticket
@@ -40,7 +45,12 @@ def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies
     # leaves them in accumulators too.
     if not (copies and policy.consumes_grads):
         return 0
-    return WINDOW_UNITS * max(map(window_bytes, unit_sizes), default=0)
+    return ring_bytes(unit_sizes)
+
+
+def ring_bytes(unit_sizes: Iterable[Iterable[int]]) -> int:
+    """Return the bytes of a ring of windows for units with gradients of these sizes."""
+    return room_bytes([window_bytes(sizes) for sizes in unit_sizes], WINDOW_UNITS - 1)
 
 
 def grad_sizes(
@@ -55,6 +65,21 @@ def grad_sizes(
         ]
 
 
+@dataclasses.dataclass(eq=False)
+class _Window:
+    """Part of the ring with the gradients of a unit. read: the update that reads them, once it was
+    submitted."""
+
+    unit: Unit
+    start: int
+    end: int
+    read: Ticket | None = None
+
+    def read_by(self, ticket: Ticket) -> None:
+        """Note the update that reads the gradients."""
+        self.read = ticket
+
+
 class GradWindows:
     """The windows, each for one unit's gradients. One thread uses it at a time. dtype_of: the dtype
     of a flat's waiting gradients.
@@ -66,66 +91,83 @@ class GradWindows:
         self._units = list(units)
         self._dtype_of = dtype_of
         self._device = device
-        self._window_bytes = self.needs_bytes(units, dtype_of) // WINDOW_UNITS
-        self._offload = GradOffload(device, WINDOW_UNITS * self._window_bytes)
+        self._size_bytes = ring_bytes(grad_sizes(self._units, dtype_of))
+        self._offload = self._make_offload()
         self._slab: Slab | None = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._turn = 0
-        # For each window the update that reads it.
-        self._reads: list[Ticket | None] = [None] * WINDOW_UNITS
-        self._window_of: dict[Unit, int] = {}
+        # In the order in which they were filled, which is the order of their updates.
+        self._windows: deque[_Window] = deque()
         self._due: deque[Unit] = deque()
         self._tickets: dict[Unit, list[Ticket]] = {}
 
-    @staticmethod
-    def needs_bytes(units: Sequence[Unit], dtype_of: Callable[[Flat], torch.dtype]) -> int:
-        """Return the bytes of all windows. They grow when parameters are unfrozen."""
-        sizes = map(window_bytes, grad_sizes(units, dtype_of))
-        return WINDOW_UNITS * max(sizes, default=0)
+    def _make_offload(self) -> GradOffload:
+        sizes = [window_bytes(sizes) for sizes in grad_sizes(self._units, self._dtype_of)]
+        return GradOffload(self._device, beside_bytes(sizes, OFFLOAD_UNITS))
 
     def grow(self) -> None:
         """Make the windows fit all parameters that learn by now. Nothing may be pending."""
-        window = self.needs_bytes(self._units, self._dtype_of) // WINDOW_UNITS
-        if window > self._window_bytes:
+        size_bytes = ring_bytes(grad_sizes(self._units, self._dtype_of))
+        if size_bytes > self._size_bytes:
             self.close()
-            self._window_bytes = window
-            self._offload = GradOffload(self._device, WINDOW_UNITS * window)
+            self._size_bytes = size_bytes
+            self._offload = self._make_offload()
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._tickets
+
+    def in_the_way(
+        self,
+        gradients: Mapping[Param, torch.Tensor | None],
+        fresh: Callable[[Param], bool],
+    ) -> Unit | None:
+        """Return the next unit to update before the fresh ones of these gradients have a window;
+        None: they have one. Blocks while updates read windows that are in the way, and copies fill
+        that of the unit.
+        """
+        size_bytes = window_bytes(
+            gradient.nbytes
+            for param, gradient in gradients.items()
+            if gradient is not None and fresh(param)
+        )
+        return None if self._free_start(size_bytes) is not None else self.next(0)
 
     def copy_out(
         self,
         unit: Unit,
         gradients: Mapping[Param, torch.Tensor | None],
         fresh: Callable[[Param], bool],
-    ) -> dict[Param, torch.Tensor | None]:
-        """Start the D2H copies of the unit's fresh gradients to a window. Returns all its
-        gradients, the fresh ones as views of the window.
-
-        Blocks while an update still reads the window.
+    ) -> tuple[dict[Param, torch.Tensor | None], int]:
+        """Start the D2H copies of the unit's fresh gradients to a window; nothing may be in its way
+        (`in_the_way`). Returns all its gradients, the fresh ones as views of the window, and the
+        bytes of these.
         """
-        # Windows go round. An update that was submitted one round ago has had the time of several
-        # units to read.
-        index = self._turn = (self._turn + 1) % WINDOW_UNITS
-        memory = self._window(index)
-        found: dict[Param, torch.Tensor | None] = {}
-        tickets, at = [], 0
-        for param, gradient in gradients.items():
+        leaving = {
+            param: gradient
+            for param, gradient in gradients.items()
             # A gradient that is not fresh lies in an accumulator already, in host memory.
-            found[param] = gradient
-            if gradient is None or not fresh(param):
-                continue
-            size_bytes = gradient.numel() * gradient.element_size()
-            target = memory[at : at + size_bytes].view(gradient.dtype)
+            if gradient is not None and fresh(param)
+        }
+        size_bytes = window_bytes(gradient.nbytes for gradient in leaving.values())
+        start = self._free_start(size_bytes)
+        assert start is not None, f"no window for {unit.name}"
+        self.allocate()
+        found, tickets, at = dict(gradients), list[Ticket](), start
+        for param, gradient in leaving.items():
+            target = self._memory[at : at + gradient.nbytes].view(gradient.dtype)
             # Aligned, since kernels read whole vectors.
-            at += round_up(size_bytes, _ALIGNMENT_BYTES)
+            at += round_up(gradient.nbytes, _ALIGNMENT_BYTES)
             tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
-        self._window_of[unit], self._tickets[unit] = index, tickets
+        self._windows.append(_Window(unit, start, at))
+        self._tickets[unit] = tickets
         # Appended after all copies have started: an interrupt leaves no unit without its tickets.
         self._due.append(unit)
-        return found
+        return found, sum(gradient.nbytes for gradient in leaving.values())
+
+    @property
+    def leaving_bytes(self) -> int:
+        """Bytes of gradients on the device that are being copied to windows."""
+        return self._offload.leaving_bytes
 
     def next(self, lag: int) -> Unit | None:
         """Return the next unit to update, if copies of more than `lag` units are pending. Blocks
@@ -142,7 +184,9 @@ class GradWindows:
         """Note that the unit's update was submitted. It reads the window until its ticket is
         filled.
         """
-        self._reads[self._window_of.pop(unit)] = ticket
+        # One of an earlier backward may still be read.
+        waiting = (each for each in self._windows if each.unit is unit and each.read is None)
+        next(waiting).read_by(ticket)
 
     def reset(self) -> None:
         """Drop all pending units, after a backward broke off. Later copies to a window come behind
@@ -150,11 +194,13 @@ class GradWindows:
         """
         self._due.clear()
         self._tickets.clear()
-        self._window_of.clear()
+        # Updates that were submitted still read theirs.
+        self._windows = deque(window for window in self._windows if window.read is not None)
 
     def close(self) -> None:
         """Free the windows. Nothing may be pending."""
         self.reset()
+        self._windows.clear()
         self._offload.close()
         if self._slab is not None:
             # Unpinned before it is freed: the driver would keep a mapping of memory that is gone.
@@ -165,21 +211,40 @@ class GradWindows:
 
     def allocate(self) -> None:
         """Make the windows, if there are none. Blocks while they are pinned."""
-        if self._slab is None and self._window_bytes:
-            self._slab = Slab(WINDOW_UNITS * self._window_bytes)
+        if self._slab is None and self._size_bytes:
+            self._slab = Slab(self._size_bytes)
             self._device.pin(self._slab)
             self._memory = torch.from_numpy(self._slab.array(np.uint8))
 
-    def _window(self, index: int) -> torch.Tensor:
-        """Return the memory of a window, free for new gradients. Blocks while an update reads it.
+    def _free_start(self, size_bytes: int) -> int | None:
+        """Return the start of so many free bytes of the ring; None while a unit is in the way whose
+        update was not submitted yet. Blocks while updates read windows that are in the way.
         """
-        self.allocate()
-        ticket, self._reads[index] = self._reads[index], None
-        while ticket is not None and not ticket.filled:
+        while (start := self._gap(size_bytes)) is None:
+            oldest = self._windows[0]
+            if oldest.read is None:
+                return None
+            self._wait_read(oldest.read)
+            self._windows.popleft()
+        return start
+
+    def _gap(self, size_bytes: int) -> int | None:
+        """Return the start of the next so many bytes that no window has."""
+        if not self._windows:
+            return 0
+        first, last = self._windows[0].start, self._windows[-1].end
+        if self._windows[-1].start < first:  # wrapped around
+            return last if last + size_bytes <= first else None
+        if last + size_bytes <= self._size_bytes:
+            return last
+        return 0 if size_bytes <= first else None
+
+    def _wait_read(self, ticket: Ticket) -> None:
+        """Block until an update has read its window."""
+        while not ticket.filled:
             try:
                 # Of the memory that it writes, some is on the device.
                 self._device.wait_filled(ticket)
             except AioError:
                 # A failed update reads no more, and the pipeline raises its error.
-                break
-        return self._memory[index * self._window_bytes : (index + 1) * self._window_bytes]
+                return

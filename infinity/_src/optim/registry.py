@@ -248,9 +248,7 @@ class OptimizerRegistry:
         if self._stores_gradients:
             self._gradients.allocate([flat for flat in self._registered if flat not in spilled])
             # The last that may fail: from here on these flats must have the section.
-            self._gradients.spill(
-                spilled, self._store, window_count=plan.window_count, window_bytes=plan.window_bytes
-            )
+            self._gradients.spill(spilled, self._store, staging_bytes=plan.staging_bytes)
             self._has_gradient_memory = True
 
     def _rebind_gradients(self) -> None:

@@ -33,6 +33,8 @@ import torch
 from torch import nn
 
 from infinity._src.kernels.tiling.tiled_module import Grid, tile_modules, whole_name
+from infinity._src.memory.constants import AHEAD
+from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
@@ -86,12 +88,22 @@ class FoundParameter:
 @dataclasses.dataclass(eq=False)
 class UnitSpec:
     """Plan of a unit: the modules whose forward needs it, and its parameters in registration
-    order.
+    order. around: indices of units that are in use whenever it is.
     """
 
     name: str
     modules: list[nn.Module]
     entries: list[FoundParameter]
+    around: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> UnitBytes:
+        """Bytes that it takes on the device, without padding."""
+        return UnitBytes(
+            sum(entry.size_bytes for entry in self.entries),
+            tuple(entry.size_bytes for entry in self.entries if entry.parameter.requires_grad),
+            self.around,
+        )
 
 
 def find_units(
@@ -196,7 +208,22 @@ class _Finder:
         # Tiles were claimed first; units are numbered in registration order.
         order = self._order
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
+        self._nest()
         return self._specs
+
+    def _nest(self) -> None:
+        """Note for each unit the units whose modules have modules of it inside."""
+        users: dict[int, list[int]] = {}
+        for index, spec in enumerate(self._specs):
+            for module in spec.modules:
+                users.setdefault(id(module), []).append(index)
+        around: list[set[int]] = [set() for _ in self._specs]
+        for index, spec in enumerate(self._specs):
+            for part in {part for module in spec.modules for part in module.modules()}:
+                for inside in users.get(id(part), ()):
+                    around[inside].add(index)
+        for index, spec in enumerate(self._specs):
+            spec.around = tuple(sorted(around[index] - {index}))
 
     # -- blocks ------------------------------------------------------------------------------------
 
@@ -373,7 +400,7 @@ def build(
     units: list[Unit] = []
     count = 0
     for spec in specs:
-        unit = Unit(len(units), spec.name, tuple(spec.modules), engine=engine)
+        unit = Unit(len(units), spec.name, tuple(spec.modules), spec.around, engine=engine)
         kinds = dict.fromkeys(
             (entry.parameter.dtype, entry.parameter.requires_grad) for entry in spec.entries
         )
@@ -436,10 +463,38 @@ def _check_holdable(model: nn.Module, entry: FoundParameter) -> None:
         )
 
 
-GATHERED_AT_ONCE = 4
-"""Tiles for which there must be room: the one in use, two ahead of it, and the fresh gradient of
-one.
-"""
+GATHERED_AT_ONCE = 1 + AHEAD
+"""Tiles for which there must be room: the one in use, and those ahead of it."""
+
+
+def _check_room(
+    model: nn.Module,
+    specs: Sequence[UnitSpec],
+    device: torch.device,
+    device_bytes: int,
+    passes: Passes,
+) -> None:
+    sizes = [spec.size for spec in specs]
+    gathered, fresh = gathered_room(sizes, passes), fresh_room(sizes, passes)
+    if gathered + fresh <= device_bytes:
+        return
+    largest = max(specs, key=lambda spec: spec.size.gathered)
+    if passes.whole:
+        fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
+    else:
+        # Units inside of others may take more together than such tiles would.
+        room_bytes = min(device_bytes // times_at_once(passes), largest.size.gathered // 2)
+        fix = _refusal(model, largest, room_bytes)
+    raise ValueError(
+        f"{fix}. The device ({device.type}) has {format_size(device_bytes)}; gathered parameters "
+        f"take up to {format_size(gathered)} of it, and fresh gradients {format_size(fresh)}"
+    )
+
+
+def times_at_once(passes: Passes) -> int:
+    """Return for how many tiles of one size there must be room, with their gradients."""
+    one = UnitBytes(1, (1,))
+    return GATHERED_AT_ONCE + fresh_room([one] * 8, passes)
 
 
 def device_memory_bytes(device: torch.device) -> int:
@@ -458,16 +513,15 @@ def check_gatherable(
     unit_bytes_max: int,
     device: torch.device,
     device_bytes: int,
+    passes: Passes,
 ) -> None:
-    """Refuse a unit that the device can never hold, and log linears larger than `unit_bytes_max`:
+    """Refuse units that the device can never hold, and log linears larger than `unit_bytes_max`:
     they work, and take that much memory.
 
-    device_bytes: all memory of the device that computes. Raises: ValueError naming the largest
-    parameter, its size and the fix.
+    device_bytes: all memory of the device that computes. passes: how it is used. Raises: ValueError
+    naming the largest parameter, its size, what gathers and gradients take with it, and the fix.
     """
-    for spec in specs:
-        if sum(entry.size_bytes for entry in spec.entries) > device_bytes:
-            raise ValueError(_refusal(model, spec, device_bytes, f"the device ({device.type})"))
+    _check_room(model, specs, device, device_bytes, passes)
     # Only linears can be tiled, so only these are worth a warning.
     large = [
         (entry, name)
@@ -511,19 +565,16 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
     return rows
 
 
-def _refusal(model: nn.Module, spec: UnitSpec, device_bytes: int, device: str) -> str:
+def _refusal(model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
+    """Say what is too large, and how it becomes units of `room_bytes`."""
     entry = max(spec.entries, key=lambda each: each.size_bytes)
-    room_bytes = device_bytes // GATHERED_AT_ONCE
-    has = f"{device} has {format_size(device_bytes)}"
     if entry.size_bytes <= room_bytes:
         return (
-            f"the unit {spec.name} takes "
-            f"{format_size(sum(each.size_bytes for each in spec.entries))} gathered, and {has}: "
-            f"set unit_bytes_max='{format_size(room_bytes)}' or less, or name smaller modules in "
-            "units="
+            f"the unit {spec.name} takes {format_size(spec.size.gathered)} gathered: set "
+            f"unit_bytes_max='{format_size(room_bytes)}' or less, or name smaller modules in units="
         )
     name = _linear_name(model, entry)
-    largest = f"{entry.names[0]} takes {format_size(entry.size_bytes)} gathered whole, and {has}"
+    largest = f"{entry.names[0]} takes {format_size(entry.size_bytes)} gathered whole"
     if whole_name(entry.names[0]) is not None:
         times = -(-entry.size_bytes // max(room_bytes, 1))
         return (

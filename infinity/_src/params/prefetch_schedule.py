@@ -56,10 +56,11 @@ _NEXT = {Phase.TRAIN: Phase.BACKWARD, Phase.BACKWARD: Phase.TRAIN, Phase.EVAL: P
 NEVER = 1 << 60
 """The distance of a unit that the schedule does not use again."""
 
-AHEAD_MAX = 16
-"""The most units that are prefetched, however small."""
+AHEAD_MAX = 32
+"""The most units that are prefetched, however small. Bytes end it before, but in a model of many
+small units and a large one."""
 
-LOOK_MAX = 16 * AHEAD_MAX
+LOOK_MAX = 8 * AHEAD_MAX
 """The most uses ahead that a search for these units looks at."""
 
 TRACES_MAX = 8

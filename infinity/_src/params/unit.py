@@ -169,6 +169,7 @@ class Unit:
     index: int
     name: str
     modules: tuple[torch.nn.Module, ...]
+    around: tuple[int, ...] = ()  # indices of units in use whenever it is: see `UnitBytes`
     # In the order in which all ranks read, gather and reduce them.
     flats: list[Flat] = dataclasses.field(default_factory=list)
     # In registration order, which differs from that of the flats where dtypes alternate.

@@ -43,8 +43,9 @@ from infinity._src.distributed.communicator import Comm, digest, fingerprinted
 from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
-from infinity._src.memory.constants import AHEAD
+from infinity._src.memory.constants import SUMS_UNITS
 from infinity._src.memory.device import Device
+from infinity._src.memory.device_room import Passes, UnitBytes, gathered_room, room_bytes
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.delayed_params import DelayedCopy
@@ -91,7 +92,7 @@ class Unsharder:
     """The unsharded units of one model (`UnsharderInterface`). One thread uses it at a time.
 
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
-    allow: room for AHEAD + 1 of the largest. never_evict: all units stay once they were unsharded
+    allow (`memory.device_room`). never_evict: all units stay once they were unsharded
     (whole parameters on the device). qwz: weights travel as int8 groups, and forward and backward
     compute with them as they travel. secondary: see `PendingUnshards`.
     """
@@ -133,7 +134,12 @@ class Unsharder:
         # unit has memory is said by its state alone.
         self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
-        self.gathered_bytes_max = (AHEAD + 1) * max((unit.size_bytes for unit in units), default=0)
+        self.gathered_bytes_max = gathered_room(
+            [UnitBytes(unit.size_bytes, around=unit.around) for unit in units],
+            Passes(whole=never_evict),
+        )
+        # Of units whose sums of gradients come back to the device at once.
+        self._sums_bytes_max = room_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
         self._updates: dict[Unit, PendingUpdate] = {}
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
@@ -174,8 +180,10 @@ class Unsharder:
         self.prefetch_ahead()
         if self._passes.in_backward:
             # Sums of gradients that rest elsewhere are fetched with the parameters they belong to.
-            soon = itertools.islice(self._schedule.upcoming(), 1)
-            self._gradients.prefetch([unit, *(self.units[index] for index in soon)])
+            soon = [self.units[i] for i in itertools.islice(self._schedule.upcoming(), 1)]
+            if sum(each.size_bytes for each in (unit, *soon)) > self._sums_bytes_max:
+                soon = []  # two huge ones that are no neighbours
+            self._gradients.prefetch([unit, *soon])
         if unit.state is PENDING:
             self._finish_fill(unit)
 
@@ -221,7 +229,10 @@ class Unsharder:
         memory. Raises: torch.OutOfMemoryError.
         """
         size_bytes = unit.size_bytes
-        self._make_room(size_bytes, NEVER)
+        if priority is Priority.DEMAND:
+            # Else what was begun for a pass that went another way would stay beside this unit.
+            while not self._make_room(size_bytes, NEVER) and self._evict_prefetched(unit):
+                pass
         # Booked before the state says that there is memory, so that an interrupt between the two
         # leaves none that the books do not know.
         self._versions[unit] = version
@@ -251,14 +262,14 @@ class Unsharder:
                     raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
 
     def _evict_prefetched(self, wanted: Unit) -> bool:
-        """Evict a unit that is being filled and that nobody wants yet. Blocks for its reads.
-        Returns whether there was one.
+        """Evict the unit that is wanted last of those that are being filled and that nobody uses
+        yet. Blocks for its reads. Returns whether there was one.
         """
-        for unit in self._versions:
-            if unit.state is PENDING and not unit.refs and unit is not wanted:
-                self._evict(unit)
-                return True
-        return False
+        return self._evict_last(
+            each
+            for each in self._versions
+            if each.state is PENDING and not each.refs and each is not wanted
+        )
 
     def _no_room(self, unit: Unit, error: torch.OutOfMemoryError) -> str:
         """Say why the device has no room for the unit, and what makes some."""
@@ -421,10 +432,13 @@ class Unsharder:
         """Evict the idle unit whose next use is farthest, if that is later than `distance`. Returns
         whether there was one.
         """
-        idle = filter(self._may_evict, self._versions)
+        return self._evict_last(filter(self._may_evict, self._versions), distance)
+
+    def _evict_last(self, units: Iterable[Unit], distance: int = NEVER) -> bool:
+        """Evict the one of these units whose next use is farthest, if later than `distance`."""
         # The index decides between equals, so that all ranks choose the same one.
         far = max(
-            idle,
+            units,
             key=lambda unit: (self._schedule.distance(unit.index), unit.index),
             default=None,
         )

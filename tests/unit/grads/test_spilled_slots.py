@@ -140,7 +140,7 @@ class Model:
         flats = [flat for unit in self.units for flat in unit.flats]
         if drive is not None:
             size_bytes = max(self.memory.shard_bytes(flat) for flat in flats)
-            self.memory.spill(flats, drive, window_count=windows, window_bytes=size_bytes)  # type: ignore[arg-type]
+            self.memory.spill(flats, drive, staging_bytes=windows * size_bytes)  # type: ignore[arg-type]
         self.memory.allocate(flats)
         for param in self.params:
             param.grad = self.registry.add(

@@ -14,7 +14,7 @@ from infinity._src.grads.proxy import GradProxy
 from infinity._src.hooks.activation_store import HostActivationStore, StoredInHostMemory
 from infinity._src.memory.device import Device, GradOffload, open_device
 from infinity._src.optim.device_update import DeviceUpdate, JointTicket, _DeviceBuffer
-from infinity._src.optim.grad_windows import GradWindows
+from infinity._src.optim.grad_windows import GradWindows, _Window
 from infinity.errors import RankFailed
 
 CPU = torch.device("cpu")
@@ -105,9 +105,10 @@ def window_of_a_unit(device: Stuck) -> None:
 
 
 def window_that_an_update_reads(device: Stuck) -> None:
+    nothing: Any = None
     windows = GradWindows([], device, lambda flat: flat.dtype)
-    windows._reads[0] = Hanging()
-    windows._window(0)
+    windows._windows.append(_Window(nothing, 0, 4, Hanging()))
+    windows._free_start(4)
 
 
 def buffer_that_is_written_back(device: Stuck) -> None:

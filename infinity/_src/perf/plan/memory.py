@@ -7,15 +7,14 @@ they are counted as chunks want them.
 
 Device memory is that of one GPU or, where the CPU computes, of the process; the most of a step:
 
-    gathered units       (AHEAD + 1) times the largest, which is the bound that the engine keeps
-                         (`params.unshard`); all, where whole parameters stay on the device
+    gathered units       one in use and others ahead of it, within the bound that the engine keeps
+                         (`memory.device_room`); all, where whole parameters stay on the device
     shards on the device of several ranks: this one's share of its node's copy (hpZ), or of
                          parameters that stay under stage 3
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
                          that come; codes besides
-    fresh gradients      of the unit in backward. On a GPU, also of units on their way from it:
-                         OFFLOAD_UNITS, or WINDOW_UNITS with update="backward". On the CPU with
-                         update="backward", of UNITS_AHEAD
+    fresh gradients      of the unit in backward, and of others that are leaving, within the
+                         engine's bound
     sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
                          SUMS_UNITS, or on several ranks the parts of the units in reduction
     errors on their way  of qgZ, on a GPU: of the units in reduction
@@ -41,15 +40,18 @@ from typing import Any
 
 from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
-    AHEAD,
     AHEAD_CHUNKS,
     HELD_CALLS,
-    OFFLOAD_UNITS,
     REDUCING_UNITS,
     STORING_BYTES_MAX,
     SUMS_UNITS,
-    UNITS_AHEAD,
-    WINDOW_UNITS,
+)
+from infinity._src.memory.device_room import (
+    Passes,
+    UnitBytes,
+    fresh_room,
+    gathered_room,
+    gradients_room,
 )
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
@@ -356,20 +358,14 @@ def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
 
 def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Count the device memory of one GPU. The parts are those of the module's table."""
-    # Gradients of all units take no more than their parameters: the bound of small models.
-    whole = float(shape.gathered_bytes(machine.world))
-    largest = float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world))
-    in_backward = job.policy.consumes_grads
-    if machine.gpus:
-        waiting = 1 + (WINDOW_UNITS if in_backward else OFFLOAD_UNITS)
-    else:
-        waiting = UNITS_AHEAD if in_backward else 1
+    units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
+    largest = float(max((unit.gathered for unit in units), default=0))
     parts = {
         "gathered units": gathered_bytes(shape, machine, job),
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
         "exchange buffers": _exchange_bytes(machine, job, largest),
-        "fresh gradients": min(waiting * largest, whole),
-        **(_returning_bytes(machine, job, largest, whole) if machine.gpus else {}),
+        "fresh gradients": float(fresh_room(units, _passes(machine, job))),
+        **(_returning_bytes(machine, job, units) if machine.gpus else {}),
         **_activations(shape, machine, job),
     }
     if machine.gpus:
@@ -384,24 +380,29 @@ def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
 
 
-def _returning_bytes(
-    machine: Machine, job: Job, largest: float, whole: float
-) -> dict[str, float]:
+def _passes(machine: Machine, job: Job) -> Passes:
+    return Passes(
+        copies=bool(machine.gpus),
+        several=machine.world > 1,
+        in_backward=job.policy.consumes_grads,
+        whole=job.whole_params(machine.world),
+    )
+
+
+def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
     """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
     found = {}
     # One more than may be under way when the next starts.
-    reducing = REDUCING_UNITS + 1
+    reducing = gradients_room(units, REDUCING_UNITS)
     if job.micro_batches > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
-            sums = SUMS_UNITS * largest
+            found["sums of gradients"] = float(gradients_room(units, SUMS_UNITS - 1))
         else:
-            sums = reducing * largest / machine.world
-        found["sums of gradients"] = min(sums, whole)
+            found["sums of gradients"] = reducing / machine.world
     if job.policy.qgz and job.policy.error_feedback and machine.world > 1:
         # As in `beside_placement`: two levels where there are several nodes of several ranks.
         turns = min(machine.nodes, machine.ranks) > 1
-        errors = reducing * largest * (1 + turns / machine.ranks)
-        found["errors on their way"] = min(errors, 2 * whole)
+        found["errors on their way"] = reducing * (1 + turns / machine.ranks)
     return found
 
 
@@ -422,14 +423,8 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
     """Count the bytes of gathered parameters on the device of a rank, at most."""
-    whole = float(shape.gathered_bytes(machine.world))
-    if job.whole_params(machine.world):
-        return whole
-    # A small model is gathered as a whole before the bound of prefetching is reached.
-    return min(
-        (AHEAD + 1) * float(shape.largest_tiled_bytes(job.tiles, job.loss_tiles, machine.world)),
-        whole,
-    )
+    units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
+    return float(gathered_room(units, _passes(machine, job)))
 
 
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:

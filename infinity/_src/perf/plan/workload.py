@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from infinity._src.config import Policy
+from infinity._src.memory.device_room import UnitBytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
 
@@ -70,28 +72,43 @@ class LinearShape:
 
 @dataclasses.dataclass(frozen=True)
 class UnitShape:
-    """Flats that are gathered together. linears: the weights among them that can be tiled."""
+    """Flats that are gathered together. linears: the weights among them that can be tiled. around:
+    indices of units that are in use whenever it is.
+    """
 
     name: str
     flats: tuple[FlatShape, ...]
     linears: tuple[LinearShape, ...] = ()
+    around: tuple[int, ...] = ()
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of the gathered values on each of so many ranks."""
         return sum(flat.gathered_bytes(world) for flat in self.flats)
 
-    def largest_tiled_bytes(self, tiles_of: Callable[[LinearShape], int], world: int = 1) -> int:
-        """Count the bytes of the largest of the units that this one becomes with its linears in so
-        many tiles, each tile a unit of its own.
+    def tiled(
+        self, tiles_of: Callable[[LinearShape], int], world: int = 1
+    ) -> tuple[UnitBytes, list[UnitBytes]]:
+        """Return the bytes of what it is with its linears in so many tiles, and of the tiles, each
+        a unit of its own; without those around it.
         """
-        found = [self.gathered_bytes(world)]
+        rest = self.gathered_bytes(world)
+        grads = [
+            numel * flat.dtype.itemsize
+            for flat in self.flats
+            if flat.trainable
+            for numel in flat.numels
+        ]
+        found = []
         for linear in self.linears:
-            tiles = tiles_of(linear)
+            tiles, flat = tiles_of(linear), self.flats[linear.flat]
             if tiles > 1:
-                row = linear.in_features * self.flats[linear.flat].dtype.itemsize
-                found[0] -= linear.out_features * row
-                found.append(-(-linear.out_features // tiles) * row)
-        return max(found)
+                row = linear.in_features * flat.dtype.itemsize
+                rest -= linear.out_features * row
+                size = -(-linear.out_features // tiles) * row
+                if flat.trainable:
+                    grads.remove(linear.out_features * row)
+                found.append(UnitBytes(size, (size,) if flat.trainable else (), repeat=tiles))
+        return UnitBytes(rest, tuple(grads)), found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,15 +175,24 @@ class ModelShape:
             return per_word * self.vocabulary
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
-    def largest_tiled_bytes(self, tiles: int, loss_tiles: int = 1, world: int = 1) -> int:
-        """Bytes of the largest unit with every linear in so many tiles (`inf.tile_linears`), and
-        the head in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks,
-        each of which gathers it."""
+    def unit_bytes(self, tiles: int = 1, loss_tiles: int = 1, world: int = 1) -> list[UnitBytes]:
+        """Bytes of the units with every linear in so many tiles (`inf.tile_linears`), and the head
+        in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks, each of
+        which gathers them."""
 
         def tiles_of(linear: LinearShape) -> int:
             return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
 
-        return max((unit.largest_tiled_bytes(tiles_of, world) for unit in self.units), default=0)
+        parts = [unit.tiled(tiles_of, world) for unit in self.units]
+        starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
+        found = []
+        for index, (unit, (rest, cut)) in enumerate(zip(self.units, parts, strict=True)):
+            outer = tuple(starts[each] for each in unit.around)
+            found.append(dataclasses.replace(rest, around=outer))
+            # The rest of the unit stays in use while its tiles come and go.
+            inner = (*outer, starts[index])
+            found += [dataclasses.replace(each, around=inner) for each in cut]
+        return found
 
 
 @functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
@@ -252,7 +278,7 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
     flats = tuple(
         FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items()
     )
-    return UnitShape(spec.name, flats, tuple(found))
+    return UnitShape(spec.name, flats, tuple(found), spec.around)
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:

@@ -1,0 +1,236 @@
+"""Device memory is bounded in bytes: small units go several at a time, a huge one by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity as inf
+from infinity._src.engine import offload
+from infinity._src.memory import device_room
+from infinity._src.memory.device_room import (
+    BESIDE_BYTES,
+    Passes,
+    UnitBytes,
+    fresh_room,
+    gathered_room,
+    room_bytes,
+)
+from infinity._src.params.discover import check_gatherable, find_units
+from infinity._src.params.unit import UNSHARDED
+from infinity.aio import Seam
+from tests import harness, models
+from tests.device import simulated
+from tests.distributed.ranks import on_ranks
+from tests.harness import Training
+from tests.marks import mostly_slow
+
+CPU, MIB, GIB = torch.device("cpu"), 1 << 20, 1 << 30
+
+
+# -- the bounds ------------------------------------------------------------------------------------
+
+
+def test_of_small_units_there_is_room_for_two_ahead() -> None:
+    units = [UnitBytes(400 * MIB, (300 * MIB, 100 * MIB))] * 32
+    assert gathered_room(units, Passes()) == 3 * 400 * MIB
+    assert fresh_room(units, Passes()) == 300 * MIB
+    assert fresh_room(units, Passes(copies=True)) == (300 + 2 * 400) * MIB
+    assert fresh_room(units, Passes(copies=True, several=True)) == 3 * 400 * MIB
+    # Three beside the one in backward would be more than 1 GiB.
+    assert fresh_room(units, Passes(in_backward=True)) == (400 + 1024) * MIB
+    assert gathered_room(units, Passes(whole=True)) == 32 * 400 * MIB
+
+
+def test_a_huge_unit_has_its_neighbours_beside_it_and_no_multiple_of_itself() -> None:
+    # As a mixture of experts has them: attention, a router, all experts of a layer.
+    layer = [UnitBytes(356 * MIB), UnitBytes(4 * MIB), UnitBytes(21 * GIB, (14 * GIB, 7 * GIB))]
+    units = [*layer * 58, UnitBytes(2 * GIB)]
+    assert gathered_room(units, Passes()) == 23 * GIB  # the head is a neighbour, too
+    assert gathered_room(units[:-1], Passes()) == 22 * GIB
+    # A gradient of a tensor leaves while the next one is made.
+    assert fresh_room(units, Passes(copies=True)) == 21 * GIB
+
+
+def test_units_that_are_in_use_together_have_room_together() -> None:
+    # A block keeps a part of itself, and has three experts inside of it.
+    units = [UnitBytes(100), *[UnitBytes(50, around=(0,))] * 3]
+    assert gathered_room(units, Passes()) == 250  # everything
+    assert gathered_room([*units, *[UnitBytes(60)] * 9], Passes()) == 100 + 50 + 2 * 100
+
+
+SIZES = st.lists(st.integers(1, 3 * BESIDE_BYTES), min_size=1, max_size=12)
+
+
+@settings(max_examples=50)
+@given(SIZES, st.integers(0, 4))
+def test_the_room_holds_neighbours_and_is_no_more_than_it_must(
+    sizes: list[int], count: int
+) -> None:
+    room, largest = room_bytes(sizes, count), max(sizes)
+    assert largest <= room <= sum(sizes)
+    for here, there in itertools.pairwise(sizes):
+        assert here + there <= room
+    assert room <= max(2 * largest, largest + min(count * largest, BESIDE_BYTES))
+    assert room_bytes(sizes[::-1], count) == room
+    # So many alike are as many units.
+    assert room_bytes(sizes[:1], count, repeats=[5]) == room_bytes(sizes[:1] * 5, count)
+
+
+def test_what_the_device_cannot_hold_is_refused_with_the_value_and_the_fix() -> None:
+    model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False))
+    specs = find_units(model, units=["Linear"], unit_bytes_max=MIB)
+    # Two units of 1 MiB gathered, and a gradient of one.
+    check_gatherable(model, specs, MIB, CPU, 3 * MIB, Passes())
+    with pytest.raises(
+        ValueError,
+        match=r"0.weight takes 1 MiB gathered whole: inf.tile_linears\(model, tiles=\d, .*"
+        r"has 2.9 MiB; gathered parameters take up to 2 MiB of it, and fresh gradients 1 MiB",
+    ):
+        check_gatherable(model, specs, MIB, CPU, 3 * MIB - 100_000, Passes())
+    # Gradients that are copied away leave beside the next one.
+    with pytest.raises(ValueError, match=r"fresh gradients 2 MiB"):
+        check_gatherable(model, specs, MIB, CPU, 3 * MIB, Passes(copies=True))
+    # Frozen parameters have none.
+    check_gatherable(
+        model.requires_grad_(requires_grad=False), specs, MIB, CPU, 2 * MIB, Passes(copies=True)
+    )
+    with pytest.raises(ValueError, match=r"all parameters stay gathered, 2 MiB: use zero=3"):
+        check_gatherable(model, specs, MIB, CPU, 2 * MIB - 1, Passes(whole=True))
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Layers of different sizes, applied in the order that the caller wants."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8 * width) for width in widths)
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for index in order:
+            x = torch.tanh(self.layers[index](x).view(-1, 8).mean(0, keepdim=True))
+        return x.sum()
+
+
+@pytest.fixture(scope="module")
+def drive(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("drive")
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 400), min_size=2, max_size=7),
+    beside=st.floats(0, 1),
+    seed=st.integers(0, 99),
+)
+def test_what_is_gathered_never_exceeds_the_bound_and_every_unit_is_gathered(
+    widths: list[int], beside: float, seed: int, drive: Path
+) -> None:
+    """Any bound that holds the largest unit, and orders that deviate while reads are under way."""
+    torch.manual_seed(0)
+    plain = Wide(widths)
+    model = Wide(widths)
+    model.load_state_dict(plain.state_dict())
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=drive, ram="min", units=["Linear"])
+    offload(model, policy, _seam=Seam(delay_us_max=300, seed=seed))
+    handle = inf.handle(model)
+    sizes = [unit.size_bytes for unit in handle.units]
+    bound = max(sizes) + int(beside * (sum(sizes) - max(sizes)))
+    handle.unsharder.gathered_bytes_max = bound
+    gathered = set()
+    for unit in handle.units:
+        unit.modules[0].register_forward_pre_hook(
+            lambda *_, unit=unit: gathered.add(unit.index) if unit.state is UNSHARDED else None
+        )
+    rng = random.Random(seed)
+    for _ in range(4):
+        order = rng.sample(range(len(widths)), len(widths))
+        if rng.random() < 0.5:
+            order.sort()
+        gathered.clear()
+        x = torch.randn(1, 8, requires_grad=True)
+        loss = model(x, order)
+        assert gathered == set(order)
+        loss.backward()
+        assert torch.equal(loss, plain(x, order))
+        assert handle.stats().gathered_bytes_peak <= bound
+    handle.close()
+
+
+# -- the same bits whatever the room ---------------------------------------------------------------
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit is huge: hardly anything goes beside the one that is worked on."""
+    monkeypatch.setattr(device_room, "BESIDE_BYTES", 1000)
+
+
+ONE = Training(models.llama, accumulation=1, max_norm=None, steps=3)
+WAYS: dict[str, dict[str, Any]] = {
+    "deferred": {},
+    "backward": {"update": "backward"},
+    "speculating": {"update": "backward", "generations": 2},
+}
+
+
+@pytest.mark.parametrize("way", mostly_slow(list(WAYS), "deferred", "backward"))
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.usefixtures("little_room")
+def test_units_that_go_one_by_one_keep_the_bits(
+    way: str, copies: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = inf.Policy(
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", unit_bytes_max=8192, **WAYS[way]
+    )
+    if not copies:
+        found = harness.offloaded(ONE, policy)
+    else:
+        with simulated(monkeypatch):
+            found = harness.offloaded(ONE, policy)
+    harness.assert_equal(found, harness.reference(ONE))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rooms:
+    """Trains on a rank with room for hardly anything beside a unit, then with room for all."""
+
+    policy: dict[str, Any]
+
+    def __call__(self, rank: int, directory: Path) -> list[harness.Result]:
+        found, much = [], device_room.BESIDE_BYTES
+        try:
+            for device_room.BESIDE_BYTES in (1000, much):
+                drive = directory / f"{rank}-{device_room.BESIDE_BYTES}"
+                drive.mkdir()
+                policy = inf.Policy(
+                    params="nvme",
+                    optim="nvme",
+                    nvme=drive,
+                    ram="min",
+                    unit_bytes_max=8192,
+                    **self.policy,
+                )
+                found.append(harness.offloaded(ONE, policy))
+        finally:
+            device_room.BESIDE_BYTES = much
+        return found
+
+
+@pytest.mark.parametrize("way", mostly_slow(["deferred", "backward"], "deferred"))
+def test_units_that_go_one_by_one_between_ranks_keep_the_bits(way: str, tmp_path: Path) -> None:
+    for little, much in on_ranks(Rooms(WAYS[way]), tmp_path / "run", 2):
+        assert little.stats.gathered_bytes_peak < much.stats.gathered_bytes_peak
+        harness.assert_equal(little, much)
