@@ -57,8 +57,15 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
-from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
+from infinity._src.params.materialize import (
+    OpenSource,
+    Source,
+    fill_shards,
+    fill_unit,
+    open_source,
+)
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
+from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
@@ -184,10 +191,12 @@ def build_engine(
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
     source = open_source(model, with_files(load))
+    # Also where no part can be read: every rank holds this round.
+    in_parts = split.resources.are_alike(place_of(source.files)) and split.comm.world > 1
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source)
+    fill_tiers(split, tiers, source, in_parts=in_parts)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
@@ -309,14 +318,20 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
-def fill_tiers(split: Split, tiers: Tiers, source: OpenSource) -> None:
+def fill_tiers(split: Split, tiers: Tiers, source: OpenSource, *, in_parts: bool) -> None:
     """Write the model's values to their tiers, unit by unit. Blocks; collective.
 
-    Raises: PeerFailed, ValueError.
+    in_parts: all ranks read the same files, and each reads its own part of them. Raises:
+    PeerFailed, ValueError, AioError.
     """
     with contextlib.closing(_Filling(split, tiers)) as filling:
         for unit in split.units:
-            fill_unit(unit, source, filling.store)
+            if in_parts:
+                fill_shards(unit, source, split.comm.rank, filling.store_shard)
+            else:
+                fill_unit(unit, source, filling.store)
+            # A fill takes long: the others do not go on to its end when one rank has failed.
+            split.resources.check_peers()
         filling.wait()
     source.fill_buffers(split.device.torch_device)
     # From here on collectives report the error of a rank, and no longer the rendezvous.
@@ -342,10 +357,15 @@ class _Filling:
         self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
-        self.wait()
         if shard.numel() < values.numel():
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
+        self.store_shard(flat, shard)
+
+    def store_shard(self, flat: Flat, shard: torch.Tensor) -> None:
+        """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
+        before is written. Raises: AioError."""
+        self.wait()
         self._under_way = self._tiers.store.store(flat, 0, shard.data_ptr()), shard
         self._line.advance(shard.nbytes)
 

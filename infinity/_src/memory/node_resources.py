@@ -5,8 +5,10 @@ Ranks agree on them in rounds of a rendezvous while a model is set up:
     round                                   derived from it
     offload: machine, memory left           this rank's directories, its part of the memory
              drives                         ranks for each drive: bandwidth, depth of requests
+             files of the values            the same: each rank reads its part of them alone
              memory of the plan             more than the machine has: MemoryError on all ranks
              room on the drives             more than there is: SwapFullError on all ranks
+             after each unit                a rank that cannot read or write stops all ranks
     optimizer: room on the drives           the same
 
 Machines are told apart by the kernel, not by the nodes of a mesh: two "nodes" on one machine have
@@ -180,6 +182,19 @@ class NodeResources:
                     op="allocate",
                     length=wanted,
                 )
+
+    def are_alike(self, value: str) -> bool:
+        """Return whether all ranks give the same value, which is not empty. Collective during a
+        rendezvous. Raises: PeerFailed."""
+        assert self._rendezvous is not None
+        everyone = self._rendezvous.all_gather_object({"value": value})
+        return bool(value) and all(row["value"] == value for row in everyone)
+
+    def check_peers(self) -> None:
+        """Learn whether another rank has failed since the last round. Collective during a
+        rendezvous. Raises: PeerFailed."""
+        assert self._rendezvous is not None
+        self._rendezvous.all_gather_object({})
 
     def end_rendezvous(self) -> None:
         """End the rendezvous, if all ranks came here without an error. Collective. Raises:
