@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 import infinity as inf
 from infinity._src.engine import offload
-from infinity.errors import SwapFullError
+from infinity.aio import Fault, Seam
+from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, die, made, undisturbed
 from tests.test_durable_faults import Failing
+from tests.unit.aio.disks import loop_ext4
 
 STEPS = 2
 
@@ -137,3 +140,67 @@ def test_a_first_commit_that_fails_is_told_and_made_up_for(
     inf.AdamW(model.parameters(), lr=1e-2)
     die(model)
     assert_goes_on(tmp_path, wanted)
+
+
+def wide() -> Any:
+    """16 MiB of bf16 parameters in 8 units."""
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(8))
+    )
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_drive_with_room_for_95_percent_is_told_before_anything_is_written(
+    tmp_path: Path, durable: bool
+) -> None:
+    with loop_ext4(tmp_path / "drive", 80 << 20) as drive:
+        # A durable run reserves both of its places, and their room for training or without.
+        whole = (16 << 20) * (2 if durable else 1)
+        space = os.statvfs(drive)
+        filler = drive / "filler"
+        with filler.open("wb") as file:
+            left = space.f_bavail * space.f_frsize
+            os.posix_fallocate(file.fileno(), 0, left - int(whole * 0.95))
+        before = os.statvfs(drive).f_bavail
+        model = wide()
+        expected = [value.clone() for value in model.state_dict().values()]
+        values: Any = {"nvme": drive, "ram": "min", "durable": durable, "unit_bytes_max": 3 << 20}
+        with pytest.raises(SwapFullError, match="missing; free space") as caught:
+            offload(model, inf.Policy(params="nvme", optim="nvme", **values))
+        assert caught.value.errno == errno.ENOSPC
+        assert caught.value.path.startswith(str(drive))
+        assert 0 < caught.value.length <= whole
+        # All is as it was: the room, and the model.
+        assert abs(os.statvfs(drive).f_bavail - before) * space.f_frsize < 1 << 20
+        filler.unlink()
+        offload(model, inf.Policy(params="nvme", optim="nvme", **values))
+        found = model.state_dict().values()
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        close(model)
+
+
+def test_a_write_that_fails_in_the_fill_names_the_unit_and_the_model_is_as_it_was(
+    tmp_path: Path,
+) -> None:
+    model = wide()
+    expected = [value.clone() for value in model.state_dict().values()]
+    policy = inf.Policy(
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", unit_bytes_max=3 << 20
+    )
+    fault = Fault("write", 20, errno=errno.ENOSPC, persistent=True)
+    with pytest.raises(SwapFullError) as caught:
+        offload(model, policy, _seam=Seam(fault=fault))
+    error = caught.value
+    assert str(error).startswith("parameters of ")
+    for text in ("cannot be written", str(tmp_path), f"offset {error.offset}", "free space"):
+        assert text in str(error)
+    assert isinstance(error, AioError)
+    assert error.errno == errno.ENOSPC
+    assert error.length > 0
+    assert not list(tmp_path.iterdir())
+    found = model.state_dict().values()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    offload(model, policy)
+    close(model)

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -259,7 +260,7 @@ def open_tiers(
     split: Split, seam: Seam | None, owner: EngineHandle, undo: contextlib.ExitStack
 ) -> Tiers:
     """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
-    SwapFullError, OSError.
+    MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
     # Room for the gradients of a few units on their way: the largest decides.
@@ -278,6 +279,8 @@ def open_tiers(
     undo.callback(planner.close)
     # Raises before any file is made, if the budget is too small.
     plan = planner.first()
+    # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
+    split.resources.check_memory(plan, freed_bytes=_held_bytes(split.params))
     storage = Storage(
         policy,
         plan,
@@ -290,6 +293,12 @@ def open_tiers(
     )
     _create_chunks(split, storage, plan)
     return Tiers(planner, buffers, offload, storage)
+
+
+def _held_bytes(params: Sequence[Param]) -> int:
+    """Bytes in RAM of the values that the model holds."""
+    held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
+    return sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
 
 
 def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
@@ -347,7 +356,7 @@ class _Filling:
     def __init__(self, split: Split, tiers: Tiers) -> None:
         self._split, self._tiers = split, tiers
         # Kept with the values that the drives read.
-        self._under_way: tuple[Ticket, torch.Tensor] | None = None
+        self._under_way: tuple[Flat, Ticket, torch.Tensor] | None = None
         total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
@@ -366,14 +375,25 @@ class _Filling:
         """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
         before is written. Raises: AioError."""
         self.wait()
-        self._under_way = self._tiers.store.store(flat, 0, shard.data_ptr()), shard
+        self._under_way = flat, self._tiers.store.store(flat, 0, shard.data_ptr()), shard
         self._line.advance(shard.nbytes)
 
     def wait(self) -> None:
-        """Block until everything is written. Raises: AioError."""
-        if self._under_way is not None:
-            self._under_way[0].wait()
+        """Block until everything is written. Raises: AioError that names the unit."""
+        if self._under_way is None:
+            return
+        flat, ticket, _ = self._under_way
+        try:
+            ticket.wait()
+        except AioError as error:
             self._under_way = None
+            text = (
+                f"parameters of {flat.unit.name} cannot be written: {error}. The model is as it "
+                "was: free space there, or name another drive in Policy.nvme, and offload it again"
+            )
+            error.args = (text,)
+            raise
+        self._under_way = None
 
     def close(self) -> None:
         """Block until no write is under way, however it ends."""

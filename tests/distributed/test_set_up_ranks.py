@@ -19,10 +19,11 @@ from safetensors.torch import save_file
 import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio._records import GROUP_NUMEL
-from infinity.errors import AioError, PeerFailed
+from infinity.errors import AioError, MemoryLimitError, PeerFailed
 from tests import models
 from tests.crashes import Net, digest, step
 from tests.distributed.ranks import on_ranks
+from tests.distributed.test_sharing_ranks import cgroup
 from tests.durable_runs import close, die, made
 
 
@@ -202,3 +203,43 @@ class Killed:
 
 def test_ranks_that_end_before_the_first_step_go_on(tmp_path: Path) -> None:
     on_ranks(Killed(tmp_path / "run"), tmp_path / "ranks", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class InCgroup:
+    """One rank whose plan is larger than a limit leaves. Returns the error, what it says of bytes,
+    and the bytes of a plan that fits."""
+
+    cgroup: Path
+
+    def __call__(self, rank: int, place: Path) -> tuple[str, int, int, int]:
+        (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            with pytest.raises(MemoryLimitError) as caught:
+                self.filled(place, "400MiB")
+            model = self.filled(place, "min")
+            held = inf.handle(model).stats().ram_bytes
+            close(model)
+        finally:  # this process may serve other tests
+            (self.cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+        assert isinstance(caught.value, MemoryError)
+        return str(caught.value), caught.value.needed_bytes, caught.value.left_bytes, held
+
+    def filled(self, place: Path, ram: str) -> Any:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(
+                *(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(40))
+            )
+        policy = inf.Policy(params="nvme", optim="nvme", nvme=place, ram=ram)
+        return inf.offload(model, policy, load=lambda _name, tensor: tensor.fill_(0.01))
+
+
+@pytest.mark.privileged
+def test_a_plan_beyond_the_cgroups_limit_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    limit = 320 << 20
+    with cgroup(limit) as place:
+        ((text, needed, left, held),) = on_ranks(InCgroup(place), tmp_path / "run", 1)
+    assert text.startswith("this process would hold")
+    assert f"the limit of cgroup {place} (320 MiB) leaves" in text
+    assert "choose Policy(ram=" in text
+    assert held <= left <= limit < needed <= 400 << 20
