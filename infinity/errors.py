@@ -55,6 +55,20 @@ class BudgetError(InfinityError, ValueError):
         self.smallest_bytes = smallest_bytes
 
 
+class MemoryLimitError(InfinityError, MemoryError):
+    """The machine, or a cgroup of this process, leaves less memory than the plan needs; the kernel
+    would end the process. Nothing was taken.
+
+    limit: which, in words. needed_bytes: of all ranks that share it. left_bytes: what it leaves.
+    """
+
+    def __init__(self, message: str, *, limit: str, needed_bytes: int, left_bytes: int) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.needed_bytes = needed_bytes
+        self.left_bytes = left_bytes
+
+
 class EngineClosed(InfinityError, RuntimeError):
     """The model's engine was closed; its parameters can no longer be gathered."""
 

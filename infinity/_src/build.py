@@ -22,7 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +59,15 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
-from infinity._src.params.materialize import OpenSource, Source, fill_unit, open_source
+from infinity._src.params.materialize import (
+    OpenSource,
+    Source,
+    fill_shards,
+    fill_unit,
+    open_source,
+)
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
+from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.unshard import Unsharder
@@ -187,12 +194,14 @@ def build_engine(
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
     source = open_source(model, with_files(load), init)
+    # Also where no part can be read: every rank holds this round.
+    in_parts = split.resources.are_alike(place_of(source.files)) and split.comm.world > 1
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source, heap)
+    fill_tiers(split, tiers, source, heap, in_parts=in_parts)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
@@ -259,7 +268,7 @@ def open_tiers(
     split: Split, seam: Seam | None, owner: EngineHandle, undo: contextlib.ExitStack
 ) -> Tiers:
     """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
-    SwapFullError, OSError.
+    MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
     # Room for the gradients of a few units on their way.
@@ -278,6 +287,8 @@ def open_tiers(
     undo.callback(planner.close)
     # Raises before any file is made, if the budget is too small.
     plan = planner.first()
+    # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
+    split.resources.check_memory(plan, freed_bytes=_held_bytes(split.params))
     storage = Storage(
         policy,
         plan,
@@ -290,6 +301,12 @@ def open_tiers(
     )
     _create_chunks(split, storage, plan)
     return Tiers(planner, buffers, offload, storage)
+
+
+def _held_bytes(params: Sequence[Param]) -> int:
+    """Bytes in RAM of the values that the model holds."""
+    held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
+    return sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
 
 
 def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
@@ -318,14 +335,22 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
     return of_windows + split.ranks.transit_bytes(split.flats, buffers.dtype, copies=copies)
 
 
-def fill_tiers(split: Split, tiers: Tiers, source: OpenSource, heap: Heap) -> None:
+def fill_tiers(
+    split: Split, tiers: Tiers, source: OpenSource, heap: Heap, *, in_parts: bool
+) -> None:
     """Write the model's values to their tiers, unit by unit. Blocks; collective.
 
-    Raises: PeerFailed, ValueError.
+    in_parts: all ranks read the same files, and each reads its own part of them. Raises:
+    PeerFailed, ValueError, AioError.
     """
     with contextlib.closing(_Filling(split, tiers, heap)) as filling:
         for unit in split.units:
-            fill_unit(unit, source, filling.store)
+            if in_parts:
+                fill_shards(unit, source, split.comm.rank, filling.store_shard)
+            else:
+                fill_unit(unit, source, filling.store)
+            # A fill takes long: the others do not go on to its end when one rank has failed.
+            split.resources.check_peers()
         filling.wait()
     source.fill_buffers(split.device.torch_device)
     # From here on collectives report the error of a rank, and no longer the rendezvous.
@@ -341,7 +366,7 @@ class _Filling:
     def __init__(self, split: Split, tiers: Tiers, heap: Heap) -> None:
         self._split, self._tiers, self._heap = split, tiers, heap
         # Kept with the values that the drives read.
-        self._under_way: tuple[Ticket, torch.Tensor] | None = None
+        self._under_way: tuple[Flat, Ticket, torch.Tensor] | None = None
         total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
@@ -351,20 +376,36 @@ class _Filling:
         self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
-        self.wait()
         if shard.numel() < values.numel():
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
-        self._under_way = self._tiers.store.store(flat, 0, shard.data_ptr()), shard
+        self.store_shard(flat, shard)
+
+    def store_shard(self, flat: Flat, shard: torch.Tensor) -> None:
+        """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
+        before is written. Raises: AioError."""
+        self.wait()
+        self._under_way = flat, self._tiers.store.store(flat, 0, shard.data_ptr()), shard
         self._line.advance(shard.nbytes)
 
     def wait(self) -> None:
-        """Block until everything is written. Raises: AioError."""
-        if self._under_way is not None:
-            self._under_way[0].wait()
+        """Block until everything is written. Raises: AioError that names the unit."""
+        if self._under_way is None:
+            return
+        flat, ticket, _ = self._under_way
+        try:
+            ticket.wait()
+        except AioError as error:
             self._under_way = None
-            # Flats and what their values came from are of many sizes: their holes would stay.
-            self._heap.freed()
+            text = (
+                f"parameters of {flat.unit.name} cannot be written: {error}. The model is as it "
+                "was: free space there, or name another drive in Policy.nvme, and offload it again"
+            )
+            error.args = (text,)
+            raise
+        self._under_way = None
+        # Flats and what their values came from are of many sizes: their holes would stay.
+        self._heap.freed()
 
     def close(self) -> None:
         """Block until no write is under way, however it ends."""

@@ -68,8 +68,9 @@ def offload(
     at a time gets memory. Blocks until all is at rest.
 
     Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`
-    is too small, SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another
-    rank failed, which is named. On an error the model is as it was. Collective on several ranks.
+    is too small, MemoryLimitError when the machine or the cgroup leaves less than the plan needs,
+    SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed,
+    which is named. On an error the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(

@@ -107,8 +107,6 @@ class Storage:
     ) -> None:
         # First: memory that is allocated from here on comes from the NUMA node of the device.
         numa.bind(device.torch_device, number=node_resources.number, ranks=node_resources.ranks)
-        # All ranks check here, so ranks that share drives go on to measure them together.
-        node_resources.check_memory(plan.ram_bytes)
         self._device = device
         # Registered first, so closed last: the executor must be closed before the device.
         undo.callback(device.close)

@@ -405,5 +405,5 @@ def test_under_a_cgroups_limit_two_ranks_together_hold_less_than_it_leaves(tmp_p
     # each alone would have taken as much: the model is larger
     assert zero[0] + one[0] > 0.6 * RAM_SHARE * limit
     for _, _, more in (zero, one):
-        assert more.startswith("MemoryError: ranks 0, 1 would hold")
+        assert more.startswith("MemoryLimitError: ranks 0, 1 together would hold")
         assert "the limit of cgroup" in more

@@ -1,6 +1,7 @@
 """Durable runs: every committed step has a manifest beside the swap files, from which training goes
 on after a crash.
 
+    set-up          when all that learns has its states: a manifest of step 0
     opt.step()      captures the step's small state: step counts, groups, buffers, handle.extra
     the next one    updates have ended -> flush the drives -> manifest of each rank -> all have one
                     -> the states of the step before may be overwritten
@@ -124,11 +125,17 @@ class DurableRun:
 
     def _before_forward(self, *_: object) -> None:
         # Forward changes buffers (running means, say): commit them as they were before it.
-        if not self._stepped and not self.begun and not self.waits:
+        if not self._stepped and not self.waits:
             self.capture()
+            if self._captured == self._committed:
+                # As they were at set-up: the first step finds them committed.
+                self._captured = self._committed
         # A forward of evaluation leaves the hook for the first one that trains.
         if self._model.training and torch.is_grad_enabled():
             self._first_forward.remove()
+            # Where some parameters learn without an optimizer, set-up could not tell its end.
+            if not self.begun and self._captured is not None and self._captured.optimizers:
+                self._pipeline.commit()
 
     @property
     def flats(self) -> list[Flat]:
@@ -223,8 +230,10 @@ class DurableRun:
         """Forget the small state captured since the last commit: a fault undid its step."""
         self._captured = self._committed
 
-    def states_moved(self) -> None:
-        """Commit the last step anew: its flats moved, and others will use their old places."""
+    def states_moved(self, *, complete: bool) -> None:
+        """Commit the last step anew: its flats moved, and others will use their old places.
+        complete: all that learns has its states, so a run without a commit gets its first.
+        """
         # None first: should describing fail, the next commit captures anew.
         before, self._captured = self._captured, None
         if self._written >= 0:
@@ -234,6 +243,14 @@ class DurableRun:
                     self._described(), extra=before.extra, whole=True
                 )
             self.commit()
+        elif complete and not self.waits:
+            # Not earlier: a second optimizer's states would find no room beside named places.
+            try:
+                self.commit()
+            except BaseException:
+                # The optimizer is not registered then, and its groups are nobody's.
+                self._captured = None
+                raise
 
     def prepare_next(self) -> None:
         """Move chunks away from places that a checkpoint names, and that must never be written

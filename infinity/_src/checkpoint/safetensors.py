@@ -45,10 +45,14 @@ from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
-from infinity._src.sizes import format_size, parse_size, round_up
+from infinity._src.sizes import MIB, format_size, parse_size, round_up
 from infinity._src.wording import listed
 from infinity.aio import Format
 from infinity.aio._records import Master, Moments
+from infinity.errors import AioError, ShortTransferError
+
+PIECE_BYTES = 64 * MIB
+"""Bytes of a tensor that are read and converted together."""
 
 INDEX = "model.safetensors.index.json"
 # Names that an export gives; nothing else in the directory is ever removed.
@@ -65,6 +69,7 @@ _DTYPES = {
 """Dtypes of the format, in the order in which a file has their tensors: large items first, so that
 all are aligned.
 """
+_DTYPE_OF = {text: dtype for dtype, text in _DTYPES.items()}
 _RANK_OF = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
 
 
@@ -90,6 +95,7 @@ class SafetensorsFiles(NamedTensors):
         # One at a time: a large model has many.
         self._open_path: Path | None = None
         self._open_file: Any = None
+        self._header_of: dict[Path, dict[str, Any]] = {}
 
     @property
     def label(self) -> str:
@@ -112,6 +118,37 @@ class SafetensorsFiles(NamedTensors):
         """Read one tensor, mapped from its file."""
         return cast("torch.Tensor", self._file(name).get_tensor(name))
 
+    def files(self) -> tuple[Path, ...]:
+        """Return all files."""
+        return tuple(dict.fromkeys(self._file_of.values()))
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor, from `start` on, and nothing else of it. Blocks. Raises:
+        AioError; ShortTransferError where the file has become shorter.
+        """
+        path = self._file_of[name]
+        entry, data = self._entry(path, name)
+        dtype, first = _DTYPE_OF[entry["dtype"]], data + entry["data_offsets"][0]
+        step = max(PIECE_BYTES // dtype.itemsize, 1)
+        with path.open("rb", buffering=0) as file:
+            # In pieces: where dtypes differ, a piece is in memory besides.
+            for at in range(0, out.numel(), step):
+                part = out[at : at + step]
+                same = part.dtype == dtype and part.is_contiguous()
+                piece = part if same else torch.empty(part.shape, dtype=dtype)
+                _read_at(file, name, piece, first + (start + at) * dtype.itemsize)
+                if not same:
+                    part.copy_(piece)
+
+    def _entry(self, path: Path, name: str) -> tuple[dict[str, Any], int]:
+        """Return what the header says of one tensor, and the offset of the data behind it."""
+        if path not in self._header_of:
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                self._header_of[path] = {**json.loads(file.read(length)), "": 8 + length}
+        header = self._header_of[path]
+        return header[name], header[""]
+
     def _header(self, name: str) -> Any:
         from safetensors import SafetensorError
 
@@ -128,6 +165,33 @@ class SafetensorsFiles(NamedTensors):
             self._open_file = _open(path)
             self._open_path = path
         return self._open_file
+
+
+def _read_at(file: IO[bytes], name: str, out: torch.Tensor, offset: int) -> None:
+    """Fill a contiguous tensor from byte `offset` of a file on."""
+    left = memoryview(out.view(torch.uint8).numpy().data)
+    while left:
+        try:
+            count = os.preadv(file.fileno(), [left], offset)
+        except OSError as error:
+            raise AioError(
+                f"{name} cannot be read",
+                errno=error.errno or 0,
+                path=file.name,
+                op="read",
+                offset=offset,
+                length=len(left),
+            ) from error
+        if not count:
+            raise ShortTransferError(
+                f"{name} cannot be read: the file has become shorter since it was opened; copy or "
+                "download it again",
+                path=file.name,
+                op="read",
+                offset=offset,
+                length=len(left),
+            )
+        left, offset = left[count:], offset + count
 
 
 def _open(path: Path) -> Any:

@@ -108,6 +108,14 @@ def memory_seen() -> dict[str, int]:
     return found
 
 
+def describe_limit(name: str) -> str:
+    """Describe one of the limits of `memory_seen`, with its size where this process knows it."""
+    words = name.partition(" ")[2]
+    sizes = {f"the limit of cgroup {each.path}": each.limit_bytes for each in cgroup_limits()}
+    sizes["the machine"] = int(psutil.virtual_memory().total)
+    return f"{words} ({format_size(sizes[words])})" if words in sizes else words
+
+
 def fair_share(mine: Mapping[str, int], everyone: Sequence[Mapping[str, int]]) -> int:
     """Divide the memory that is left, in bytes: each limit by the ranks under it. Returns the
     smallest part.
@@ -153,6 +161,7 @@ __all__ = [
     "RamLedger",
     "budget_bytes",
     "describe_budget",
+    "describe_limit",
     "describe_others",
     "fair_share",
     "machine",

@@ -5,8 +5,10 @@ Ranks agree on them in rounds of a rendezvous while a model is set up:
     round                                   derived from it
     offload: machine, memory left           this rank's directories, its part of the memory
              drives                         ranks for each drive: bandwidth, depth of requests
-             memory of the plan             more than the machine has: MemoryError on all ranks
+             files of the values            the same: each rank reads its part of them alone
+             memory of the plan             more than is left: MemoryLimitError on all ranks
              room on the drives             more than there is: SwapFullError on all ranks
+             after each unit                a rank that cannot read or write stops all ranks
     optimizer: room on the drives           the same
 
 Machines are told apart by the kernel, not by the nodes of a mesh: two "nodes" on one machine have
@@ -27,13 +29,21 @@ from pathlib import Path
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
-from infinity._src.memory.ledger import RAM_SHARE, fair_share, machine, memory_seen
+from infinity._src.memory.ledger import (
+    RAM_SHARE,
+    describe_limit,
+    fair_share,
+    machine,
+    memory_seen,
+)
+from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.sizes import format_size
 from infinity.aio import SwapFile
 from infinity.aio._file_system import limits_of
 from infinity.aio._probe import BLOCK_BYTES
 from infinity.aio._swap_file import is_directory_pattern, resolve_directories
+from infinity.errors import MemoryLimitError
 
 DEPTH_MIN = 8
 """Least number of requests that a rank has in flight at a drive, however many ranks share it. Fewer
@@ -117,15 +127,17 @@ class NodeResources:
             found.append(max(taken // self.sharers(file.directory), min(taken, DEPTH_MIN)))
         return found
 
-    def check_memory(self, size_bytes: int) -> None:
-        """Check that the plans of all ranks, `size_bytes` of this one, fit together. Collective.
+    def check_memory(self, plan: PlacementPlan, *, freed_bytes: int) -> None:
+        """Check that what the plans of all ranks hold fits into memory. Collective.
 
-        Raises: MemoryError on all ranks if those under one limit want more than it leaves.
+        freed_bytes: memory of the model's values, which this rank gives back when they are at rest.
+        Raises: MemoryLimitError on all ranks if those under one limit want more than it leaves.
         """
-        if self._comm.world == 1:
-            return
         assert self._rendezvous is not None
-        everyone = self._rendezvous.all_gather_object({"size": size_bytes, "memory": memory_seen()})
+        seen = {limit: left + freed_bytes for limit, left in memory_seen().items()}
+        everyone = self._rendezvous.all_gather_object(
+            {"size": plan.ram_bytes, "least": plan.min_bytes, "memory": seen}
+        )
         # By limit: each cgroup's, and the machine's, bounds the ranks that see it.
         for limit in {limit: None for row in everyone for limit in row["memory"]}:
             ranks = [rank for rank, row in enumerate(everyone) if limit in row["memory"]]
@@ -133,12 +145,8 @@ class NodeResources:
             # Several ranks may have read a limit: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
             if wanted > left:
-                raise MemoryError(
-                    f"{_ranks(ranks)} would hold {format_size(wanted)} together, and what they "
-                    f"share ({limit.partition(' ')[2]}) leaves {format_size(left)}: "
-                    f"{format_size(wanted - left)} are missing. Policy.ram is what each rank may "
-                    "hold: choose a smaller one, or None (a part of what is left)"
-                )
+                least = max(everyone[rank]["least"] for rank in ranks)
+                raise _beyond(limit, wanted, left, ranks, least=least)
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         """Check that the file systems have room for all ranks: `sizes` more bytes in this rank's
@@ -180,6 +188,19 @@ class NodeResources:
                     op="allocate",
                     length=wanted,
                 )
+
+    def are_alike(self, value: str) -> bool:
+        """Return whether all ranks give the same value, which is not empty. Collective during a
+        rendezvous. Raises: PeerFailed."""
+        assert self._rendezvous is not None
+        everyone = self._rendezvous.all_gather_object({"value": value})
+        return bool(value) and all(row["value"] == value for row in everyone)
+
+    def check_peers(self) -> None:
+        """Learn whether another rank has failed since the last round. Collective during a
+        rendezvous. Raises: PeerFailed."""
+        assert self._rendezvous is not None
+        self._rendezvous.all_gather_object({})
 
     def end_rendezvous(self) -> None:
         """End the rendezvous, if all ranks came here without an error. Collective. Raises:
@@ -231,6 +252,33 @@ class NodeResources:
         return dataclasses.replace(
             policy, io=dataclasses.replace(policy.io_settings, bandwidths=parts)
         )
+
+
+def _beyond(
+    limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int
+) -> MemoryLimitError:
+    """Return the error for ranks that want more memory than a limit leaves. least: the smallest
+    `Policy.ram` that works for each of them.
+    """
+    who, name = "this process", describe_limit(limit)
+    if len(ranks) > 1:
+        who = f"{_ranks(ranks)} together"
+    part = left // len(ranks)
+    fix = (
+        f"choose Policy(ram={format_size(part)!r}) or less ({format_size(least)} is the least that "
+        "works)"
+        if least <= part
+        else f"this policy needs {format_size(least)} for each rank at least: let states rest on a "
+        "lower tier (optim='nvme', grads='nvme')"
+    )
+    return MemoryLimitError(
+        f"{who} would hold {format_size(wanted)}, and {name} leaves {format_size(left)}: "
+        f"{format_size(wanted - left)} are missing, and the kernel would end the process; {fix}, "
+        "or raise the limit",
+        limit=name,
+        needed_bytes=wanted,
+        left_bytes=left,
+    )
 
 
 def _check_alike(what: str, everyone: Sequence[Sequence[str]]) -> None:

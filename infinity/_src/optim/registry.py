@@ -118,13 +118,19 @@ class OptimizerRegistry:
         try:
             # Accumulators still point into the old memory, which lives as long as they do.
             self._rebind_gradients()
+            self._commit_places()
         except BaseException:
             # The states stay where they are, and no optimizer holds them.
             self._optimizers = optimizers_before
             raise
+
+    def _commit_places(self) -> None:
+        """Have a durable run commit the new places: what its last manifest names was moved. Its
+        first commit is here, too, so that a run may be killed before its first step."""
         if self._pipeline.transaction is not None:
-            # A durable run commits the new places: what its last manifest names was moved.
-            self._pipeline.transaction.states_moved()
+            learning = (p for flat in self._flats for p in flat.params if p.at_rest.requires_grad)
+            complete = all(param in self._optimizers for param in learning)
+            self._pipeline.transaction.states_moved(complete=complete)
 
     def make_gradients(self) -> None:
         """Make room for the gradients of all registered parameters: update="backward" accumulates

@@ -39,9 +39,9 @@ class Durable(Protocol):
     def undone(self) -> None:
         """Note that the states are those of the last commit again."""
 
-    def states_moved(self) -> None:
+    def states_moved(self, *, complete: bool) -> None:
         """Note that states got other places or formats. The last commit names places that are out
-        of use.
+        of use. complete: every parameter that learns has states now.
         """
 
     def prepare_next(self) -> None:
@@ -123,11 +123,13 @@ class Transaction:
         if self._durable is not None and not self._durable.waits:
             self._commit_now()
 
-    def states_moved(self) -> None:
-        """Commit flats that got other places or formats, with the values they had. As `begin`."""
+    def states_moved(self, *, complete: bool) -> None:
+        """Commit flats that got other places or formats, with the values they had; the first time
+        when set-up is `complete`: every parameter that learns has states. As `begin`.
+        """
         if self._durable is not None:
             self._committing = True
-            self._durable.states_moved()
+            self._durable.states_moved(complete=complete)
             self._flip()
 
     def count_step(self) -> None:

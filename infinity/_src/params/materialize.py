@@ -8,16 +8,19 @@
 
 A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
 whole, once). One flat of one unit is in memory at a time, and the one before it while it is
-written, so a model on the meta device is never in memory as a whole. Names, shapes and kinds of
-dtype are checked against the source before anything is filled. A tied parameter is filled once,
-from whichever of its names the source has.
+written, so a model on the meta device is never in memory as a whole. If all ranks read the same
+files, each reads its shard of a flat alone (infinity._src.params.source_files). Names, shapes and
+kinds of dtype are checked against the source before anything is filled. A tied parameter is filled
+once, from whichever of its names the source has.
 """
 
 from __future__ import annotations
 
 import abc
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -56,6 +59,18 @@ class NamedTensors(abc.ABC):
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor; the caller copies it at once."""
 
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that say all of the values: ranks that read the same ones have the same
+        values. Empty where that is not so.
+        """
+        return ()
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
+        tensor's elements from `start` on, in row-major order.
+        """
+        out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
+
 
 class OpenSource(abc.ABC):
     """A source, checked against the model and ready to fill it. Base of the three kinds."""
@@ -66,6 +81,19 @@ class OpenSource(abc.ABC):
     @abc.abstractmethod
     def fill(self, param: Param, out: torch.Tensor) -> None:
         """Fill `out`, a CPU tensor of the parameter's shape and dtype, with its values."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that say all of the values, as `NamedTensors.files`."""
+        return ()
+
+    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, one-dimensional and of the parameter's dtype, with its elements from `start`
+        on, in row-major order. Reads no more than it has to.
+        """
+        whole = torch.empty(param.shape, dtype=out.dtype)
+        self.fill(param, whole)
+        out.copy_(whole.reshape(-1)[start : start + out.numel()])
 
     @abc.abstractmethod
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
@@ -143,6 +171,23 @@ def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tenso
                     param, values[param.offset : param.offset + param.numel].view(param.shape)
                 )
         store(flat, values)
+
+
+def fill_shards(
+    unit: Unit, source: OpenSource, rank: int, store: Callable[[Flat, torch.Tensor], None]
+) -> None:
+    """Fill one rank's part of a unit, one flat at a time: `store(flat, shard)` gets a CPU tensor
+    [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
+    """
+    for flat in unit.flats:
+        with torch.inference_mode(False), torch.no_grad():
+            # Zeros: padding between parameters is stored and checked like all else.
+            shard = torch.zeros(flat.layout.shard_numel, dtype=flat.dtype)
+            for param in flat.params:
+                at, start, numel = flat.layout.shard_range(param.param_index, rank)
+                if numel:
+                    source.fill_part(param, start, shard[at : at + numel])
+        store(flat, shard)
 
 
 # -- the three kinds -------------------------------------------------------------------------------
@@ -299,6 +344,40 @@ class _NamedSource(OpenSource):
         name = self._name_of(param.keys)
         assert name is not None, param.name
         self._copy(name, out, param.place)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self._tensors.files()
+
+    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+        name, place = self._name_of(param.keys), param.place
+        assert name is not None, param.name
+        # As where tensors are read whole: a cast from whole numbers is a mistake.
+        if self._tensors.is_floating_point(name) != out.is_floating_point():
+            kind = "whole" if out.is_floating_point() else "floating"
+            raise ValueError(
+                f"{self._tensors.label} has {name} as {kind} numbers; the model wants {out.dtype}"
+            )
+        if place is None:
+            self._tensors.read_into(name, start, out)
+            return
+        # On meta: where the tile's elements lie in the weight, without either.
+        tile = place.of(torch.empty(place.whole_shape, device="meta"))
+        begin = int(tile.storage_offset())
+        if tile.is_contiguous():
+            self._tensors.read_into(name, begin + start, out)
+            return
+        # The tile's rows with what lies between them.
+        row, strides = math.prod(tile.shape[1:]), tile.stride()
+        first, last = start // row, (start + out.numel() - 1) // row
+        rows = (last - first + 1, *tile.shape[1:])
+        spread = torch.empty(
+            1 + sum((size - 1) * step for size, step in zip(rows, strides, strict=True)),
+            dtype=out.dtype,
+        )
+        self._tensors.read_into(name, begin + first * strides[0], spread)
+        at = start - first * row
+        out.copy_(spread.as_strided(rows, strides).reshape(-1)[at : at + out.numel()])
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         name = self._name_of(names)

@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import nn
 
+from infinity import tile_linears
+from infinity._src.checkpoint import safetensors
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.params.discover import build, find_units
-from infinity._src.params.materialize import Source, fill_unit, open_source
+from infinity._src.params.materialize import Source, fill_shards, fill_unit, open_source
 from infinity._src.params.unit import Flat
 from tests import models
 
@@ -167,3 +171,60 @@ def test_a_meta_buffer_that_nobody_can_compute_is_named() -> None:
     model.table = torch.arange(4.0)
     filled(model, state)
     assert torch.equal(model.count, torch.zeros(2))
+
+
+@pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
+def test_parts_of_all_ranks_are_the_whole(case: models.Case, tmp_path: Path) -> None:
+    if case.name == "lora":  # peft moves adapters off the meta device
+        return
+    model = models.make(case)
+    held = dict(model.state_dict()).items()
+    unique = {id(value.untyped_storage()): (name, value.clone()) for name, value in held}
+    save_file(dict(unique.values()), tmp_path / "a.safetensors")
+    for world in (2, 3):
+        assert_parts_are_whole(on_meta(case), tmp_path, world)
+
+
+def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
+    units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, world)
+    source = open_source(model, with_files(load))
+    for unit in units:
+        whole: list[torch.Tensor] = []
+        fill_unit(unit, source, lambda _, tensor, into=whole: into.append(tensor))
+        parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
+        for rank, part in enumerate(parts):
+            fill_shards(unit, source, rank, lambda _, tensor, into=part: into.append(tensor))
+        for index, flat in enumerate(whole):
+            assert torch.equal(bits(torch.cat([part[index] for part in parts])), bits(flat))
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    return values.view(torch.uint8)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 90), st.integers(1, 90)), min_size=1, max_size=3),
+    tiles=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    world=st.integers(1, 5),
+    stored=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_parts_of_any_shape_tile_and_rank_are_the_whole(
+    tmp_path_factory: pytest.TempPathFactory,
+    sizes: list[tuple[int, int]],
+    tiles: tuple[int, int],
+    world: int,
+    stored: torch.dtype,
+) -> None:
+    place = tmp_path_factory.mktemp("parts")
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(*pair, dtype=torch.bfloat16) for pair in sizes))
+    save_file(
+        {name: torch.randn(value.shape).to(stored) for name, value in model.named_parameters()},
+        place / "a.safetensors",
+    )
+    rows, columns = tiles
+    tile_linears(model, tiles=(min(rows, *map(min, sizes)), min(columns, *map(min, sizes))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "PIECE_BYTES", 1000)
+        assert_parts_are_whole(model, place, world)

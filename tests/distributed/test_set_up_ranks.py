@@ -1,0 +1,245 @@
+"""Set-up of several ranks from files: each reads its own part, to the bits of the whole, and a rank
+that cannot read stops all."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import infinity as inf
+from infinity._src.engine import offload
+from infinity.aio._records import GROUP_NUMEL
+from infinity.errors import AioError, MemoryLimitError, PeerFailed
+from tests import models
+from tests.crashes import Net, digest, step
+from tests.distributed.ranks import on_ranks
+from tests.distributed.test_sharing_ranks import cgroup
+from tests.durable_runs import close, die, made
+
+
+@final
+class Counted:
+    """Bytes that `os.preadv` gives: those of the files of values. fails_after: from so many bytes
+    on it fails, as a drive does."""
+
+    def __init__(self, fails_after: int = 1 << 62) -> None:
+        self.bytes, self.fails_after, self.real = 0, fails_after, os.preadv
+
+    def __enter__(self) -> Counted:
+        os.preadv = self.call
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.preadv = self.real
+
+    def call(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.bytes >= self.fails_after:
+            raise OSError(5, "Input/output error")
+        count = self.real(fd, buffers, offset)
+        self.bytes += count
+        return count
+
+
+def stored(factory: Callable[[], Any], file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Write the values of a model to a file, each once, and return them."""
+    model = models.make(factory)
+    values = {name: value.detach().to(dtype) for name, value in model.named_parameters()}
+    save_file(values, file)
+    return values
+
+
+def filled(factory: Callable[[], Any], load: Path, tiles: int, **values: Any) -> Any:
+    with torch.device("meta"):
+        model = models.make(factory)
+    if tiles > 1:
+        inf.tile_linears(model, tiles=(tiles, tiles))
+    return offload(model, inf.Policy(**values), load=load)  # type: ignore[arg-type]
+
+
+FACTORIES = {
+    "uneven": models.llama,
+    "wide": functools.partial(models.llama, hidden=128),
+    "tied": models.gpt2,
+    "experts": models.qwen3_moe,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Fill:
+    """Fill a model from a file that all ranks read. Returns the bytes that this rank read, and
+    those of the file."""
+
+    name: str
+    world: int
+    tiles: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self, rank: int, place: Path) -> tuple[int, int]:
+        factory, file = FACTORIES[self.name], place / "all.safetensors"
+        wanted = stored(factory, file if rank == 0 else place / f"{rank}", self.dtype)
+        dist.barrier()
+        with Counted() as counted:
+            model = filled(factory, file, self.tiles, params="cpu", optim="cpu", ram="min")
+        found = model.state_dict()
+        for name, value in wanted.items():
+            assert torch.equal(found[name], value.bfloat16()), name
+        close(model)
+        return counted.bytes, sum(value.nbytes for value in wanted.values())
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Fill("uneven", 2),
+        Fill("tied", 3),
+        Fill("experts", 3, dtype=torch.float32),
+        Fill("wide", 2),
+    ],
+    ids=lambda job: f"{job.name}-{job.world}",
+)
+def test_each_rank_reads_its_part(tmp_path: Path, job: Fill) -> None:
+    results = on_ranks(job, tmp_path / "ranks", job.world)
+    parts, whole = [part for part, _ in results], results[0][1]
+    # Parts do not overlap, and leave nothing out but padding.
+    assert sum(parts) == whole
+    if job.name == "wide":
+        # Shards end at groups of elements: a flat of a few is one rank's.
+        assert max(parts) < whole / job.world + 4 * GROUP_NUMEL * job.dtype.itemsize
+    print(f"\n{job.name}, {job.world} ranks: {parts} of {whole} bytes")
+
+
+def test_tiles_are_filled_in_parts(tmp_path: Path) -> None:
+    on_ranks(Fill("uneven", 2, tiles=2), tmp_path / "ranks", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherValues:
+    """Files of other values for each rank. Returns the error of the rank."""
+
+    def __call__(self, rank: int, place: Path) -> str:
+        torch.manual_seed(rank)
+        model = models.llama()
+        file = place / f"{rank}.safetensors"
+        save_file(
+            {name: torch.randn(value.shape) for name, value in model.named_parameters()}, file
+        )
+        dist.barrier()
+        with pytest.raises(ValueError, match="are not the same on all ranks") as caught:
+            filled(models.llama, file, 1)
+        return str(caught.value)
+
+
+def test_copies_with_other_values_are_compared(tmp_path: Path) -> None:
+    assert len(set(on_ranks(OtherValues(), tmp_path / "ranks", 2))) == 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenDrive:
+    """Rank 1 cannot read after a while. Returns the error of the rank, the seconds until it, and
+    the bytes that it had read."""
+
+    def __call__(self, rank: int, place: Path) -> tuple[str, str, int]:
+        file = place / "all.safetensors"
+        if rank == 0:
+            stored(models.llama, file, torch.bfloat16)
+        dist.barrier()
+        begun = time.monotonic()
+        with Counted(9000 if rank == 1 else 1 << 62) as counted:
+            with pytest.raises(AioError if rank == 1 else PeerFailed) as caught:
+                filled(models.llama, file, 1)
+        assert time.monotonic() - begun < 30
+        dist.barrier()
+        model = filled(models.llama, file, 1)
+        close(model)
+        return type(caught.value).__name__, str(caught.value), counted.bytes
+
+
+def test_a_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
+    (kind, text, read), (_, broken, _) = on_ranks(BrokenDrive(), tmp_path / "ranks", 2)
+    assert kind == "PeerFailed"
+    assert "rank 1 failed at inf.offload" in text
+    for each in (text, broken):
+        assert "all.safetensors" in each
+        assert ".weight cannot be read: read of" in each
+    # The other rank stopped at the end of a unit, not of the model.
+    whole = sum(value.numel() for value in models.llama().parameters()) * 2
+    assert read < whole / 2 - 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Killed:
+    """A durable run that ends before its first step, and goes on. Returns its digests."""
+
+    top: Path
+
+    def __call__(self, rank: int, place: Path) -> list[str]:
+        model, _ = made(self.top)
+        before = digest(model)
+        die(model)
+        dist.barrier()
+        other: Any = Net().bfloat16()
+        with torch.no_grad():
+            for value in other.parameters():
+                value.fill_(3)
+        model, optimizer = made(self.top, model=other)
+        found = inf.restore(model, optimizer, self.top)
+        assert (found.step, found.extra) == (0, None)
+        assert digest(model) == before
+        step(model, optimizer, 0, rank)
+        after = digest(model)
+        close(model)
+        return [before, after]
+
+
+def test_ranks_that_end_before_the_first_step_go_on(tmp_path: Path) -> None:
+    on_ranks(Killed(tmp_path / "run"), tmp_path / "ranks", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class InCgroup:
+    """One rank whose plan is larger than a limit leaves. Returns the error, what it says of bytes,
+    and the bytes of a plan that fits."""
+
+    cgroup: Path
+
+    def __call__(self, rank: int, place: Path) -> tuple[str, int, int, int]:
+        (self.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        try:
+            with pytest.raises(MemoryLimitError) as caught:
+                self.filled(place, "400MiB")
+            model = self.filled(place, "min")
+            held = inf.handle(model).stats().ram_bytes
+            close(model)
+        finally:  # this process may serve other tests
+            (self.cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
+        assert isinstance(caught.value, MemoryError)
+        return str(caught.value), caught.value.needed_bytes, caught.value.left_bytes, held
+
+    def filled(self, place: Path, ram: str) -> Any:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(
+                *(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(40))
+            )
+        policy = inf.Policy(params="nvme", optim="nvme", nvme=place, ram=ram)
+        return inf.offload(model, policy, load=lambda _name, tensor: tensor.fill_(0.01))
+
+
+@pytest.mark.privileged
+def test_a_plan_beyond_the_cgroups_limit_is_refused_before_memory_is_taken(tmp_path: Path) -> None:
+    limit = 320 << 20
+    with cgroup(limit) as place:
+        ((text, needed, left, held),) = on_ranks(InCgroup(place), tmp_path / "run", 1)
+    assert text.startswith("this process would hold")
+    assert f"the limit of cgroup {place} (320 MiB) leaves" in text
+    assert "choose Policy(ram=" in text
+    assert held <= left <= limit < needed <= 400 << 20
