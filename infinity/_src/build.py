@@ -376,6 +376,8 @@ class _Filling:
         self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
+        # Before the copy, so that the flat on its way is not a third in memory.
+        self.wait()
         if shard.numel() < values.numel():
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()

@@ -63,7 +63,7 @@ class RunTable:
                 now = self._executor.look(shard.ids[part])
                 second = now["sums_ptr"] != first[part]
                 for array in _places(now, second):
-                    digest.update(array)
+                    digest.update(array.data)
                 used.update(np.unique(_numbers(now, "file")).tolist())
                 pieces = -(-now["numel"] // PIECE_NUMEL)
                 parts.append(marks_of(now, second, pieces, shard.format.written_count))
