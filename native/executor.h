@@ -6,7 +6,8 @@
  * Slots that are idle read ahead, for UPDATEs at closed gates (executor_prefetch.c).
  *
  * One mutex guards everything. At 1 MiB a block and 10 GB/s that is 20,000 short critical sections
- * a second, which is nothing beside what they order; and there is no lock order to get wrong.
+ * a second, which is nothing beside what they order (bench/executor.py measures that); and there is
+ * no lock order to get wrong.
  * Threads: per drive one (io_uring) or several (threads) that move blocks, and workers that verify,
  * update, copy. None of them knows Python.
  *

@@ -11,8 +11,8 @@ one chunk in `--computes`: by default for as many as one of 126 layers has, spre
 
 Each step says what it took: seconds, CPU of the thread that trains (Python and what it calls) per
 unit and per chunk, and of all threads, bytes per parameter that the drives were asked to move. In
-the end the record says where the last chunk lies, and the memory outside of `ram`. One JSON line is
-added to bench/results/rehearsal_sizes.jsonl.
+the end the record says where the last chunk lies, the memory outside of `ram`, and what the planner
+had forecast. One JSON line is added to bench/results/rehearsal_sizes.jsonl.
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import infinity as inf
 from infinity._src.build import EngineParts
+from infinity._src.perf.plan.machine import describe_machine
+from infinity._src.perf.plan.predict import predict
+from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import IoSettings, Seam
 
 LAYERS = 126
@@ -157,6 +160,22 @@ def places(parts: EngineParts) -> dict[str, int]:
     }
 
 
+def forecast(shape: ModelShape, plan: inf.Policy, ram_bytes: int) -> dict[str, float]:
+    """Return what the planner says of steps after the first, which reads no moments."""
+    machine = describe_machine(
+        gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, drives=len(plan.nvme),
+        read_bytes_per_s=_BANDWIDTH, write_bytes_per_s=_BANDWIDTH,
+    )  # fmt: skip
+    job = Job(plan, tokens=TOKENS, sequence=TOKENS, checkpointing=False)
+    found = predict(shape, machine, job)
+    return {
+        "read_bytes": found.moved.total.read,
+        "written_bytes": found.moved.total.written,
+        "file_bytes": found.nvme.bytes,
+        "ram_bytes": found.ram.bytes,
+    }
+
+
 def train(args: argparse.Namespace, directories: list[Path]) -> dict[str, Any]:
     """Set up, take the steps, close; returns the record of the run."""
     phases = Phases()
@@ -171,10 +190,11 @@ def train(args: argparse.Namespace, directories: list[Path]) -> dict[str, Any]:
         name: torch.zeros((), dtype=torch.bfloat16).expand(p.shape)
         for name, p in model.named_parameters()
     }
+    shape, plan = shape_of(model), policy(args, directories)
     seam = Seam(null=args.batch, null_computes=args.computes)
     before = meter.rss_bytes()
     with phases.phase("offload"):
-        inf.offload(model, policy(args, directories), load=values, _seam=seam)
+        inf.offload(model, plan, load=values, _seam=seam)
     handle = inf.handle(model)
     with phases.phase("optimizer"):
         optimizer = inf.AdamW(model.parameters(), lr=1e-5)
@@ -204,7 +224,7 @@ def train(args: argparse.Namespace, directories: list[Path]) -> dict[str, Any]:
         "layers": args.layers, "vocab": args.vocab, "parameters": parameters, "units": units,
         "drives": len(directories), "computes": args.computes, "state": args.state, **at,
         "ram_bytes": stats.ram_bytes, "set_up_rss_outside_ram_bytes": set_up,
-        "rss_outside_ram_bytes": outside,
+        "rss_outside_ram_bytes": outside, "forecast": forecast(shape, plan, stats.ram_bytes),
         "bytes_read": moved(handle)[0], "bytes_written": moved(handle)[1],
         "updates": handle.parts.tiers.executor.stats().updates, "phases": phases.found,
     }  # fmt: skip
@@ -249,6 +269,25 @@ def main() -> int:
             **train(args, directories),
         }  # fmt: skip
     harness.append_line(args.results, record)
+    plan, last = record["forecast"], record["phases"][-2]
+    harness.print_table(
+        "the last step, and the plan",
+        ["", "measured", "forecast"],
+        [
+            [
+                "bytes read per parameter",
+                f"{last['read_bytes_per_param']:.2f}",
+                f"{plan['read_bytes'] / record['parameters']:.2f}",
+            ],
+            [
+                "bytes written per parameter",
+                f"{last['written_bytes_per_param']:.2f}",
+                f"{plan['written_bytes'] / record['parameters']:.2f}",
+            ],
+            ["bytes of swap files", f"{record['file_bytes']}", f"{plan['file_bytes']:.0f}"],
+            ["bytes of `ram`", f"{record['ram_bytes']}", f"{plan['ram_bytes']:.0f}"],
+        ],
+    )
     print(
         f"{record['parameters'] / 1e9:.1f}B parameters, {record['units']} units, "
         f"{record['chunks']} chunks; the last one ends at {record['last_chunk_end']} "
