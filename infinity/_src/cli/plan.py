@@ -34,6 +34,7 @@ from infinity._src.perf.plan.changes import (
 )
 from infinity._src.perf.plan.machine import Machine, describe_machine, read_updates
 from infinity._src.perf.plan.memory import Need, TierBytes
+from infinity._src.perf.plan.outside import Outside, outside
 from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
 from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
@@ -336,6 +337,7 @@ def show_plan(
         console.print(rank_table(ranks, chosen=found.job.policy.zero))
         console.print(exchange_table(found))
     console.print(_step(found))
+    console.print(_outside(shape, found))
     if sides:
         console.print(_sides(sides))
         console.print(
@@ -497,6 +499,30 @@ def _step(found: Prediction) -> Table:
     return table
 
 
+def _outside(shape: ModelShape, found: Prediction) -> Table:
+    """Format what no budget has."""
+    costs, ranks = outside(shape, found), found.machine.ranks
+    table = _table("Besides", "", "")
+    table.show_header = False
+    each = f", {costs.ram.chunks:,} chunks{' on each rank' if ranks > 1 else ''}"
+    table.add_row("RAM beside --ram", f"{format_size(costs.ram.held)} of records{each}")
+    for phase, size in costs.ram.passing.items():
+        if size:
+            table.add_row(f"  more in a {phase}", format_size(size))
+    table.add_row("  at most", format_size(costs.ram.peak))
+    for case, most in costs.disk.items():
+        if most:
+            table.add_row(f"drives, {case}", format_size(most))
+    first = costs.set_up
+    rank = "each rank reads" if ranks > 1 else "reads"
+    table.add_row(
+        "set-up",
+        f"{rank} {format_size(first.read)} and writes {format_size(first.written)}; "
+        f"{_seconds(first.seconds)} s",
+    )
+    return table
+
+
 def _seconds(value: float) -> str:
     """Format seconds: two decimals, none above a thousand, and three digits where two decimals
     would say nothing.
@@ -619,6 +645,7 @@ def as_record(
         "model": model | {"units": len(shape.units)},
         "machine": found.machine.as_dict(),
         "plan": _record(found),
+        "outside": _outside_record(outside(shape, found)),
         "rank_bytes": rank_record(ranks),
         "update_on": {side.job.policy.update_on: _record(side) for side in sides},
         "changes": [
@@ -664,6 +691,17 @@ def _record(found: Prediction) -> dict[str, Any]:
         "written_bytes_per_day": found.written_per_day,
         # JSON has no infinity.
         "drive_days": None if math.isinf(found.days) else found.days,
+    }
+
+
+def _outside_record(costs: Outside) -> dict[str, Any]:
+    return {
+        "chunks": costs.ram.chunks,
+        "ram_held_bytes": costs.ram.held,
+        "ram_passing_bytes": costs.ram.passing,
+        "ram_peak_bytes": costs.ram.peak,
+        "disk_bytes": costs.disk,
+        "set_up": dataclasses.asdict(costs.set_up),
     }
 
 

@@ -133,9 +133,7 @@ def test_a_block_gathered_with_its_stack_keeps_what_is_not_of_the_stack() -> Non
     assert cut.params == whole.params
 
 
-@given(
-    experts=st.integers(1, 7), chosen=st.integers(1, 7), tile=st.integers(1, 7)
-)
+@given(experts=st.integers(1, 7), chosen=st.integers(1, 7), tile=st.integers(1, 7))
 def test_one_token_touches_the_tiles_of_the_experts_that_it_chose(
     experts: int, chosen: int, tile: int
 ) -> None:
