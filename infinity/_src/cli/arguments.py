@@ -448,6 +448,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="the head and its loss in N tiles: inf.tile_loss (1)",
     )
     job.add_argument(
+        "--tile-experts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="stacks of experts in tiles of K: inf.tile_experts (0: whole stacks)",
+    )
+    job.add_argument(
         "--no-checkpointing",
         action="store_true",
         help="keep all activations instead of recomputing them",

@@ -34,6 +34,7 @@ from infinity._src.perf.plan.changes import (
 )
 from infinity._src.perf.plan.machine import Machine, describe_machine, read_updates
 from infinity._src.perf.plan.memory import Need, TierBytes
+from infinity._src.perf.plan.outside import Outside, outside
 from infinity._src.perf.plan.predict import EFFICIENCY, Prediction, predict
 from infinity._src.perf.plan.ranks import Exchanges, RankBytes, stages
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
@@ -198,10 +199,7 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         raise ValueError(
             "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
         )
-    for name in ("tile_linears", "tile_loss"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    _check_tiles(options, shape)
     tiers = {
         # Stages 1 and 2 keep whole parameters on every device.
         "params": options.params or ("nvme" if options.zero == 3 else "device"),
@@ -234,10 +232,23 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         checkpointing=not options.no_checkpointing,
         tiles=options.tile_linears,
         loss_tiles=options.tile_loss,
+        expert_tile=options.tile_experts,
     )
     if options.micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
+
+
+def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
+    for name in ("tile_linears", "tile_loss"):
+        value = getattr(options, name)
+        if value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if options.tile_experts and not (shape.has_stacks and options.tile_experts > 0):
+        raise ValueError(
+            f"--tile-experts {options.tile_experts}: "
+            + ("give 1 expert or more" if shape.has_stacks else "the model has no stack of experts")
+        )
 
 
 def _size(text: str | None, option: str) -> float | None:
@@ -287,7 +298,8 @@ SCHEMA = "infinity.plan/1"
 JOB_FIELDS = (
     "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
     "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
-    "update_on", "tiles", "loss_tiles", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback",
+    "update_on", "tiles", "loss_tiles", "expert_tile", "zero", "accumulate", "qwz", "hpz", "qgz",
+    "error_feedback",
 )  # fmt: skip
 """Fields of a job and its policy in a record, in this order."""
 SAME_MAX = 0.005
@@ -325,6 +337,7 @@ def show_plan(
         console.print(rank_table(ranks, chosen=found.job.policy.zero))
         console.print(exchange_table(found))
     console.print(_step(found))
+    console.print(_outside(shape, found))
     if sides:
         console.print(_sides(sides))
         console.print(
@@ -358,8 +371,9 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     kept = ", durable" if policy.durable else kept
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
     tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
+    tiled += f", experts in tiles of {job.expert_tile}" if job.expert_tile else ""
     return (
-        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters in "
+        f"[bold]{escape(shape.name)}[/bold]: {_count(shape.params)} parameters{_experts(shape)} in "
         f"{len(shape.units)} units, the largest {format_size(shape.largest_unit_bytes)}; "
         f"{job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
@@ -367,6 +381,17 @@ def _head(shape: ModelShape, found: Prediction) -> str:
         f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
         f"{job.policy.state}, update "
         f"{job.policy.update}{kept}{', on the GPU' if job.policy.update_on == 'device' else ''}"
+    )
+
+
+def _experts(shape: ModelShape) -> str:
+    """Format the experts of a layer: "(36.63 B compute for a token, with 8 of 256 experts)"."""
+    if not shape.experts:
+        return ""
+    shared = f" and {shape.shared} shared" if shape.shared else ""
+    return (
+        f" ({_count(shape.active_params)} compute for a token, with {shape.chosen} of "
+        f"{shape.experts} experts{shared})"
     )
 
 
@@ -471,6 +496,30 @@ def _step(found: Prediction) -> Table:
             f"{found.machine.tbw_per_drive / 1e12:,.0f} TB written{' each' if drives > 1 else ''}"
         )
         table.add_row("the drives last", f"{_days(found.days)} ({drives} rated for {rated})")
+    return table
+
+
+def _outside(shape: ModelShape, found: Prediction) -> Table:
+    """Format what no budget has."""
+    costs, ranks = outside(shape, found), found.machine.ranks
+    table = _table("Besides", "", "")
+    table.show_header = False
+    each = f", {costs.ram.chunks:,} chunks{' on each rank' if ranks > 1 else ''}"
+    table.add_row("RAM beside --ram", f"{format_size(costs.ram.held)} of records{each}")
+    for phase, size in costs.ram.passing.items():
+        if size:
+            table.add_row(f"  more in a {phase}", format_size(size))
+    table.add_row("  at most", format_size(costs.ram.peak))
+    for case, most in costs.disk.items():
+        if most:
+            table.add_row(f"drives, {case}", format_size(most))
+    first = costs.set_up
+    rank = "each rank reads" if ranks > 1 else "reads"
+    table.add_row(
+        "set-up",
+        f"{rank} {format_size(first.read)} and writes {format_size(first.written)}; "
+        f"{_seconds(first.seconds)} s",
+    )
     return table
 
 
@@ -582,6 +631,9 @@ def as_record(
             "params",
             "trainable",
             "active_params",
+            "experts",
+            "chosen",
+            "shared",
             "layers",
             "width",
             "vocabulary",
@@ -593,6 +645,7 @@ def as_record(
         "model": model | {"units": len(shape.units)},
         "machine": found.machine.as_dict(),
         "plan": _record(found),
+        "outside": _outside_record(outside(shape, found)),
         "rank_bytes": rank_record(ranks),
         "update_on": {side.job.policy.update_on: _record(side) for side in sides},
         "changes": [
@@ -622,6 +675,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "h2d_bytes": found.copied.h2d,
         "d2h_bytes": found.copied.d2h,
         "exchanged": exchange_record(found.exchanged),
+        "touched": found.touched,
         "terms_s": found.terms_s,
         "limit_floor_s": found.limits.floor_s,
         "limit_schedule_s": found.limits.schedule_s,
@@ -637,6 +691,17 @@ def _record(found: Prediction) -> dict[str, Any]:
         "written_bytes_per_day": found.written_per_day,
         # JSON has no infinity.
         "drive_days": None if math.isinf(found.days) else found.days,
+    }
+
+
+def _outside_record(costs: Outside) -> dict[str, Any]:
+    return {
+        "chunks": costs.ram.chunks,
+        "ram_held_bytes": costs.ram.held,
+        "ram_passing_bytes": costs.ram.passing,
+        "ram_peak_bytes": costs.ram.peak,
+        "disk_bytes": costs.disk,
+        "set_up": dataclasses.asdict(costs.set_up),
     }
 
 

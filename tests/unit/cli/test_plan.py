@@ -327,6 +327,7 @@ def test_bandwidths_come_from_a_benchmark(small: Path, tmp_path: Path) -> None:
         (["--update-on", "device", "--gpus", "0"], "there is no other device than the CPU"),
         (["--tile-linears", "0"], "--tile-linears 0 must be at least 1"),
         (["--tile-loss", "0"], "--tile-loss 0 must be at least 1"),
+        (["--tile-experts", "2"], "--tile-experts 2: the model has no stack of experts"),
         (["--activations", "cpu", "--no-checkpointing"], "leave --no-checkpointing out"),
         (["--activations", "cpu", "--gpus", "0"], "in CPU memory already"),
         (["--bench", "/nowhere.json"], "/nowhere.json"),

@@ -57,6 +57,7 @@ from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import windows_bytes
+from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 from infinity._src.perf.roofline import AtRest
@@ -358,6 +359,7 @@ def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
 
 def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
     """Count the device memory of one GPU. The parts are those of the module's table."""
+    shape = cut_experts(shape, job.expert_tile)
     units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
     largest = float(max((unit.gathered for unit in units), default=0))
     parts = {
@@ -526,7 +528,20 @@ def _options(shape: ModelShape, machine: Machine, job: Job) -> list[list[_Option
             [_Option(f"activations on {place}", f"activations={tier!r}", {"activations": tier})]
             for tier, place in tiers
         ]
+    found.append(_smaller_tiles(shape, job))
     found.append(_fewer_tokens(machine, job))
+    return found
+
+
+def _smaller_tiles(shape: ModelShape, job: Job) -> list[_Option]:
+    """List smaller tiles of stacks of experts: halves, quarters, down to single experts."""
+    found = []
+    tile = (job.expert_tile or shape.experts) // 2
+    while shape.has_stacks and tile:
+        experts = f"{tile} expert{'s' if tile > 1 else ''}"
+        how = f"inf.tile_experts(model, experts={tile})"
+        found.append(_Option(f"stacks in tiles of {experts}", how, {"expert_tile": tile}))
+        tile //= 2
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.perf.pcie import BusyTime, Copied, Copies, LinkSpeed, ModelBytes, copies, dram_s
+from infinity._src.perf.plan.experts import cut_experts, gathered_share
 from infinity._src.perf.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.perf.plan.memory import (
     Need,
@@ -55,7 +56,8 @@ class Prediction:
 
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
     model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
-    exchanged: bytes that each rank receives from the others.
+    exchanged: bytes that each rank receives from the others. touched: share of the parameters that
+    a pass gathers; less than all where tiles have experts that no token chose.
     why_not: the parts that do not fit and what would help; empty where everything fits. Else the
     times are those of the least that would work. days: until the drives have been written as often
     as they are rated for.
@@ -76,6 +78,7 @@ class Prediction:
     terms_s: dict[str, float]
     step_s: float
     why_not: tuple[str, ...]
+    touched: float = 1.0
 
     @property
     def fits(self) -> bool:
@@ -120,7 +123,10 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     Raises: ValueError for a job that makes no sense, naming field and fix.
     """
     _check(job, machine)
+    whole, shape = shape, cut_experts(shape, job.expert_tile)
     ranks, policy = machine.ranks, job.policy
+    # A tile is gathered by all ranks as soon as one of them has a token for it.
+    touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.micro_batches))
     boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
     # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
     boundary = boundary if job.checkpointing else 0
@@ -137,19 +143,14 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     ]
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
-    moved = _traffic(on_nvme, job, spilled)
+    moved = _without_untouched(_traffic(on_nvme, job, spilled), job, touched)
     compute = _compute(shape, machine, job, at_rest.states)
-    sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled)
+    sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled, touched)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, sizes, between)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
-    if machine.gpus and policy.update_on == "cpu":
-        busy["update kernels"] = BusyTime.sum_of(_kernels_s(shape, machine, job, on_nvme))
-    if machine.nodes > 1:
-        # All ranks of a node share its link to the others.
-        link = LinkSpeed(machine.link_bytes_per_s, machine.link_bytes_per_s)
-        busy["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
+    busy |= _busy_beside(shape, machine, job, on_nvme, exchanged)
     terms = {
         "compute": compute.total_s,
         "drives": machine.bandwidths.io_s(moved.total) if machine.bandwidths else 0.0,
@@ -180,12 +181,13 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         # On the CPU these are copies inside its memory, and count there only.
         copied=copied.total if machine.gpus else Copied(),
         exchanged=exchanged,
+        touched=touched,
         # Recomputing is no work of the model: MFU does not count it.
         model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
         terms_s=terms,
         step_s=found.schedule_s / EFFICIENCY,
-        why_not=_why_not(shape, gpu, ram, nvme, machine, job),
+        why_not=_why_not(whole, gpu, ram, nvme, machine, job),
     )
 
 
@@ -219,6 +221,8 @@ def _check(job: Job, machine: Machine) -> None:
         value = getattr(job, name)
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
+    if job.expert_tile < 0:
+        raise ValueError(f"expert_tile={job.expert_tile} must not be negative")
     if machine.world == 1 and (policy.qwz or policy.hpz or policy.qgz):
         raise ValueError(
             "qwz, hpz and qgz are of what ranks have from each other, and there is one: leave them "
@@ -315,6 +319,20 @@ def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
     return moved
 
 
+def _without_untouched(moved: Traffic, job: Job, touched: float) -> Traffic:
+    """Reduce the reads of gathers to what tokens touch. Updates read and write all states: experts
+    without tokens decay, too.
+    """
+    left_out = moved.params_read * (1.0 - touched)
+    # The window of update="backward" has two of 2M gathers, that of "delayed" all of them.
+    of_window = {"backward": 1 / job.micro_batches, "delayed": 1.0}.get(job.policy.update, 0.0)
+    return dataclasses.replace(
+        moved,
+        params_read=moved.params_read - left_out,
+        beside_states=moved.beside_states - Moved(of_window * left_out),
+    )
+
+
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
     """Reduce the reads to those of hpZ: the first gather of a step reads the drives, and not even
     that for what the update hands over.
@@ -338,14 +356,19 @@ def _of_node(rank: AtRest, ranks: int) -> AtRest:
 
 
 def _model_bytes(
-    shape: ModelShape, machine: Machine, job: Job, at_rest: AtRest, activations: float
+    shape: ModelShape,
+    machine: Machine,
+    job: Job,
+    at_rest: AtRest,
+    activations: float,
+    touched: float,
 ) -> ModelBytes:
     """Bytes that a step copies, over all ranks of a node, each its share: gathered values as they
-    compute, states at rest, gradients as they wait."""
+    compute (`touched` of them), states at rest, gradients as they wait."""
     trained = [flat for flat in shape.flats if flat.trainable]
     params = float(sum(flat.gathered_bytes() for flat in trained))
     return ModelBytes(
-        params=params / machine.nodes,
+        params=touched * params / machine.nodes,
         states=at_rest.states,
         grads=sum(flat.numel * job.grad_itemsize(flat.dtype) for flat in trained) / machine.nodes,
         frozen=(_param_bytes(shape) - params) / machine.nodes,
@@ -426,6 +449,20 @@ def _busy_times(
         # Every GPU updates its share of the states, in its own memory.
         update_s = updated / machine.gpus / machine.hbm_per_gpu
         found["update in GPU memory"] = BusyTime.sum_of(update_s)
+    return found
+
+
+def _busy_beside(
+    shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest, exchanged: Exchanges
+) -> dict[str, BusyTime]:
+    """Seconds of a node's cores beside GPUs, and of its link to other nodes."""
+    found = {}
+    if machine.gpus and job.policy.update_on == "cpu":
+        found["update kernels"] = BusyTime.sum_of(_kernels_s(shape, machine, job, on_nvme))
+    if machine.nodes > 1:
+        # All ranks of a node share its link to the others.
+        link = LinkSpeed(machine.link_bytes_per_s, machine.link_bytes_per_s)
+        found["link between nodes"] = link.busy_time(_apart(job, exchanged.copies(nodes=True)))
     return found
 
 

@@ -44,6 +44,7 @@ from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
+from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import TierBytes, beside_placement, gathered_bytes, place_states
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
@@ -235,6 +236,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
     """Count the bytes of the same job under each stage; stages 1 and 2 with parameters on the
     device, and without what they do not have. Beside one of these, stage 3 is shown with parameters
     where the optimizer's states are."""
+    shape = cut_experts(shape, job.expert_tile)
     found, policy = [], job.policy
     for stage in STAGES:
         fields: dict[str, Any] = {}

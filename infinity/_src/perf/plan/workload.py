@@ -71,15 +71,29 @@ class LinearShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class StackShape:
+    """Parameter that holds all experts of a layer, [experts, ...]: `numel` elements of the flat
+    with that index.
+    """
+
+    flat: int
+    numel: int
+    experts: int
+
+
+@dataclasses.dataclass(frozen=True)
 class UnitShape:
-    """Flats that are gathered together. linears: the weights among them that can be tiled. around:
-    indices of units that are in use whenever it is.
+    """Flats that are gathered together. linears: the weights among them that can be tiled; stacks:
+    those of all experts of a layer. around: indices of units that are in use whenever it is. tiles:
+    it is a tile of a stack.
     """
 
     name: str
     flats: tuple[FlatShape, ...]
     linears: tuple[LinearShape, ...] = ()
     around: tuple[int, ...] = ()
+    stacks: tuple[StackShape, ...] = ()
+    tiles: bool = False
 
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of the gathered values on each of so many ranks."""
@@ -116,7 +130,9 @@ class ModelShape:
     """A model: its units in order, and the sizes from which activations and operations are
     estimated (0: not known).
 
-    layers: of an encoder and a decoder together. itemsize: bytes of an element of activations.
+    active_params: those that compute for a token. layers: of an encoder and a decoder together.
+    itemsize: bytes of an element of activations. experts: of a layer; chosen: of these, by a token;
+    shared: experts that every token has besides.
     """
 
     name: str
@@ -129,6 +145,14 @@ class ModelShape:
     vocabulary: int = 0
     positions: int = 0
     itemsize: int = 2
+    experts: int = 0
+    chosen: int = 0
+    shared: int = 0
+
+    @property
+    def has_stacks(self) -> bool:
+        """Return whether experts lie in stacks, which `inf.tile_experts` cuts."""
+        return any(unit.stacks for unit in self.units)
 
     @property
     def flats(self) -> list[FlatShape]:
@@ -230,7 +254,7 @@ def shape_of(
     }
     return ModelShape(
         name=name or type(model).__name__,
-        units=tuple(_unit(spec, linears, embeddings, frozen) for spec in specs),
+        units=tuple(_unit(spec, linears, embeddings, frozen, experts) for spec in specs),
         active_params=_active(model, specs, routed / experts if experts else 1.0),
         layers=_layers(text),
         width=width,
@@ -239,6 +263,11 @@ def shape_of(
         mlp_width=mlp * max(routed, 1),
         vocabulary=_number(text, "vocab_size"),
         positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
+        experts=experts,
+        chosen=routed,
+        # Qwen2-MoE has one, and names its width alone.
+        shared=_number(text, "n_shared_experts", "num_shared_experts")
+        or int(_number(text, "shared_expert_intermediate_size") > 0),
         # Activations are as wide as the parameters that compute; the first stands for all.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
@@ -255,12 +284,19 @@ def _layers(config: Any) -> int:
     return _number(config, "num_hidden_layers", "n_layer", "num_layers")
 
 
-def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool) -> UnitShape:
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of parameters that hold all experts of a layer, as models of transformers >= 5 have them.
+"""
+
+
+def _unit(
+    spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool, experts: int
+) -> UnitShape:
     """Group a unit's parameters as `discover.build` does: by dtype and by whether they are trained.
-    linears, embeddings: names of such modules.
+    linears, embeddings: names of such modules. experts: of a layer.
     """
     groups: dict[tuple[torch.dtype, bool], list[int]] = {}
-    found = []
+    found, stacks = [], []
     for entry in spec.entries:
         parameter = entry.parameter
         key = (parameter.dtype, parameter.requires_grad and not frozen)
@@ -274,11 +310,14 @@ def _unit(spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool)
                     entry.names[0], list(groups).index(key), parameter.shape[0], parameter.shape[1]
                 )
             )
+        *_, last = entry.names[0].split(".")
+        if experts and parameter.dim() == 3 and len(parameter) == experts and last in STACKS:
+            stacks.append(StackShape(list(groups).index(key), parameter.numel(), experts))
         numels.append(parameter.numel())
     flats = tuple(
         FlatShape(tuple(numels), dtype, trainable) for (dtype, trainable), numels in groups.items()
     )
-    return UnitShape(spec.name, flats, tuple(found), spec.around)
+    return UnitShape(spec.name, flats, tuple(found), spec.around, tuple(stacks))
 
 
 def _active(model: torch.nn.Module, specs: Sequence[UnitSpec], routed_share: float) -> int:
@@ -322,7 +361,8 @@ class Job:
     compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
         than from FLOP/s.
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
-        vocabulary (`inf.tile_loss`); 1: whole logits.
+        vocabulary (`inf.tile_loss`); 1: whole logits. expert_tile: experts of a tile of a stack
+        (`inf.tile_experts`); 0: whole stacks.
     """
 
     policy: Policy
@@ -333,6 +373,7 @@ class Job:
     compute_s: tuple[float, float] | None = None
     tiles: int = 1
     loss_tiles: int = 1
+    expert_tile: int = 0
 
     def replace(self, **fields: Any) -> Job:
         """Copy the job with some fields changed, its own or its policy's.
