@@ -1,10 +1,10 @@
 """`tile_experts`: cut stacks of experts into tiles of a few, in place.
 
 A stack is recognised by its parameters: `down_proj` and `gate_up_proj` (or `up_proj`), each
-[experts, ...], and biases, as the models of transformers >= 5 have them. What the module computes
-with them is read from what it declares (`is_transposed`, `_apply_gate`, `act_fn`) and then tried: a
-small copy of it must give the same bits as tiles of that copy, forward and backward. A module that
-computes anything else is refused.
+[experts, ...], and biases, as the models of transformers >= 5 have them. The computation of an
+expert is read from the module's declarations (`is_transposed`, `_apply_gate`, `act_fn`) and then
+tried: a small copy of the module must give the same bits as tiles of that copy, forward and
+backward. A module that computes anything else is refused.
 """
 
 from __future__ import annotations
