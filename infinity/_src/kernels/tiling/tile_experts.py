@@ -82,7 +82,7 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
 def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
     """Choose the modules to tile, by name."""
     stacks = {
-        name: module for name, module in model.named_modules() if name and _is_stack(module)
+        name: module for name, module in model.named_modules() if name and is_stack(module)
     }
     if names is None:
         if not stacks:
@@ -109,7 +109,8 @@ def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Modul
     return chosen
 
 
-def _is_stack(module: nn.Module) -> bool:
+def is_stack(module: nn.Module) -> bool:
+    """Check whether a module's parameters are those of a stack of experts."""
     ups = [
         module._parameters.get(name)
         for name in ("gate_up_proj", "up_proj", "down_proj")
