@@ -32,6 +32,8 @@ import psutil
 import torch
 from torch import nn
 
+from infinity._src.kernels.tiling.tile_experts import is_stack
+from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
 from infinity._src.kernels.tiling.tiled_module import Grid, tile_modules, whole_name
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
@@ -568,6 +570,9 @@ def tiles_needed(shape: Sequence[int], size_bytes: int, tile_bytes_max: int) -> 
 def _refusal(model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
     """Say what is too large, and how it becomes units of `room_bytes`."""
     entry = max(spec.entries, key=lambda each: each.size_bytes)
+    stack = _experts_name(model, entry)
+    if stack is not None:
+        return _refused_experts(stack, model, spec, room_bytes)
     if entry.size_bytes <= room_bytes:
         return (
             f"the unit {spec.name} takes {format_size(spec.size.gathered)} gathered: set "
@@ -591,6 +596,30 @@ def _refusal(model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
         f"{largest}: inf.tile_linears(model, tiles={tiles}, names=[{name!r}]) before inf.offload "
         "gathers a tile at a time"
     )
+
+
+def _refused_experts(stack: str, model: nn.Module, spec: UnitSpec, room_bytes: int) -> str:
+    """Say that a stack of experts is too large, and how many experts of it have room."""
+    found = [entry for entry in spec.entries if _experts_name(model, entry) == stack]
+    experts, size_bytes = len(found[0].parameter), sum(entry.size_bytes for entry in found)
+    text = f"{experts} experts of {stack} take {format_size(size_bytes)} gathered at once"
+    fitting = min(experts - 1, experts * room_bytes // max(size_bytes, 1))
+    if fitting < 1:
+        return f"{text}: one of them alone needs more room"
+    return (
+        f"{text}: inf.tile_experts(model, experts={fitting}, names=[{stack!r}]) before inf.offload "
+        "gathers a few at a time"
+    )
+
+
+def _experts_name(model: nn.Module, entry: FoundParameter) -> str | None:
+    """Return the name of the stack of experts that has the parameter, or whose tile has it; None
+    for any other parameter.
+    """
+    path, _, _ = entry.names[0].rpartition(".")
+    if isinstance(model.get_submodule(path), ExpertsTile):
+        return path.rpartition(".")[0]
+    return path if is_stack(model.get_submodule(path)) else None
 
 
 def _linear_name(model: nn.Module, entry: FoundParameter) -> str | None:

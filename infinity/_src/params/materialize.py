@@ -221,28 +221,46 @@ class _ModuleSource(OpenSource):
         assert not was_meta, (names, out)
 
 
+class _Wholes:
+    """Whole weights whose tiles are being filled: each is made once, and freed with its last tile.
+    Those of one module are there at once, where its tiles have parts of several (experts).
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, torch.Tensor] = {}
+
+    def fill(
+        self, name: str, place: TilePlace, out: torch.Tensor, make: Callable[[], torch.Tensor]
+    ) -> None:
+        """Fill a tile from the weight of this name, which `make` makes."""
+        if name not in self._found:
+            self._found[name] = make()
+        out.copy_(place.of(self._found[name]))
+        if place.is_last:
+            del self._found[name]
+
+
 class _CallableSource(OpenSource):
     """The user's function fills tensors that are handed to it."""
 
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        # Weights whose tiles are being filled: the user's function is asked for each once.
-        self._wholes: dict[str, torch.Tensor] = {}
+        self._wholes = _Wholes()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, key = param.place, param.keys[0]
         if place is None:
             self._call(key, out)
             return
-        if key not in self._wholes:
-            whole = torch.empty(place.whole_shape, dtype=out.dtype)
+        shape = place.whole_shape
+
+        def make() -> torch.Tensor:
+            whole = torch.empty(shape, dtype=out.dtype)
             self._call(key, whole)
-            self._wholes[key] = whole
-        out.copy_(place.of(self._wholes[key]))
-        # Freed with its last tile, so that weights of two modules are never in memory.
-        if place.is_last:
-            del self._wholes[key]
+            return whole
+
+        self._wholes.fill(key, place, out, make)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         # A buffer that is real may keep its values, so it is not checked for being filled.
@@ -267,23 +285,22 @@ class _InitSource(OpenSource):
     def __init__(self, model: nn.Module, built: DeferredModel) -> None:
         super().__init__(model)
         self._built = built
-        # The weight whose tiles are being filled, so that it is computed once.
-        self._whole: tuple[str, torch.Tensor] | None = None
+        self._wholes = _Wholes()
         self._check()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, name = param.place, self._name_of(param.keys)
         if place is None:
-            self._whole = None
             self._built.read_into(name, out)
             return
-        if self._whole is None or self._whole[0] != name:
-            # The previous weight is freed first, so that two are never in memory.
-            self._whole = None
-            whole = torch.empty(place.whole_shape, dtype=self._built.tensor(name).dtype)
+        shape = place.whole_shape
+
+        def make() -> torch.Tensor:
+            whole = torch.empty(shape, dtype=self._built.tensor(name).dtype)
             self._built.read_into(name, whole)
-            self._whole = name, whole
-        out.copy_(place.of(self._whole[1]))
+            return whole
+
+        self._wholes.fill(name, place, out, make)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert was_meta or not out.is_meta, names

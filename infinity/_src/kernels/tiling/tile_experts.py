@@ -1,10 +1,10 @@
 """`tile_experts`: cut stacks of experts into tiles of a few, in place.
 
 A stack is recognised by its parameters: `down_proj` and `gate_up_proj` (or `up_proj`), each
-[experts, ...], and biases, as the models of transformers >= 5 have them. What the module computes
-with them is read from what it declares (`is_transposed`, `_apply_gate`, `act_fn`) and then tried: a
-small copy of it must give the same bits as tiles of that copy, forward and backward. A module that
-computes anything else is refused.
+[experts, ...], and biases, as the models of transformers >= 5 have them. The computation of an
+expert is read from the module's declarations (`is_transposed`, `_apply_gate`, `act_fn`) and then
+tried: a small copy of the module must give the same bits as tiles of that copy, forward and
+backward. A module that computes anything else is refused.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
 def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Module]:
     """Choose the modules to tile, by name."""
     stacks = {
-        name: module for name, module in model.named_modules() if name and _is_stack(module)
+        name: module for name, module in model.named_modules() if name and is_stack(module)
     }
     if names is None:
         if not stacks:
@@ -109,7 +109,8 @@ def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Modul
     return chosen
 
 
-def _is_stack(module: nn.Module) -> bool:
+def is_stack(module: nn.Module) -> bool:
+    """Check whether a module's parameters are those of a stack of experts."""
     ups = [
         module._parameters.get(name)
         for name in ("gate_up_proj", "up_proj", "down_proj")

@@ -349,7 +349,8 @@ class TiledModule(nn.Module):
         if name in self.whole_shapes:
             raise ValueError(
                 f"the {name} of this {type(self).__name__} is tiled and cannot be set as a whole: "
-                "tie or replace weights before tiling; load_state_dict sets values"
+                "tie or replace weights before inf.tile_linears or inf.tile_experts; "
+                "load_state_dict sets values"
             )
         super().register_parameter(name, param)
 
