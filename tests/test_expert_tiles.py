@@ -20,8 +20,8 @@ import infinity as inf
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.kernels.tiling.tiled_experts import TiledExperts
+from infinity._src.memory.constants import AHEAD
 from infinity._src.params.unit import Unit
-from infinity._src.params.unshard import AHEAD
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
 from tests import harness, models
