@@ -8,7 +8,11 @@
     too large  a block of more than `unit_bytes_max` gives up the children of the ModuleLists inside
                it (the experts of a ModuleList MoE, so that only routed ones are unsharded), then,
                if it is still too large, its children. A module that cannot be split is one unit,
-               however large: it streams in chunks.
+               however large: it streams in chunks. So a child that is no larger than the largest
+               parameter of its block is not split further: it takes no more memory.
+    small      modules of less than SMALL_BYTES that are no blocks (a norm) go with the neighbour
+               that is called next (`params.call_order`), else with the one before, in the same
+               block.
     tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size.
 
 A parameter belongs to one unit: that of the first module, in registration order, that holds it.
@@ -34,10 +38,11 @@ from torch import nn
 
 from infinity._src.kernels.tiling.tile_experts import is_stack
 from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
-from infinity._src.kernels.tiling.tiled_module import Grid, tile_modules, whole_name
+from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, whole_name
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
 from infinity._src.memory.layout import plan_flat
+from infinity._src.params.call_order import call_order
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
 from infinity._src.sizes import format_size
@@ -46,6 +51,9 @@ from infinity.aio._memory_limits import cgroup_limit_bytes
 from infinity.aio._records import CHUNK_NUMEL
 
 log = logging.getLogger("infinity")
+
+SMALL_BYTES = 1 << 20
+"""Bytes of a module that is worth no unit of its own: a gather, a gate and an update cost more."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 """Modules that are never called: hooks on them never run, so no unit can belong to one."""
@@ -205,8 +213,9 @@ class _Finder:
         self._blocks = {id(block) for block in blocks}
         # Before the walk: a tile is a unit of its own, also inside of a block.
         self._claim_tiles(blocks)
-        self._visit(self._model, self._model)
+        self._visit(self._model, self._model, self._unit_bytes_max)
         self._serve_other_sites()
+        self._fold_small()
         # Tiles were claimed first; units are numbered in registration order.
         order = self._order
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
@@ -280,19 +289,19 @@ class _Finder:
 
     # -- the walk ----------------------------------------------------------------------------------
 
-    def _visit(self, module: nn.Module, caller: nn.Module) -> None:
-        """Make units of what is below `module`. `caller`: the nearest module around it that is
-        called.
+    def _visit(self, module: nn.Module, caller: nn.Module, bytes_max: int) -> None:
+        """Make units of what is below `module`, of so many bytes at most. `caller`: the nearest
+        module around it that is called.
         """
         if not isinstance(module, _CONTAINERS):
             caller = module
             if id(module) in self._blocks or not self._has_block(module):
-                self._emit(module)
+                self._emit(module, bytes_max)
                 return
         # A container is never called, so its own parameters are gathered for `caller`.
         self._claim(module, caller, self._own(module))
         for child in module.children():
-            self._visit(child, caller)
+            self._visit(child, caller, bytes_max)
 
     def _claim_tiles(self, blocks: list[nn.Module]) -> None:
         """Make a unit of every tile."""
@@ -315,22 +324,26 @@ class _Finder:
     def _has_block(self, module: nn.Module) -> bool:
         return any(id(child) in self._blocks for child in module.modules())
 
-    def _emit(self, module: nn.Module) -> None:
+    def _emit(self, module: nn.Module, bytes_max: int) -> None:
         """Make one unit of a module, or several if it is too large and can be split."""
         subtree = self._subtree(module)
-        if self._bytes(subtree) <= self._unit_bytes_max or not self._may_split(module):
+        if self._bytes(subtree) <= bytes_max or not self._may_split(module):
             self._claim(module, module, subtree)
             return
         # Experts first: each is a unit, so that only routed ones are gathered.
         if self._nested:
             for child in list(self._list_children(module)):
-                self._emit(child)
-            if self._bytes(subtree) <= self._unit_bytes_max:
+                self._emit(child, self._unit_bytes_max)
+            if self._bytes(subtree) <= bytes_max:
                 self._claim(module, module, subtree)
                 return
+        if id(module) in self._blocks:
+            # Nothing can split its largest parameter, which decides about memory.
+            largest = max((self._bytes([entry]) for entry in subtree), default=0)
+            bytes_max = max(bytes_max, largest)
         self._claim(module, module, self._own(module))
         for child in module.children():
-            self._visit(child, module)
+            self._visit(child, module, bytes_max)
 
     def _may_split(self, module: nn.Module) -> bool:
         """True when all ranks call the module's submodules in the same order."""
@@ -360,6 +373,70 @@ class _Finder:
 
     def _bytes(self, entries: list[FoundParameter]) -> int:
         return sum(entry.size_bytes for entry in entries if id(entry) not in self._claimed)
+
+    # -- small modules -----------------------------------------------------------------------------
+
+    def _fold_small(self) -> None:
+        """Let small modules be gathered with a neighbour, so that a block of a large model has no
+        units that are only latency.
+        """
+        places, scopes = call_order(self._model), self._scopes()
+        run: list[UnitSpec] = []
+        for spec in sorted(
+            (spec for spec in self._specs if spec.modules[0] in places),
+            key=lambda spec: places[spec.modules[0]],
+        ):
+            same = run and scopes[id(run[-1].modules[0])] == scopes[id(spec.modules[0])]
+            if not (same and self._is_piece(spec)):
+                self._fold(run)
+                run = []
+            if self._is_piece(spec):
+                run.append(spec)
+        self._fold(run)
+
+    def _fold(self, run: list[UnitSpec]) -> None:
+        """Fold the small ones of units that are called one after the other into the next large one,
+        or else into the last.
+        """
+        large = [spec for spec in run if spec.size.gathered >= SMALL_BYTES]
+        host: UnitSpec | None = None
+        for spec in reversed(run):
+            if spec in large:
+                host = spec
+                continue
+            into = host or (large[-1] if large else None)
+            if into is not None:
+                self._specs.remove(spec)
+                into.modules[:0] = spec.modules
+                into.entries += spec.entries
+        for spec in large:
+            spec.entries.sort(key=lambda entry: self._order[id(entry)])
+
+    def _is_piece(self, spec: UnitSpec) -> bool:
+        """True for a unit of one module, all of it, that is no block and no tile."""
+        module = spec.modules[0]
+        return (
+            len(spec.modules) == 1
+            and id(module) not in self._blocks
+            and not isinstance(module, Tile)
+            and {id(entry) for entry in self._subtree(module)}
+            == {id(entry) for entry in spec.entries}
+        )
+
+    def _scopes(self) -> dict[int, int]:
+        """Return for each module the nearest block or member of a list that it is in, itself
+        included: what may be called more often than others, or never.
+        """
+        found: dict[int, int] = {}
+
+        def visit(module: nn.Module, scope: int) -> None:
+            found.setdefault(id(module), scope)
+            for child in module.children():
+                alone = id(child) in self._blocks or _is_list(module)
+                visit(child, id(child) if alone else scope)
+
+        visit(self._model, 0)
+        return found
 
     # -- tied weights ------------------------------------------------------------------------------
 

@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from infinity._src.params.discover import UnitSpec, build, find_parameters, find_units
+from infinity._src.params import discover
+from infinity._src.params.call_order import call_order
+from infinity._src.params.discover import (
+    SMALL_BYTES,
+    UnitSpec,
+    build,
+    find_parameters,
+    find_units,
+)
 from tests import models
 
 LARGE = 1 << 29
@@ -20,11 +28,18 @@ def names(specs: list[UnitSpec]) -> list[str]:
 
 
 @pytest.mark.parametrize("case", models.CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("unit_bytes_max", [LARGE, 20000, 1])
+@pytest.mark.parametrize(
+    ("unit_bytes_max", "small"), [(LARGE, SMALL_BYTES), (20000, 1000), (1, 1000), (1, SMALL_BYTES)]
+)
 @pytest.mark.parametrize("nested", [True, False])
 def test_every_parameter_is_in_exactly_one_unit_and_every_holder_is_served(
-    case: models.Case, unit_bytes_max: int, nested: bool
+    case: models.Case,
+    unit_bytes_max: int,
+    small: int,
+    nested: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(discover, "SMALL_BYTES", small)
     model = models.make(case)
     specs = find_units(model, unit_bytes_max=unit_bytes_max, nested=nested)
     found = [entry.parameter for spec in specs for entry in spec.entries]
@@ -198,3 +213,135 @@ def test_a_parameter_that_a_flat_cannot_hold_is_refused() -> None:
     for model, message in broken():
         with pytest.raises(ValueError, match=message):
             find_units(model, unit_bytes_max=LARGE)
+
+
+# -- small modules ---------------------------------------------------------------------------------
+
+
+def meta_llama(hidden: int, mlp: int, layers: int, heads: int) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            vocab_size=128_256,
+            hidden_size=hidden,
+            intermediate_size=mlp,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=8,
+            tie_word_embeddings=False,
+        )
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+
+
+def test_llama_of_405_billion_parameters_has_506_units_and_none_that_is_only_latency() -> None:
+    model = meta_llama(16384, 53248, 126, 128)
+    specs = find_units(model, unit_bytes_max=LARGE)
+    assert len(list(model.parameters())) == 1137
+    assert len(specs) == 126 * 4 + 2
+    assert min(spec.size.gathered for spec in specs) > SMALL_BYTES
+    assert names(specs)[:5] == [
+        "model.embed_tokens",
+        # One unit: its four weights together are smaller than one of the MLP.
+        "model.layers.0.self_attn",
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.up_proj",
+        "model.layers.0.mlp.down_proj",
+    ]
+    with_norm = {spec.name: spec.entries[-1].names[0] for spec in specs if len(spec.modules) > 1}
+    assert with_norm["model.layers.7.self_attn"] == "model.layers.7.input_layernorm.weight"
+    assert with_norm["model.layers.7.mlp.gate_proj"] == (
+        "model.layers.7.post_attention_layernorm.weight"
+    )
+    assert set(with_norm) == {
+        "lm_head",
+        *(
+            f"model.layers.{i}.{name}"
+            for i in range(126)
+            for name in ("self_attn", "mlp.gate_proj")
+        ),
+    }
+
+
+class Ordered(nn.Module):
+    """Calls its children in another order than they are registered in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 64, bias=False)
+        self.down = nn.Linear(64, 16, bias=False)
+        self.last = nn.LayerNorm(16)
+        self.first = nn.LayerNorm(16)
+        self.inner = nn.LayerNorm(64)
+        self.never = nn.Linear(16, 16)
+
+    def _narrow(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.inner(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = [self._narrow(self.up(self.first(row))) for row in x]
+        return self.last(torch.stack(rows))
+
+
+def test_calls_are_ordered_as_the_source_of_forward_has_them() -> None:
+    model = nn.Sequential(Ordered(), nn.Linear(16, 16))
+    places = call_order(model)
+    block = model[0]
+    assert sorted(places, key=lambda module: places[module]) == [
+        model,
+        block,
+        block.first,
+        block.up,
+        block.inner,
+        block.down,
+        block.last,
+        model[1],
+    ]
+    # Where there is no source nothing is known.
+    made = type("Made", (nn.Module,), {"forward": eval("lambda self, x: self.norm(x)")})()
+    made.norm = nn.LayerNorm(4)
+    assert list(call_order(made)) == [made]
+
+
+def test_small_modules_go_with_what_is_called_next_or_else_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(discover, "SMALL_BYTES", 1000)
+    model = nn.ModuleDict({"layers": nn.ModuleList([Ordered(), Ordered()])})
+    specs = find_units(model, unit_bytes_max=4000)
+    found = {spec.name: {entry.names[0] for entry in spec.entries} for spec in specs}
+    assert found["layers.1.up"] == {
+        f"layers.1.{name}" for name in ("up.weight", "first.weight", "first.bias")
+    }
+    assert found["layers.1.down"] == {
+        f"layers.1.{each}"
+        for each in ("down.weight", "inner.weight", "inner.bias", "last.weight", "last.bias")
+    }
+    assert len(found) == 6  # and what forward never names
+    for name, block in (("layers.0", model["layers"][0]), ("layers.1", model["layers"][1])):
+        by_name = {spec.name: spec for spec in specs}
+        assert set(by_name[f"{name}.up"].modules) == {block.first, block.up}
+    # Blocks that are small themselves stay units, and so does what the user has named.
+    whole = find_units(model, unit_bytes_max=LARGE)
+    assert names(whole) == ["layers.0", "layers.1"]
+    named = find_units(model, units=["LayerNorm", "Linear"], unit_bytes_max=LARGE)
+    assert len(named) == 12
+
+
+def test_experts_are_gathered_with_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the router would gather an expert that nothing is routed to."""
+    monkeypatch.setattr(discover, "SMALL_BYTES", 2000)
+    for spec in find_units(models.make(models.ListMoe), unit_bytes_max=20000):
+        if "experts" in spec.name:
+            assert all(spec.name in entry.names[0] for entry in spec.entries)
+        else:
+            assert not any(".experts." in entry.names[0] for entry in spec.entries)
+
+
+def test_units_that_hold_others_are_known() -> None:
+    specs = find_units(models.make(models.ListMoe), unit_bytes_max=20000)
+    index = {spec.name: at for at, spec in enumerate(specs)}
+    for spec in specs:
+        block, experts, _ = spec.name.partition(".experts.")
+        assert spec.around == ((index[block],) if experts else ())
+    external = find_units(models.make(models.External), unit_bytes_max=LARGE)
+    assert [spec.around for spec in external] == [(), *[(0,)] * (len(external) - 1)]

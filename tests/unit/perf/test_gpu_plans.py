@@ -187,8 +187,8 @@ def test_70b_on_drives_of_a_machine_with_one_gpu_of_141_gb() -> None:
     assert found.fits
     assert found.gpu.parts["inputs of blocks"] == 40 * GIB
     assert found.gpu.parts["logits and loss (estimated)"] == 32_768 * 128_256 * 10
-    # the embedding is the largest unit; 1 GiB of others beside it
-    assert found.gpu.parts["gathered units"] == 128_256 * 8192 * 2 + GIB
+    # the head is the largest unit, with the last norm; 1 GiB of others beside it
+    assert found.gpu.parts["gathered units"] == 128_256 * 8192 * 2 + 8192 * 2 + GIB
     read, written = (14 + 4 * 7) * params, 12 * params
     assert (found.moved.total.read, found.moved.total.written) == (
         pytest.approx(read, rel=1e-3),
