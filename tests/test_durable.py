@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src import native
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
-from tests import models
+from infinity.aio._records import PIECE_NUMEL
+from tests import crashes, durable_runs, models
 
 STEPS = 6
 
@@ -107,6 +109,45 @@ def test_nothing_committed_leaves_the_model_as_built(tmp_path):
     inf.handle(model).close()
 
 
+def tables(home: Path) -> list[str]:
+    return [path.name for path in home.glob("table-*")]
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> None:
+    """Its rows are those that a manifest with everything would have, and its checksums are those
+    of the pieces' checksums; the table stays until places change, in a file of its own."""
+    places = [tmp_path / str(index) for index in range(drives)]
+    model, optimizer = durable_runs.made(*places)
+    run = inf.handle(model).durable
+    home, seen = run.files.home, []
+    for index in range(4):
+        crashes.step(model, optimizer, index, 0)
+        if index == 2:
+            inf.save(model, optimizer, places[0] / "linked").wait()
+        inf.handle(model).flush()
+        (found,) = newest_generation(home)
+        rows, sums = run._rows()
+        entries = [found.files[number].name for number in found.rows["file"]]
+        drive = [divmod(int(number), 1 << 16) for number in rows["file"]]
+        assert entries == [run.files.name(*each) for each in drive]
+        for name in ("start", "numel", "key", "generation", "file_offset", "section_at", "zeros"):
+            assert np.array_equal(found.rows[name], rows[name]), name
+        counts = [len(found.layout.flats[row["flat"]].sections) for row in rows]
+        folded = []
+        for row, count in zip(rows, counts, strict=True):
+            pieces = -(-int(row["numel"]) // PIECE_NUMEL)
+            for section in range(count):
+                at = int(row["sums_at"]) + section * pieces
+                folded.append(native.crc32c(sums[at : at + pieces]))
+        assert found.sums.tolist() == folded
+        assert tables(home) == [found.table.name]
+        seen.append(found.table.name)
+    # After the linked save the run has other places, from the second step on.
+    assert seen[0] == seen[1] == seen[2] != seen[3], seen
+    durable_runs.close(model)
+
+
 class HalfUsed(torch.nn.Module):
     """Two blocks, of which the second gets no gradient: no update writes its states."""
 
@@ -139,7 +180,8 @@ def test_states_that_no_update_wrote_are_zeros_after_a_crash_and_in_a_save(tmp_p
         (found,) = newest_generation(place)
         # Those of the idle block; an older release, which would not know, refuses the manifest.
         assert np.count_nonzero(found.rows["zeros"]) == 1
-        assert struct.unpack_from("<8sQ", found.encode())[1] == 2
+        version = struct.unpack_from("<8sQ", (place / found.name).read_bytes())[1]
+        assert version == (3 if place == home else 2)
         assert VerifyJob(place).verify() == []
     for place, durable in ((tmp_path, True), (tmp_path / "linked", "new")):
         model, optimizer = idle(tmp_path, state, durable)
