@@ -223,7 +223,7 @@ def test_the_commands_read_them(tmp_path: Path) -> None:
 _HEAD = struct.Struct("<8sQQQQQ")
 _VERSION = 1
 _COMMIT_VERSION = 3
-"""Of what a durable run commits: its rows are in two parts, one of which is in a table beside it."""
+"""Version of a durable run's commits: rows are in two parts, one of which is in a table."""
 _RANDOM = re.compile(r"(states|home)-[0-9a-f]{8}([0-9a-f]{8})?")
 _TABLE_HEAD = struct.Struct("<8sQQQ")
 _ROW_BYTES = 120

@@ -66,6 +66,7 @@ _CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
 _HEAD: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
+_BLOCK_ROWS: Final = 4096
 Part = bytes | memoryview
 """Bytes of a file that has several."""
 _TABLE_MAGIC: Final = b"inf-tabl"
@@ -341,6 +342,12 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
     """Compute the bytes of every section of rows, a multiple of 4096: [rows, SECTION_MAX], 0 for
     sections that a format lacks.
     """
+    return _in_blocks(_section_bytes, rows, flats)
+
+
+def _section_bytes(
+    rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
+) -> npt.NDArray[np.int64]:
     # Of the flats that the rows are of: a restore asks for one row after the other.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
@@ -357,6 +364,10 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
     """Count the checksums of every section of rows, [rows, SECTION_MAX], in the order in which they
     lie.
     """
+    return _in_blocks(_pieces_of, rows, flats)
+
+
+def _pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     counts = np.array([len(flats[each].sections) for each in numbers.tolist()], np.int64)[of_row]
     folded = (np.arange(SECTION_MAX) < counts[:, None]).astype(np.int64)
@@ -366,6 +377,21 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
         [rows["padded"][:, None] == kind for kind in (PADDED, FOLDED)], [padded, folded], chunked
     )
     return pieces
+
+
+def _in_blocks(
+    count: Callable[[npt.NDArray[np.void], Sequence[FlatEntry]], npt.NDArray[np.int64]],
+    rows: npt.NDArray[np.void],
+    flats: Sequence[FlatEntry],
+) -> npt.NDArray[np.int64]:
+    """Count for some rows after the other: a checkpoint may have a million, and what is computed on
+    the way takes several times the result.
+    """
+    found: npt.NDArray[np.int64] = np.empty((len(rows), SECTION_MAX), dtype=np.int64)
+    for begin in range(0, len(rows), _BLOCK_ROWS):
+        part = slice(begin, begin + _BLOCK_ROWS)
+        found[part] = count(rows[part], flats)
+    return found
 
 
 def _dumps(value: Any) -> bytes:

@@ -70,7 +70,7 @@ _SECOND: Final = 1 << 7
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What one commit says of the chunks of TABLE, in its order.
+    """Statement of one commit on the chunks of TABLE, in its order.
 
     generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: uint32, for
     each chunk one checksum per section.

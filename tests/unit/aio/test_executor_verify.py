@@ -223,7 +223,7 @@ def test_stale_and_misdirected_records_fail_their_checksums(make_rig, rng):
 
 @pytest.mark.parametrize("verify", ["full", "sample"])
 def test_one_checksum_for_each_section_tells_which_section_is_wrong(make_rig, rng, verify):
-    """Folded: chunks of an executor that reads what another wrote have those of the pieces' alone."""
+    """Folded: an executor that reads what another wrote has one of all pieces' checksums."""
     rig = make_rig(piece=PIECE)
     values = {i: random_chunk(rng) for i in range(2)}
     rig.store(values).wait()
