@@ -3,6 +3,7 @@ trajectory of a run that met none."""
 
 from __future__ import annotations
 
+import errno
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import torch
 
 import infinity as inf
 from infinity._src import native
+from infinity._src.checkpoint import directory
+from infinity._src.checkpoint import durable as committing
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
 from infinity.aio._records import PIECE_NUMEL
+from infinity.errors import SwapFullError
 from tests import crashes, durable_runs, models
 
 STEPS = 6
@@ -147,6 +151,46 @@ def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> N
         seen.append(found.table.name)
     # The next step writes beside what was linked; the one after it writes elsewhere.
     assert seen[0] == seen[3] != seen[4], seen
+    durable_runs.close(model)
+
+
+def test_a_commit_that_fails_behind_its_table_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of a failed commit goes with it, and the next commit writes another."""
+    model, optimizer = durable_runs.made(tmp_path)
+    for index in range(4):
+        crashes.step(model, optimizer, index, 0)
+        if index == 2:
+            inf.save(model, optimizer, tmp_path / "linked").wait()
+    inf.handle(model).flush()
+    home = inf.handle(model).durable.files.home
+    (table,) = tables(home)
+    crashes.step(model, optimizer, 4, 0)
+    inf.handle(model).pipeline.wait()
+    written, real = [], directory.write_attachment
+
+    def full(place: Path, name: str, *parts: Any) -> Any:
+        written.append(name)
+        if name.startswith("manifest-"):
+            raise SwapFullError("full", errno=errno.ENOSPC, path=name)
+        return real(place, name, *parts)
+
+    monkeypatch.setattr(committing, "write_attachment", full)
+    with pytest.raises(SwapFullError):
+        inf.handle(model).flush()
+    monkeypatch.undo()
+    assert any(name.startswith("table-") for name in written), written
+    assert tables(home) == [table]
+    assert newest_generation(home)[0].step == 4
+    inf.handle(model).flush()
+    wanted = crashes.digest(model)
+    (after,) = tables(home)
+    assert after != table
+    durable_runs.die(model)
+    model, optimizer = durable_runs.made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 5
+    assert crashes.digest(model) == wanted
     durable_runs.close(model)
 
 

@@ -28,13 +28,13 @@ SAVE_BYTES = 30 << 20
 SAVE_DRIVE_BYTES = 9 << 20
 """A drive that a save reads: two chunks ahead."""
 
-SAVE_CHUNK_BYTES = 500
+SAVE_CHUNK_BYTES = 440
 """A chunk while `inf.save` copies: its row in the manifest, the sizes of its sections, its turn."""
 
 COMMIT_CHUNK_BYTES = 65
 """A chunk while a durable step is committed: its marks."""
 
-RESTORE_CHUNK_BYTES = 430
+RESTORE_CHUNK_BYTES = 480
 """A chunk of the checkpoint while `inf.restore` reads it; beside manifests of all ranks."""
 
 
@@ -43,9 +43,9 @@ def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
-def passing_bytes(chunks: int, drives: int, *, deferred: bool, durable: bool) -> dict[str, int]:
+def passing_bytes(chunks: int, *, deferred: bool, durable: bool, drives: int = 1) -> dict[str, int]:
     """Compute the most bytes beside those of `held_bytes` in each phase: step, save, commit,
-    restore. drives: that states are read from. deferred: updates of all units wait for one step.
+    restore. deferred: updates of all units wait for one step. drives: that states are read from.
     Phases do not overlap, but for a save that goes on beside steps.
     """
     return {

@@ -91,7 +91,7 @@ def test_a_model_beside_its_budget(chunks: int, tmp_path: Path) -> None:
         assert by_chunk["restore"] == pytest.approx(footprint.RESTORE_CHUNK_BYTES, rel=TOLERANCE)
     # The sums of it all, as a plan adds them up.
     assert footprint.held_bytes(10, 2, 2) == 10 * (held + RECORD_BYTES) + 2 * footprint.UNIT_BYTES
-    passing = footprint.passing_bytes(10, 1, deferred=True, durable=True)
+    passing = footprint.passing_bytes(10, deferred=True, durable=True)
     assert passing["commit"] == 10 * footprint.COMMIT_CHUNK_BYTES
 
 
