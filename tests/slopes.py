@@ -67,10 +67,19 @@ class Meter:
         self._chunks = chunks
         self._traces = traces
 
-    def phase(self, name: str, action: Callable[[], Any], turns: int = TURNS) -> Any:
-        """Run it so many times, and note what the cheapest turn takes per chunk."""
+    def phase(
+        self,
+        name: str,
+        action: Callable[[], Any],
+        turns: int = TURNS,
+        before: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """Run it so many times, and note what the cheapest turn takes per chunk. before: what comes
+        before each turn, and is not measured.
+        """
         costs = []
         for _ in range(1 if self._traces else turns):
+            before()
             gc.collect()
             if self._traces:
                 tracemalloc.start()
@@ -102,6 +111,8 @@ def measure(place: Path, chunks: int, flats: int, *, traces: bool) -> dict[str, 
         states = {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["Linear"]}
         _train(meter, place, chunks, flats, "", generations=1, **states)
         _train(meter, place, chunks, flats, "durable ", durable="new", **states)
+        _train(meter, place, chunks, flats, "generations ", generations=2, **states)
+        _train(meter, place, chunks, flats, "delayed ", update="delayed", **states)
         with simulated(patch, delay_us=0):
             _train(meter, place, chunks, flats, "device ", update_on="device", **states)
     return meter.found
@@ -121,14 +132,20 @@ def _train(meter: Meter, place: Path, chunks: int, flats: int, kind: str, **chos
     handle = inf.handle(model)
     x = torch.randn(2, CHUNK_NUMEL, dtype=torch.bfloat16)
 
-    def step() -> None:
+    def update() -> None:
         model(x).backward()
         optimizer.step()
         optimizer.zero_grad()
+        handle.pipeline.wait()
+
+    def step() -> None:
+        update()
         handle.flush()
 
     step()
     meter.phase(f"{kind}step", step)
+    if "durable" in chosen:
+        meter.phase(f"{kind}commit", handle.flush, before=update)
     if not kind:
         _checkpoint(meter, place, model, optimizer)
     meter.phase(f"{kind}close", handle.close, turns=1)

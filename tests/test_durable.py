@@ -3,6 +3,7 @@ trajectory of a run that met none."""
 
 from __future__ import annotations
 
+import errno
 import struct
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,15 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src import native
+from infinity._src.checkpoint import directory
+from infinity._src.checkpoint import durable as committing
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
-from tests import models
+from infinity.aio._records import PIECE_NUMEL
+from infinity.errors import SwapFullError
+from tests import crashes, durable_runs, models
 
 STEPS = 6
 
@@ -107,6 +113,87 @@ def test_nothing_committed_leaves_the_model_as_built(tmp_path):
     inf.handle(model).close()
 
 
+def tables(home: Path) -> list[str]:
+    return [path.name for path in home.glob("table-*")]
+
+
+@pytest.mark.parametrize("drives", [1, 2])
+def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> None:
+    """Its rows are those that a manifest with everything would have, and its checksums are those
+    of the pieces' checksums; the table stays until places change, in a file of its own."""
+    places = [tmp_path / str(index) for index in range(drives)]
+    for place in places:
+        place.mkdir()
+    model, optimizer = durable_runs.made(*places)
+    run = inf.handle(model).durable
+    home, seen = run.files.home, []
+    for index in range(5):
+        crashes.step(model, optimizer, index, 0)
+        if index == 2:
+            inf.save(model, optimizer, places[0] / "linked").wait()
+        inf.handle(model).flush()
+        (found,) = newest_generation(home)
+        rows, sums = run._rows()
+        entries = [found.files[number].name for number in found.rows["file"]]
+        drive = [divmod(int(number), 1 << 16) for number in rows["file"]]
+        assert entries == [run.files.name(*each) for each in drive]
+        for name in ("start", "numel", "key", "generation", "file_offset", "section_at", "zeros"):
+            assert np.array_equal(found.rows[name], rows[name]), name
+        counts = [len(found.layout.flats[row["flat"]].sections) for row in rows]
+        folded = []
+        for row, count in zip(rows, counts, strict=True):
+            pieces = -(-int(row["numel"]) // PIECE_NUMEL)
+            for section in range(count):
+                at = int(row["sums_at"]) + section * pieces
+                folded.append(native.crc32c(sums[at : at + pieces]))
+        assert found.sums.tolist() == folded
+        assert tables(home) == [found.table.name]
+        seen.append(found.table.name)
+    # The next step writes beside what was linked; the one after it writes elsewhere.
+    assert seen[0] == seen[3] != seen[4], seen
+    durable_runs.close(model)
+
+
+def test_a_commit_that_fails_behind_its_table_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of a failed commit goes with it, and the next commit writes another."""
+    model, optimizer = durable_runs.made(tmp_path)
+    for index in range(4):
+        crashes.step(model, optimizer, index, 0)
+        if index == 2:
+            inf.save(model, optimizer, tmp_path / "linked").wait()
+    inf.handle(model).flush()
+    home = inf.handle(model).durable.files.home
+    (table,) = tables(home)
+    crashes.step(model, optimizer, 4, 0)
+    inf.handle(model).pipeline.wait()
+    written, real = [], directory.write_attachment
+
+    def full(place: Path, name: str, *parts: Any) -> Any:
+        written.append(name)
+        if name.startswith("manifest-"):
+            raise SwapFullError("full", errno=errno.ENOSPC, path=name)
+        return real(place, name, *parts)
+
+    monkeypatch.setattr(committing, "write_attachment", full)
+    with pytest.raises(SwapFullError):
+        inf.handle(model).flush()
+    monkeypatch.undo()
+    assert any(name.startswith("table-") for name in written), written
+    assert tables(home) == [table]
+    assert newest_generation(home)[0].step == 4
+    inf.handle(model).flush()
+    wanted = crashes.digest(model)
+    (after,) = tables(home)
+    assert after != table
+    durable_runs.die(model)
+    model, optimizer = durable_runs.made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 5
+    assert crashes.digest(model) == wanted
+    durable_runs.close(model)
+
+
 class HalfUsed(torch.nn.Module):
     """Two blocks, of which the second gets no gradient: no update writes its states."""
 
@@ -139,7 +226,8 @@ def test_states_that_no_update_wrote_are_zeros_after_a_crash_and_in_a_save(tmp_p
         (found,) = newest_generation(place)
         # Those of the idle block; an older release, which would not know, refuses the manifest.
         assert np.count_nonzero(found.rows["zeros"]) == 1
-        assert struct.unpack_from("<8sQ", found.encode())[1] == 2
+        version = struct.unpack_from("<8sQ", (place / found.name).read_bytes())[1]
+        assert version == (3 if place == home else 2)
         assert VerifyJob(place).verify() == []
     for place, durable in ((tmp_path, True), (tmp_path / "linked", "new")):
         model, optimizer = idle(tmp_path, state, durable)

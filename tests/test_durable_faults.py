@@ -203,7 +203,7 @@ def test_names_are_on_every_drive_before_a_manifest(
             if name == "replace" and target.name.startswith("manifest-"):
                 assert missing == set()
             # These are flushed with the manifest, or nothing needs them.
-            small = target.name.startswith(("manifest-", "buffers-", "extra-", "."))
+            small = target.name.startswith(("manifest-", "table-", "buffers-", "extra-", "."))
             new = name != "replace" and not os.path.lexists(target) and not small
             found = real[name](path, *args, **values)
             if new and tmp_path in target.parents:
@@ -303,7 +303,7 @@ def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:
     model, optimizer = made(tmp_path, durable="new")  # gives it up, whatever it is
     step(model, optimizer, 0, 0)
     close(model)
-    assert len(run_files(tmp_path)) == 6, run_files(tmp_path)
+    assert len(run_files(tmp_path)) == 7, run_files(tmp_path)
 
 
 def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
@@ -329,6 +329,7 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
             "manifest",
             "states",
             "states",
+            "table",
         ], run_files(places[0])
         assert [name.split("-")[0] for name in run_files(places[1])] == ["home", "states", "states"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"

@@ -188,24 +188,27 @@ def check_length(path: Path, file: FileEntry) -> None:
         )
 
 
-def write_attachment(directory: Path, name: str, data: bytes) -> FileEntry:
-    """Write a whole small file, on the drive when this returns. Raises: SwapFullError,
-    DeviceFailedError, AioError.
+def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> FileEntry:
+    """Write a whole small file, on the drive when this returns. parts: its bytes. Raises:
+    SwapFullError, DeviceFailedError, AioError.
     """
     path = directory / name
-    with typed_errors(path, "write", len(data)):
+    size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
+    with typed_errors(path, "write", size):
         # 0o666 less the umask: a checkpoint has the rights of an ordinary file.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            # A write may be short.
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view) :]
+            for part in parts:
+                digest.update(part)
+                # A write may be short.
+                view = memoryview(part)
+                while view:
+                    view = view[os.write(fd, view) :]
             # Before anybody names it: a manifest must not outlive the bytes that it counts on.
             os.fsync(fd)
         finally:
             os.close(fd)
-    return FileEntry(name, len(data), xxhash.xxh3_128_hexdigest(data))
+    return FileEntry(name, size, digest.hexdigest())
 
 
 def fsync_file(path: Path) -> None:

@@ -41,8 +41,8 @@ from infinity._src.checkpoint.manifest import (
     FileEntry,
     Head,
     OptimizerEntry,
-    encode_table,
     manifest_name,
+    table_parts,
 )
 from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.rows import ROW
@@ -388,8 +388,8 @@ class DurableRun:
         table = self._table.known(found)
         if table is None:
             layout = metadata.layout_of(self.flats, self._store, self._policy)
-            data = encode_table(layout, self._table.rows())
-            table = write_attachment(home, file_name("table", generation, rank), data)
+            parts = table_parts(layout, self._table.rows())
+            table = write_attachment(home, file_name("table", generation, rank), *parts)
         used = [divmod(each, DRIVES_MAX) for each in found.files]
         manifest = Head(
             generation=generation,
@@ -411,7 +411,7 @@ class DurableRun:
         path = home / manifest_name(generation, rank)
         # Under another name until it is whole: a reader takes any manifest for a commit.
         partial = path.with_name(path.name + ".partial")
-        write_attachment(home, partial.name, manifest.encode_with(found.marks))
+        write_attachment(home, partial.name, *manifest.parts_with(found.marks))
         # Before the rename: if this breaks off or a rank dies right after it, the manifest names
         # these files, and the end of the process must not remove them.
         self.files.keep()

@@ -66,6 +66,9 @@ _CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
 _HEAD: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
+_BLOCK_ROWS: Final = 4096
+Part = bytes | memoryview
+"""Bytes of a file that has several."""
 _TABLE_MAGIC: Final = b"inf-tabl"
 _TABLE_HEAD: Final = struct.Struct("<8sQQQ")
 
@@ -213,12 +216,12 @@ class Head:
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
         return _dumps(state)
 
-    def encode_with(self, marks: Marks) -> bytes:
-        """Return the bytes of a durable run's file."""
+    def parts_with(self, marks: Marks) -> list[Part]:
+        """Return the bytes of a durable run's file, part by part."""
         assert self.table is not None
         text = self.state()
         head = _HEAD.pack(_MAGIC, VERSION, 0, len(text), len(marks.flags), len(marks.folded))
-        return _sealed(head, text, marks.encode())
+        return _sealed([head, text, *marks.parts()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,18 +234,21 @@ class Manifest(Head):
 
     def encode(self) -> bytes:
         """Return the bytes of a file that has all."""
+        return b"".join(self.parts())
+
+    def parts(self) -> list[Part]:
+        """Return the bytes of `encode` part by part: they are many."""
+        # Others would take its checksums for those of pieces.
+        assert not (self.rows["padded"] == FOLDED).any(), "these rows want a table"
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, self.state())
         version = 2 if self.rows["zeros"].any() else 1
         head = _HEAD.pack(
             _MAGIC, version, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
         )
-        return _sealed(
-            head,
-            *texts,
-            self.rows.astype(ROW, copy=False).tobytes(),
-            self.sums.astype("<u4", copy=False).tobytes(),
-        )
+        rows = np.ascontiguousarray(self.rows.astype(ROW, copy=False))
+        sums = np.ascontiguousarray(self.sums.astype("<u4", copy=False))
+        return _sealed([head, *texts, rows.view(np.uint8).data, sums.view(np.uint8).data])
 
     @classmethod
     def decode(
@@ -293,12 +299,12 @@ class Manifest(Head):
             raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
-def encode_table(layout: Layout, table: npt.NDArray[np.void]) -> bytes:
-    """Return the bytes of the file that a durable run's manifests name as their table. table:
-    TABLE [chunks].
+def table_parts(layout: Layout, table: npt.NDArray[np.void]) -> list[Part]:
+    """Return the bytes of the file that a durable run's manifests name as their table, part by
+    part. table: TABLE [chunks].
     """
     head = _TABLE_HEAD.pack(_TABLE_MAGIC, VERSION, len(layout.encoded), len(table))
-    return b"".join((head, layout.encoded, table.tobytes()))
+    return [head, layout.encoded, table.view(np.uint8).data]
 
 
 def _read_table(data: bytes) -> tuple[Layout, npt.NDArray[np.void]]:
@@ -309,9 +315,11 @@ def _read_table(data: bytes) -> tuple[Layout, npt.NDArray[np.void]]:
     return Layout.decode(data[_TABLE_HEAD.size : at]), np.frombuffer(data, TABLE, count, at)
 
 
-def _sealed(*parts: bytes) -> bytes:
-    whole = b"".join(parts)
-    return whole + xxhash.xxh3_128_digest(whole)
+def _sealed(parts: list[Part]) -> list[Part]:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
+    return [*parts, digest.digest()]
 
 
 def _state(text: bytes) -> dict[str, Any]:
@@ -334,6 +342,12 @@ def section_bytes(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt
     """Compute the bytes of every section of rows, a multiple of 4096: [rows, SECTION_MAX], 0 for
     sections that a format lacks.
     """
+    return _in_blocks(_section_bytes, rows, flats)
+
+
+def _section_bytes(
+    rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]
+) -> npt.NDArray[np.int64]:
     # Of the flats that the rows are of: a restore asks for one row after the other.
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     items: npt.NDArray[np.int64] = np.zeros((len(numbers), SECTION_MAX), dtype=np.int64)
@@ -350,6 +364,10 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
     """Count the checksums of every section of rows, [rows, SECTION_MAX], in the order in which they
     lie.
     """
+    return _in_blocks(_pieces_of, rows, flats)
+
+
+def _pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDArray[np.int64]:
     numbers, of_row = np.unique(rows["flat"], return_inverse=True)
     counts = np.array([len(flats[each].sections) for each in numbers.tolist()], np.int64)[of_row]
     folded = (np.arange(SECTION_MAX) < counts[:, None]).astype(np.int64)
@@ -359,6 +377,21 @@ def pieces_of(rows: npt.NDArray[np.void], flats: Sequence[FlatEntry]) -> npt.NDA
         [rows["padded"][:, None] == kind for kind in (PADDED, FOLDED)], [padded, folded], chunked
     )
     return pieces
+
+
+def _in_blocks(
+    count: Callable[[npt.NDArray[np.void], Sequence[FlatEntry]], npt.NDArray[np.int64]],
+    rows: npt.NDArray[np.void],
+    flats: Sequence[FlatEntry],
+) -> npt.NDArray[np.int64]:
+    """Count for some rows after the other: a checkpoint may have a million, and what is computed on
+    the way takes several times the result.
+    """
+    found: npt.NDArray[np.int64] = np.empty((len(rows), SECTION_MAX), dtype=np.int64)
+    for begin in range(0, len(rows), _BLOCK_ROWS):
+        part = slice(begin, begin + _BLOCK_ROWS)
+        found[part] = count(rows[part], flats)
+    return found
 
 
 def _dumps(value: Any) -> bytes:
@@ -443,7 +476,8 @@ def _wrong_flats(manifest: Manifest) -> Iterator[str]:
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:
     rows, flats = manifest.rows, manifest.layout.flats
     # One kind of number after the other: later checks compute with numbers that passed.
-    for name, count in (("flat", len(flats)), ("file", len(manifest.files)), ("padded", FOLDED + 1)):
+    counts = {"flat": len(flats), "file": len(manifest.files), "padded": FOLDED + 1}
+    for name, count in counts.items():
         if ((rows[name] < 0) | (rows[name] >= count)).any():
             yield f"a row has a {name} that there is not"
     if ((rows["numel"] <= 0) | (rows["numel"] > _CHUNK_NUMEL_MAX)).any():

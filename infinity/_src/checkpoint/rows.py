@@ -70,7 +70,7 @@ _SECOND: Final = 1 << 7
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """What one commit says of the chunks of TABLE, in its order.
+    """Statement of one commit on the chunks of TABLE, in its order.
 
     generations: of the live places, uint64 [chunks]. flags: uint8 [chunks]. folded: uint32, for
     each chunk one checksum per section.
@@ -89,19 +89,18 @@ class Marks:
             np.concatenate([part.folded for part in parts]),
         )
 
-    def encode(self) -> bytes:
-        """Return the arrays one after the other, little-endian."""
-        return b"".join(
-            (
-                self.generations.astype("<u8", copy=False).tobytes(),
-                self.flags.tobytes(),
-                self.folded.astype("<u4", copy=False).tobytes(),
-            )
+    def parts(self) -> list[memoryview]:
+        """Return the bytes of the arrays, little-endian, one after the other."""
+        arrays = (
+            self.generations.astype("<u8", copy=False),
+            self.flags,
+            self.folded.astype("<u4", copy=False),
         )
+        return [array.view(np.uint8).data for array in arrays]
 
     @classmethod
     def decode(cls, data: bytes, offset: int, chunks: int, sums: int) -> Marks:
-        """Read `encode`'s bytes at `offset`. Raises: ValueError where there are fewer."""
+        """Read the bytes of `parts` at `offset`. Raises: ValueError where there are fewer."""
         generations = np.frombuffer(data, "<u8", chunks, offset)
         flags = np.frombuffer(data, np.uint8, chunks, offset + generations.nbytes)
         folded = np.frombuffer(data, "<u4", sums, offset + generations.nbytes + flags.nbytes)

@@ -6,7 +6,7 @@ copied by a thread.
     thread      data file, small files  ->  all ranks wrote? manifests  ->  all there? older ones go
 
 The ranks agree in a group of their own, so that training's collectives and these do not meet. The
-thread copies a few chunks at a time, so a save takes the memory of four:
+thread copies a few chunks at a time, two for each drive that is read and two more:
 
     executor of the run                        this thread          executor of the data file
     FETCH all sections of a chunk -> buffer -> pads with zeros  ->  STORE, checksum, write
@@ -50,7 +50,13 @@ from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
-from infinity._src.params.chunk_pipeline import READ_AHEAD, Bytes, ChunkPipeline, slab_buffers
+from infinity._src.params.chunk_pipeline import (
+    BUFFERS,
+    READ_AHEAD,
+    Bytes,
+    ChunkPipeline,
+    slab_buffers,
+)
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.progress import ProgressLine
@@ -72,8 +78,8 @@ class Snapshot:
     `copy_to` runs in one thread, `before_write` in others.
 
     shards, flats: the flats as records, and as entries of the manifest. order: the order of
-    reading, except that flats for which a writer waits come first. progress: gets the bytes of each
-    chunk that was read.
+    reading, except that flats for which a writer waits come first. drives: how many are read.
+    progress: gets the bytes of each chunk that was read.
     """
 
     def __init__(
@@ -84,9 +90,11 @@ class Snapshot:
         rows: npt.NDArray[np.void],
         *,
         order: Sequence[Flat],
+        drives: int,
         progress: Callable[[int], object],
     ) -> None:
         self._executor = executor
+        self._ahead = READ_AHEAD * max(drives, 1)
         self._progress = progress
         self._ids = (
             np.concatenate([shard.ids for shard in shards]) if shards else np.zeros(0, np.int32)
@@ -133,11 +141,13 @@ class Snapshot:
     def copy_to(self, writer: DataWriter) -> None:
         """Copy all. Blocks. Raises the fault of a read or a write; then the file is of no use."""
         try:
-            with slab_buffers(int(self._sizes.sum(axis=1).max(initial=4096))) as buffers:
+            size = int(self._sizes.sum(axis=1).max(initial=4096))
+            # Two for the writes, as many as read.
+            with slab_buffers(size, self._ahead + BUFFERS - READ_AHEAD) as buffers:
                 # `reusable` waits until filled, not done: the data file's executor has a copy then.
                 pipeline = ChunkPipeline(
                     buffers,
-                    ahead=READ_AHEAD,
+                    ahead=self._ahead,
                     read=self._fetch,
                     transform=lambda row, _buffer: self._was_read(row),
                     write=lambda row, buffer: writer.store(row, self._addresses(row, buffer)),
@@ -389,7 +399,13 @@ class Saver:
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
         shards = [self.states.store[flat] for flat in self.flats]
         snapshot = Snapshot(
-            self.executor, shards, flats, captured.rows, order=self._order(), progress=line.advance
+            self.executor,
+            shards,
+            flats,
+            captured.rows,
+            order=self._order(),
+            drives=len(self.policy.directories),
+            progress=line.advance,
         )
         # An error is kept for the thread: the ranks agree there, and none may leave before.
         linked, refused = _try_link(run, target, int(agreed[0]))

@@ -189,7 +189,7 @@ def write_part(
         sums=stored.sums,
     )
     # Under another name: only when all ranks have written does it become a manifest.
-    write_attachment(directory, _partial(manifest.name), manifest.encode())
+    write_attachment(directory, _partial(manifest.name), *manifest.parts())
 
 
 def _written(

@@ -8,7 +8,7 @@ tests/unit/memory/test_footprint.py holds them against the engine.
 
 from __future__ import annotations
 
-CHUNK_BYTES = 1725
+CHUNK_BYTES = 1700
 """A chunk while its model is offloaded: the executor's record (988), the same in numpy (316), and
 the extent of its run in Python objects."""
 
@@ -22,13 +22,19 @@ STEP_CHUNK_BYTES = 776
 """A chunk whose update is on its way: a job of the executor (736) and its segment. With
 update="deferred" these are all chunks of the rank, else those of a few units."""
 
-SAVE_CHUNK_BYTES = 500
+SAVE_BYTES = 30 << 20
+"""Any save: chunks that are written, slots of the data file's executor, its records."""
+
+SAVE_DRIVE_BYTES = 9 << 20
+"""A drive that a save reads: two chunks ahead."""
+
+SAVE_CHUNK_BYTES = 440
 """A chunk while `inf.save` copies: its row in the manifest, the sizes of its sections, its turn."""
 
-COMMIT_CHUNK_BYTES = 500
-"""A chunk while a durable step is committed."""
+COMMIT_CHUNK_BYTES = 65
+"""A chunk while a durable step is committed: its marks."""
 
-RESTORE_CHUNK_BYTES = 370
+RESTORE_CHUNK_BYTES = 480
 """A chunk of the checkpoint while `inf.restore` reads it; beside manifests of all ranks."""
 
 
@@ -37,14 +43,14 @@ def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
-def passing_bytes(chunks: int, *, deferred: bool, durable: bool) -> dict[str, int]:
+def passing_bytes(chunks: int, *, deferred: bool, durable: bool, drives: int = 1) -> dict[str, int]:
     """Compute the most bytes beside those of `held_bytes` in each phase: step, save, commit,
-    restore. deferred: updates of all units wait for one step. Phases do not overlap, but for a save
-    that goes on beside steps.
+    restore. deferred: updates of all units wait for one step. drives: that states are read from.
+    Phases do not overlap, but for a save that goes on beside steps.
     """
     return {
         "step": chunks * STEP_CHUNK_BYTES if deferred else 0,
-        "save": chunks * SAVE_CHUNK_BYTES,
+        "save": SAVE_BYTES + drives * SAVE_DRIVE_BYTES + chunks * SAVE_CHUNK_BYTES,
         "commit": chunks * COMMIT_CHUNK_BYTES if durable else 0,
         "restore": chunks * RESTORE_CHUNK_BYTES,
     }

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import NamedTuple, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ __all__ = [
     "ChunkSpans",
     "FlatLayout",
     "Section",
+    "Segments",
     "aligned_section_bytes",
     "plan_flat",
     "sections_of",
@@ -112,6 +113,25 @@ class ChunkSpans(Sequence[ChunkSpan]):
         return range(start // self.chunk_numel, (start + numel - 1) // self.chunk_numel + 1)
 
 
+class Segments(NamedTuple):
+    """Parts of parameters in chunks of one rank's shard, int64 [segments] each.
+
+    owner: index of the parameter. start: element in the chunk; within: in this rank's part of the
+    parameter; element: in the parameter.
+    """
+
+    owner: npt.NDArray[np.int64]
+    chunk: npt.NDArray[np.int64]
+    start: npt.NDArray[np.int64]
+    numel: npt.NDArray[np.int64]
+    within: npt.NDArray[np.int64]
+    element: npt.NDArray[np.int64]
+
+    def nothing(self) -> Segments:
+        """Return no segment."""
+        return Segments(*(column[:0] for column in self))
+
+
 @dataclasses.dataclass(frozen=True)
 class FlatLayout:
     """Layout of one flat: offsets of its parameters, split over `world` ranks and into chunks.
@@ -163,6 +183,28 @@ class FlatLayout:
             count = min((chunk + 1) * self.chunk_numel, end) - at
             yield chunk, at - chunk * self.chunk_numel, element + at - start, count
             at += count
+
+    def segments(self, rank: int) -> Segments:
+        """Intersect all parameters with the chunks of a rank's shard, in order."""
+        indices = range(len(self.offsets))
+        parts = np.array([self.shard_range(index, rank) for index in indices], dtype=np.int64)
+        begins, elements, numels = parts.reshape(-1, 3).T
+        ends, size = begins + numels, self.chunk_numel
+        counts = np.where(numels > 0, -(-ends // size) - begins // size, 0)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        # Parameters lie one after the other, and so do their segments.
+        before = np.cumsum(counts) - counts
+        chunk = np.arange(len(owner)) + np.repeat(begins // size - before, counts)
+        first = np.maximum(chunk * size, begins[owner])
+        within = first - begins[owner]
+        return Segments(
+            owner=owner,
+            chunk=chunk,
+            start=first - chunk * size,
+            numel=np.minimum((chunk + 1) * size, ends[owner]) - first,
+            within=within,
+            element=elements[owner] + within,
+        )
 
 
 def plan_flat(

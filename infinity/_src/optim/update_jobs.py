@@ -72,23 +72,13 @@ def jobs_of_flat(store: StateStore, flat: Flat, rank: int) -> FlatJobs:
     # its address.
     jobs["mask"] = 1
     jobs["ptr"][:, 0] = at_rest.starts.astype(np.uint64) * np.uint64(flat.layout.itemsize)
-    rows = []
     # A RAW flat has parameters and nothing to update.
-    if at_rest.format is not Format.RAW:
-        for position in range(len(flat.params)):
-            source = flat.layout.shard_range(position, rank)[1]
-            # A parameter may cross chunks, and a chunk holds many parameters: one segment for each
-            # overlap.
-            for index, first, element, numel in flat.layout.spans(position, rank):
-                rows.append((index, first, numel, position, element - source, element))
-        # By chunk, so that the segments of a job are one range.
-        rows.sort()
-    segs = np.zeros(len(rows), dtype=SEG)
-    columns = np.array(rows, dtype=np.int64).reshape(-1, 6)
-    segs["start"], segs["numel"], segs["element"] = columns[:, 1], columns[:, 2], columns[:, 5]
-    return FlatJobs(
-        flat, jobs, segs, owner=columns[:, 3], chunk=columns[:, 0], within=columns[:, 4]
-    )
+    found = flat.layout.segments(rank)
+    if at_rest.format is Format.RAW:
+        found = found.nothing()
+    segs = np.zeros(len(found.owner), dtype=SEG)
+    segs["start"], segs["numel"], segs["element"] = found.start, found.numel, found.element
+    return FlatJobs(flat, jobs, segs, owner=found.owner, chunk=found.chunk, within=found.within)
 
 
 def jobs_of_unit(

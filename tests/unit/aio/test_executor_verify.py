@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from infinity import aio
+from infinity._src import native
+from infinity.aio import Executor
 from infinity.aio import _records as records
 from infinity.errors import AioError, ChecksumError, ShortTransferError
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, adamw, hyper_record, outcome, random_chunk, same
@@ -217,3 +219,46 @@ def test_stale_and_misdirected_records_fail_their_checksums(make_rig, rng):
     with pytest.raises(AioError) as caught:
         rig.executor.submit(jobs, priority=aio.Priority.DEMAND).wait()
     assert isinstance(caught.value, ChecksumError)
+
+
+@pytest.mark.parametrize("verify", ["full", "sample"])
+def test_one_checksum_for_each_section_tells_which_section_is_wrong(make_rig, rng, verify):
+    """Folded: an executor that reads what another wrote has one of all pieces' checksums."""
+    rig = make_rig(piece=PIECE)
+    values = {i: random_chunk(rng) for i in range(2)}
+    rig.store(values).wait()
+    folded = np.zeros((2, 4), dtype=np.uint32)
+    for chunk in range(2):
+        folded[chunk] = [native.crc32c(rig.sums[chunk, section]) for section in range(4)]
+    reader = Executor(
+        rig.files, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(3, RUN_BYTES), verify=verify,
+        backend=rig.executor.backend,
+    )
+    known = rig.chunks[:2].copy()
+    known["sums_ptr"] = folded.ctypes.data + 16 * np.arange(2, dtype=np.uint64)
+    ids = reader.define(known)
+
+    def fetch(section: int, mask: int = aio.MASK_FOLDED) -> np.ndarray:
+        found = np.zeros(NUMEL, rig.dtypes[section])
+        job = np.zeros(1, dtype=records.JOB)
+        job["chunk"], job["kind"], job["base"] = ids[1], records.JobKind.FETCH, -1
+        job["mask"] = mask | 1 << section
+        job["ptr"][0, section] = found.ctypes.data
+        reader.submit(job, priority=aio.Priority.DEMAND).wait()
+        return found
+
+    for section in range(4):
+        assert np.array_equal(fetch(section), values[1][section])
+    at = RUN_BYTES + int(known["section_at"][1, 2])
+    size = NUMEL * np.dtype(rig.dtypes[2]).itemsize
+    damage(rig, "bit", direct=False, at=at, size=size)
+    assert np.array_equal(fetch(1), values[1][1])
+    with pytest.raises(ChecksumError) as caught:
+        fetch(2)
+    assert (caught.value.offset, caught.value.length) == (at, size)
+    job = np.zeros(1, dtype=records.JOB)
+    job["chunk"], job["kind"], job["base"] = ids[0], records.JobKind.STORE, -1
+    job["mask"] = aio.MASK_FOLDED | 1
+    with pytest.raises(ValueError, match="mask"):
+        reader.submit(job, priority=aio.Priority.DEMAND)
+    reader.close(wait=False)

@@ -76,3 +76,20 @@ def test_chunks_have_the_size_that_was_asked_for_and_groups_hold_one_parameter(
     assert sum(span.numel for span in spans) == layout.shard_numel
     assert all(span.numel == chunk_numel for span in spans[:-1])
     assert all(span.start % QUANT_GROUP == 0 for span in spans)
+
+
+@given(NUMELS, st.sampled_from([2, 4]), st.integers(1, 5), st.sampled_from([1, 3, 192]))
+def test_segments_of_a_shard_are_the_spans_of_its_parameters(
+    numels: tuple[int, ...], itemsize: int, world: int, groups: int
+) -> None:
+    layout = plan_flat(numels, itemsize, world, groups * GROUP_NUMEL)
+    for rank in range(world):
+        wanted = [
+            (index, chunk, start, numel, element - layout.shard_range(index, rank)[1], element)
+            for index in range(len(numels))
+            for chunk, start, element, numel in layout.spans(index, rank)
+        ]
+        found = layout.segments(rank)
+        assert list(zip(*(column.tolist() for column in found), strict=True)) == wanted
+        # As the executor wants them: ascending, by chunk.
+        assert wanted == sorted(wanted, key=lambda each: (each[1], each[2]))

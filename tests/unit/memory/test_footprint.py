@@ -1,0 +1,142 @@
+"""Bytes beside the budget are what the engine takes, neither less nor much more."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import infinity as inf
+from infinity._src.memory import footprint
+from infinity.aio import CHUNK, JOB, SEG, Executor, JobKind, PoolSpec, Priority
+from tests import forks, slopes
+from tests.marks import mostly_slow
+
+FLATS = 10
+RECORD_BYTES = 988
+"""Bytes of a chunk in the executor, which no tracer of Python's sees."""
+TOLERANCE = 0.15
+
+
+class _Mallinfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks",
+                     "uordblks", "fordblks", "keepcost")
+    ]  # fmt: skip
+
+
+def _malloced() -> int:
+    """Bytes in use that malloc gave."""
+    call = ctypes.CDLL(None).mallinfo2
+    call.restype = _Mallinfo
+    found = call()
+    return int(found.uordblks + found.hblkhd)
+
+
+def _records(memory: np.ndarray, count: int) -> np.ndarray:
+    records = np.zeros(count, dtype=CHUNK)
+    for name in ("drive", "file_offset", "other_offset", "grad_offset", "section_at"):
+        records[name] = -1
+    records["numel"], records["piece_numel"], records["section_count"] = 64, 64, 1
+    records["itemsize"][:, 0], records["group_numel"][:, 0] = 2, 1
+    records["section_ptr"][:, 0] = memory.ctypes.data
+    return records
+
+
+def test_records_and_jobs_of_the_executor() -> None:
+    memory, count = np.zeros(64, np.uint16), 20_000
+    with Executor([], small=PoolSpec(0, 0), large=PoolSpec(0, 0)) as executor:
+        records = _records(memory, count)
+        before = _malloced()
+        ids = executor.define(records)
+        assert (_malloced() - before - ids.nbytes) / count == pytest.approx(RECORD_BYTES, rel=0.02)
+        jobs = np.zeros(count, dtype=JOB)
+        jobs["chunk"], jobs["kind"], jobs["mask"], jobs["base"] = ids, JobKind.FETCH, 1, -1
+        gate = executor.gate()
+        before = _malloced()
+        ticket = executor.submit(jobs, gate=gate, priority=Priority.DEMAND)
+        taken = (_malloced() - before) / count
+        gate.open([])
+        ticket.wait()
+    assert taken + SEG.itemsize == pytest.approx(footprint.STEP_CHUNK_BYTES, rel=0.02)
+
+
+@pytest.mark.parametrize("chunks", mostly_slow([1000, 5000], 1000))
+def test_a_model_beside_its_budget(chunks: int, tmp_path: Path) -> None:
+    """Python and numpy by chunk and by unit, between models of other sizes."""
+    found = {
+        shape: json.loads(forks.in_a_fork(__name__, tmp_path, *shape))
+        for shape in ((chunks // 5, FLATS), (chunks, FLATS), (chunks, 10 * FLATS))
+    }
+    few, many, wide = found.values()
+    by_chunk = {name: (many[name] - few[name]) / (chunks - chunks // 5) for name in few}
+    by_unit = {name: (wide[name] - many[name]) / (9 * FLATS) for name in few}
+    sums = 2 * 4 * 4  # in the budget: of two places, four sections
+    held = footprint.CHUNK_BYTES + footprint.SECOND_PLACE_BYTES - RECORD_BYTES
+    assert by_chunk["held"] - sums == pytest.approx(held, rel=TOLERANCE)
+    assert by_unit["held"] == pytest.approx(footprint.UNIT_BYTES, rel=TOLERANCE)
+    # Flats of 100 chunks are less than a block of them, which is looked at as a whole.
+    assert by_chunk["commit"] == pytest.approx(footprint.COMMIT_CHUNK_BYTES, rel=0.5)
+    if chunks > 1000:  # below, the executors' records of what is copied are more
+        assert by_chunk["save"] == pytest.approx(footprint.SAVE_CHUNK_BYTES, rel=TOLERANCE)
+        assert by_chunk["restore"] == pytest.approx(footprint.RESTORE_CHUNK_BYTES, rel=TOLERANCE)
+    # The sums of it all, as a plan adds them up.
+    assert footprint.held_bytes(10, 2, 2) == 10 * (held + RECORD_BYTES) + 2 * footprint.UNIT_BYTES
+    passing = footprint.passing_bytes(10, deferred=True, durable=True)
+    assert passing["commit"] == 10 * footprint.COMMIT_CHUNK_BYTES
+
+
+def _taken(action: Any) -> int:
+    """The most bytes that Python and numpy hold meanwhile beyond those of before."""
+    gc.collect()
+    before = tracemalloc.get_traced_memory()[0]
+    tracemalloc.reset_peak()
+    action()
+    return tracemalloc.get_traced_memory()[1] - before
+
+
+def main() -> None:
+    """Print what one model takes: held, and in each phase."""
+    place, chunks, flats = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    run = place / f"{chunks}-{flats}"
+    run.mkdir()
+    torch.set_num_threads(1)
+    x = torch.randn(2, slopes.CHUNK_NUMEL, dtype=torch.bfloat16)
+    found = {}
+    with slopes.tiny_chunks():
+        model: Any = slopes.Rows(chunks, flats)
+        gc.collect()
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
+        inf.offload(model, inf.Policy(nvme=run, units=["Linear"], durable="new", **tiers))
+        optimizer = inf.AdamW(model.parameters())
+        handle = inf.handle(model)
+        for _ in range(2):
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.pipeline.wait()
+            gc.collect()
+            found["held"] = tracemalloc.get_traced_memory()[0] - before
+            found["commit"] = _taken(handle.flush)
+        # As on a file system that makes no links to the run's: the save copies.
+        handle.durable.link = lambda *_: None
+        found["save"] = _taken(lambda: inf.save(model, optimizer, run / "saved").wait())
+        found["restore"] = _taken(lambda: inf.restore(model, optimizer, run / "saved"))
+        tracemalloc.stop()
+        handle.close()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
