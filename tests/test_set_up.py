@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing as mp
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import infinity as inf
+from infinity._src.checkpoint import run_fill
+from infinity._src.checkpoint.fill_journal import FilledFlat, FillJournal
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, die, made, undisturbed
+from tests.reading import Counted
 from tests.test_durable_faults import Failing
 from tests.unit.aio.disks import loop_ext4
 
@@ -142,11 +148,11 @@ def test_a_first_commit_that_fails_is_told_and_made_up_for(
     assert_goes_on(tmp_path, wanted)
 
 
-def wide() -> Any:
+def wide(width: int = 1024) -> Any:
     """16 MiB of bf16 parameters in 8 units."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        *(torch.nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(8))
+        *(torch.nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(8))
     )
 
 
@@ -204,3 +210,197 @@ def test_a_write_that_fails_in_the_fill_names_the_unit_and_the_model_is_as_it_wa
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
     offload(model, policy)
     close(model)
+
+
+# -- a fill that breaks off -----------------------------------------------------------------------
+
+
+def stored(file: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Write the values of `filled` to a file, and return them."""
+    torch.manual_seed(seed)
+    values = {f"{index}.weight": torch.randn(512, 512).to(dtype) for index in range(8)}
+    save_file(values, file)
+    return values
+
+
+def filled(place: Path, load: Any, *more: Path, **values: Any) -> Any:
+    with torch.device("meta"):
+        model = wide(512)
+    place.mkdir(exist_ok=True)
+    policy: dict[str, Any] = {"nvme": [place, *more], "ram": "min", "unit_bytes_max": 3 << 18}
+    policy |= {"params": "nvme", "optim": "nvme", "durable": True, **values}
+    return offload(model, inf.Policy(**policy), load=load)
+
+
+def fill_and_die(place: Path, file: Path, after: int, end: str, *more: Path) -> None:
+    """Fill a model, and be killed, or fail, when so many bytes were read."""
+    torch.set_num_threads(1)
+    run_fill.NOTE_EVERY_S = 0
+    with Counted(after, kills=end == "killed"):
+        filled(place, file, *more)
+
+
+def broken_off(place: Path, file: Path, end: str, *more: Path) -> None:
+    """Have a process break a fill off, in which more than half of it was written."""
+    context = mp.get_context("forkserver")
+    # The same as in tests.crashes: there is one server.
+    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
+    process = context.Process(target=fill_and_die, args=(place, file, 9 << 18, end, *more))
+    process.start()
+    process.join(60)
+    assert process.exitcode == (-signal.SIGKILL if end == "killed" else 1)
+    assert list((place / "infinity-run").glob("states-*"))
+
+
+def assert_filled(model: Any, values: dict[str, Any]) -> None:
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value.bfloat16()) for name, value in values.items())
+
+
+WHOLE = 4 << 20
+
+
+@pytest.mark.parametrize("end", ["killed", "failed"])
+def test_a_fill_that_breaks_off_goes_on_and_reads_the_rest_alone(tmp_path: Path, end: str) -> None:
+    file, place, more = tmp_path / "a.safetensors", tmp_path / "drive", tmp_path / "more"
+    values = stored(file)
+    place.mkdir()
+    more.mkdir()
+    broken_off(place, file, end, more)
+    files = sorted((place / "infinity-run").glob("states-*"))
+    with Counted() as counted:
+        model = filled(place, file, more)
+    assert 0 < counted.bytes <= WHOLE - (6 << 18)
+    assert sorted((place / "infinity-run").glob("states-*")) == files
+    assert_filled(model, values)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    close(model)
+    assert not list((place / "infinity-run").glob("fill*"))
+    model = filled(tmp_path / "undisturbed", file)
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
+    optimizer.step()
+    assert_filled(model, found)
+    close(model)
+
+
+OTHERS = {
+    "source": "its source",
+    "dtype": "its source",
+    "time": "its source",
+    "units": "its layout",
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_fill_takes_nothing_over_from_another(
+    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, place = tmp_path / "a.safetensors", tmp_path / "drive"
+    values = stored(file)
+    place.mkdir()
+    broken_off(place, file, "killed")
+    policy: Any = {}
+    if other == "source":
+        values = stored(file, seed=1)
+    elif other == "dtype":
+        values = stored(file, dtype=torch.float32)
+    elif other == "time":
+        os.utime(file, ns=(1, 1))
+    else:
+        policy["units"] = ["Linear"]
+        policy["state"] = "compact"
+    size = sum(value.nbytes for value in values.values())
+    with Counted() as counted:
+        model = filled(place, file, **policy)
+    assert counted.bytes == size
+    assert f"{OTHERS[other]} is not that of this one" in caplog.text
+    assert_filled(model, values)
+    close(model)
+
+
+def test_a_fill_without_known_files_and_other_drives_begin_anew_without_leaks(
+    tmp_path: Path,
+) -> None:
+    file, place, more = tmp_path / "a.safetensors", tmp_path / "drive", tmp_path / "more"
+    values = stored(file)
+    for each in (place, more):
+        each.mkdir()
+    broken_off(place, file, "killed")
+    before = {path.name for path in (place / "infinity-run").glob("states-*")}
+    model = filled(place, file, more)
+    assert not before & {path.name for path in (place / "infinity-run").glob("states-*")}
+    assert_filled(model, values)
+    die(model)
+    assert not list((place / "infinity-run").glob("states-*"))
+    broken_off(place, file, "killed")
+    values = stored(tmp_path / "b.safetensors", seed=1)
+    model = filled(place, values)
+    assert_filled(model, values)
+    close(model)
+
+
+def test_what_is_written_after_a_fill_ends_its_journal(tmp_path: Path) -> None:
+    """A process that is killed after a write finds no fill to go on with, and fills anew."""
+    file, place = tmp_path / "a.safetensors", tmp_path / "drive"
+    values = stored(file)
+    place.mkdir()
+    model = filled(place, file)
+    journal = place / "infinity-run" / "fill.rank0"
+    whole = journal.read_bytes()
+    weight = model[0].weight
+    with inf.handle(model).gather([weight]), torch.no_grad():
+        weight.fill_(1)
+    assert len(journal.read_bytes()) < len(whole) / 4
+    die(model)
+    with Counted() as counted:
+        model = filled(place, file)
+    assert counted.bytes == WHOLE
+    assert_filled(model, values)
+    close(model)
+
+
+def test_a_journal_without_room_ends_the_fill_which_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, place = tmp_path / "a.safetensors", tmp_path / "drive"
+    values = stored(file)
+    monkeypatch.setattr(run_fill, "NOTE_EVERY_S", 0)
+    with (
+        Failing("pwrite", 6, errno.ENOSPC),
+        pytest.raises(SwapFullError, match=r"fill\.rank0") as caught,
+    ):
+        filled(place, file)
+    assert caught.value.errno == errno.ENOSPC
+    with Counted() as counted:
+        model = filled(place, file)
+    assert 0 < counted.bytes < WHOLE
+    assert_filled(model, values)
+    close(model)
+
+
+def test_a_torn_journal_is_read_up_to_its_tear(tmp_path: Path) -> None:
+    journal = FillJournal(tmp_path / "fill")
+    journal.begin({"id": "a"})
+    start = {"source": "x"}
+    assert journal.start(start, known=True) == []
+    for index in range(3):
+        journal.add(index, FilledFlat(index + 7, bytes(range(index, 99))))
+    journal.flush()
+    data = (tmp_path / "fill").read_bytes()
+    for size in range(0, len(data), 5):
+        (tmp_path / "fill").write_bytes(data[:size])
+        again = FillJournal(tmp_path / "fill")
+        kept = [index for index in range(3) if again.take(index) is not None]
+        assert kept == list(range(len(kept)))
+        assert len(kept) < 3
+        assert all(again.take(index) == (index + 7, bytes(range(index, 99))) for index in kept)
+        if kept:
+            assert again.started == start
+            again.add(2, FilledFlat(9, b"nine"))
+            again.flush()
+            assert FillJournal(tmp_path / "fill").take(2) == (9, b"nine")
+    journal.close()

@@ -29,6 +29,7 @@ import torch
 
 from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
+from infinity._src.checkpoint.run_fill import RunFill
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
@@ -62,8 +63,8 @@ from infinity._src.params.discover import build, check_gatherable, device_memory
 from infinity._src.params.materialize import (
     OpenSource,
     Source,
+    fill_flats,
     fill_shards,
-    fill_unit,
     open_source,
 )
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
@@ -195,7 +196,7 @@ def build_engine(
     split = take_apart(model, policy, device, transport, owner, undo)
     source = open_source(model, with_files(load), init)
     # Also where no part can be read: every rank holds this round.
-    in_parts = split.resources.are_alike(place_of(source.files)) and split.comm.world > 1
+    in_parts = split.resources.are_alike(place_of(source.files))
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
@@ -322,6 +323,9 @@ def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:
         if split.comm.world > 1 and not isinstance(error, NoRoomError):
             raise
         log.warning("the drives have no room for training with this policy: %s", error)
+        if storage.run is not None:
+            # With the room that was refused went the ends of the files, whatever was there.
+            storage.run.fill.forget()
         storage.store.create(split.flats, plan.nvme_masks)
 
 
@@ -343,15 +347,17 @@ def fill_tiers(
     in_parts: all ranks read the same files, and each reads its own part of them. Raises:
     PeerFailed, ValueError, AioError.
     """
-    with contextlib.closing(_Filling(split, tiers, heap)) as filling:
+    filling = _Filling(split, tiers, heap, source, in_parts=in_parts)
+    with contextlib.closing(filling):
         for unit in split.units:
+            flats = [flat for flat in unit.flats if not filling.is_filled(flat)]
             if in_parts:
-                fill_shards(unit, source, split.comm.rank, filling.store_shard)
+                fill_shards(flats, source, split.comm.rank, filling.store_shard)
             else:
-                fill_unit(unit, source, filling.store)
+                fill_flats(flats, source, filling.store)
             # A fill takes long: the others do not go on to its end when one rank has failed.
             split.resources.check_peers()
-        filling.wait()
+        filling.end()
     source.fill_buffers(split.device.torch_device)
     # From here on collectives report the error of a rank, and no longer the rendezvous.
     split.resources.end_rendezvous()
@@ -363,38 +369,70 @@ class _Filling:
     """Values on their way to their tiers: one flat is written while the next one is read from its
     source."""
 
-    def __init__(self, split: Split, tiers: Tiers, heap: Heap) -> None:
+    def __init__(
+        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, in_parts: bool
+    ) -> None:
         self._split, self._tiers, self._heap = split, tiers, heap
+        storage = tiers.storage
+        self._in_parts = in_parts
+        # A durable run has files that outlive the process, in which a fill may go on.
+        self._run = None
+        if storage.run is not None:
+            self._run = RunFill(
+                storage.run,
+                tiers.store,
+                split.flats,
+                sources=source.files,
+                shares=storage.shares,
+                way="parts" if in_parts else "whole",
+            )
         # Kept with the values that the drives read.
-        self._under_way: tuple[Flat, Ticket, torch.Tensor] | None = None
+        self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
         total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
+
+    def is_filled(self, flat: Flat) -> bool:
+        """Return whether a fill that broke off has written this rank's shard of a flat."""
+        found = self._run.filled_before(flat) if self._run is not None else None
+        if found is None:
+            return False
+        if not self._in_parts:
+            self._split.ranks.note_digest(flat, found)
+        self._line.advance(flat.layout.shard_numel * flat.layout.itemsize)
+        return True
 
     def store(self, flat: Flat, values: torch.Tensor) -> None:
         """Start writing this rank's shard of a whole flat [layout.numel]. Blocks until the flat
         before is written. Raises: AioError."""
-        self._split.ranks.note(flat, values)
+        digest = self._split.ranks.note(flat, values)
         start = self._split.comm.rank * flat.layout.shard_numel
         shard = values[start : start + flat.layout.shard_numel]
         # Before the copy, so that the flat on its way is not a third in memory.
-        self.wait()
+        self._wait()
         if shard.numel() < values.numel():
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
-        self.store_shard(flat, shard)
+        self.store_shard(flat, shard, digest)
 
-    def store_shard(self, flat: Flat, shard: torch.Tensor) -> None:
+    def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
         """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
         before is written. Raises: AioError."""
-        self.wait()
-        self._under_way = flat, self._tiers.store.store(flat, 0, shard.data_ptr()), shard
+        self._wait()
+        ticket = self._tiers.store.store(flat, 0, shard.data_ptr())
+        self._under_way = flat, digest, ticket, shard
         self._line.advance(shard.nbytes)
 
-    def wait(self) -> None:
-        """Block until everything is written. Raises: AioError that names the unit."""
+    def end(self) -> None:
+        """Block until everything is written. Raises: AioError."""
+        self._wait()
+        if self._run is not None:
+            self._run.end()
+
+    def _wait(self) -> None:
+        """Block until the last flat is written. Raises: AioError that names its unit."""
         if self._under_way is None:
             return
-        flat, ticket, _ = self._under_way
+        flat, digest, ticket, _ = self._under_way
         try:
             ticket.wait()
         except AioError as error:
@@ -408,13 +446,16 @@ class _Filling:
         self._under_way = None
         # Flats and what their values came from are of many sizes: their holes would stay.
         self._heap.freed()
+        if self._run is not None:
+            self._run.wrote(flat, digest)
 
     def close(self) -> None:
         """Block until no write is under way, however it ends."""
         self._line.end()
-        if self._under_way is not None:
-            with contextlib.suppress(AioError):
-                self.wait()
+        with contextlib.suppress(AioError):
+            self._wait()
+        if self._run is not None:
+            self._run.close()
 
 
 def start_progress(tiers: Tiers, timeline: Timeline) -> Progress:

@@ -122,11 +122,17 @@ class Storage:
             )
         if space is not None:
             undo.callback(space.close)
-            # Faster drives get more chunks, so that all of them finish together.
-            space.shares = choose_shares(
+        self.run, layers = _open_run(policy, space, rank, undo)
+        if space is not None:
+            # A fill that goes on has its chunks where they were. Else faster drives get more, so
+            # that all of them finish together.
+            begun = self.run.fill.started if self.run is not None else None
+            self.shares = tuple(begun["shares"]) if begun is not None else choose_shares(
                 space.files, bandwidths=settings.bandwidths, backend=policy.io_backend, seam=seam
             )
-        self.run, layers = _open_run(policy, space, rank, undo)
+            space.shares = self.shares
+        else:
+            self.shares = ()
         self.space = space
         self._policy = policy
         self._activations: Activations | None = None
@@ -158,6 +164,7 @@ class Storage:
             layers=layers,
             device=device,
             shown=rank == 0,
+            before_write=self.run.fill.before_write if self.run is not None else lambda: None,
         )
         undo.callback(self.store.close)
         # Before its memory goes, if an interrupt left jobs in flight.

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 import infinity as inf
+from infinity._src.checkpoint import run_fill
 from infinity._src.engine import offload
 from infinity.aio._records import GROUP_NUMEL
 from infinity.errors import AioError, MemoryLimitError, PeerFailed
@@ -25,29 +26,7 @@ from tests.crashes import Net, digest, step
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_sharing_ranks import cgroup
 from tests.durable_runs import close, die, made
-
-
-@final
-class Counted:
-    """Bytes that `os.preadv` gives: those of the files of values. fails_after: from so many bytes
-    on it fails, as a drive does."""
-
-    def __init__(self, fails_after: int = 1 << 62) -> None:
-        self.bytes, self.fails_after, self.real = 0, fails_after, os.preadv
-
-    def __enter__(self) -> Counted:
-        os.preadv = self.call
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        os.preadv = self.real
-
-    def call(self, fd: int, buffers: Any, offset: int) -> int:
-        if self.bytes >= self.fails_after:
-            raise OSError(5, "Input/output error")
-        count = self.real(fd, buffers, offset)
-        self.bytes += count
-        return count
+from tests.reading import Counted
 
 
 def stored(factory: Callable[[], Any], file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -66,9 +45,10 @@ def filled(factory: Callable[[], Any], load: Path, tiles: int, **values: Any) ->
     return offload(model, inf.Policy(**values), load=load)  # type: ignore[arg-type]
 
 
+WIDE = functools.partial(models.llama, hidden=128)
 FACTORIES = {
     "uneven": models.llama,
-    "wide": functools.partial(models.llama, hidden=128),
+    "wide": WIDE,
     "tied": models.gpt2,
     "experts": models.qwen3_moe,
 }
@@ -174,6 +154,42 @@ def test_a_rank_that_cannot_read_stops_all(tmp_path: Path) -> None:
     # The other rank stopped at the end of a unit, not of the model.
     whole = sum(value.numel() for value in models.llama().parameters()) * 2
     assert read < whole / 2 - 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class BrokenOff:
+    """A fill of a durable run in which rank 1 cannot read after a while, and the next. Returns the
+    bytes that this rank read in both."""
+
+    def __call__(self, rank: int, place: Path) -> tuple[int, int]:
+        file, drive = place / "all.safetensors", place / "drive"
+        drive.mkdir(exist_ok=True)
+        wanted = stored(WIDE, file if rank == 0 else place / "other", torch.bfloat16)
+        dist.barrier()
+        policy: Any = {"params": "nvme", "optim": "nvme", "nvme": drive, "durable": True}
+        policy |= {"unit_bytes_max": 1 << 16, "ram": "min"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_fill, "NOTE_EVERY_S", 0)
+            with (
+                Counted(200_000 if rank == 1 else 1 << 62) as first,
+                pytest.raises(AioError if rank == 1 else PeerFailed),
+            ):
+                filled(WIDE, file, 1, **policy)
+        dist.barrier()
+        with Counted() as second:
+            model = filled(WIDE, file, 1, **policy)
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        close(model)
+        return first.bytes, second.bytes
+
+
+def test_a_fill_of_ranks_that_breaks_off_goes_on(tmp_path: Path) -> None:
+    results = on_ranks(BrokenOff(), tmp_path / "ranks", 2)
+    whole = sum(value.numel() for value in WIDE().parameters()) * 2
+    # Twice is read only what was under way: a flat of each rank that was not on the drives.
+    assert whole <= sum(first + second for first, second in results) < whole * 1.2
+    assert all(first > 0 and second > 0 for first, second in results)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,13 +4,15 @@
         manifest-<generation>.rank<r>, buffers-…, extra-…    (directory.py)
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
         drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
+        fill.rank<r>                             until the first commit (fill_journal.py)
         lock.rank<r>
     <nvme[1]>/infinity-run/
         states-<id>-<n>.rank<r>
         home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
 
 A run's states lie in two files on each drive, named anew for each process, so one that has just
-begun overwrites nothing. Files that no manifest names are removed when a step was committed. An id
+begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
+manifest names are removed when a step was committed. An id
 begins with a sum of the run's first directory: on other drives the files of other runs may lie
 beside these, also of the run that this one is a copy of.
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -33,10 +36,13 @@ from infinity._src.checkpoint.directory import (
     sync_directory,
     typed_errors,
 )
+from infinity._src.checkpoint.fill_journal import FillJournal, described, states_of
 from infinity._src.checkpoint.manifest import Manifest
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import lock
 from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
 
 RUN_DIRECTORY = "infinity-run"
 
@@ -83,18 +89,19 @@ class RunFiles:
         self._made: list[list[SwapFile]] = []
         # By the first directory: on other drives several runs may share one infinity-run.
         self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
-        # Random: a process that has just begun overwrites nothing of the run before.
-        self._id = self._sum + secrets.token_hex(4)
         self._links: list[str] = []
         self._named = False
+        self._id = ""
         with contextlib.ExitStack() as undo:
             # First: nothing below is read or changed while another process has the run.
             self._lock = undo.enter_context(SwapFile.durable(self.home, f"lock.rank{rank}"))
+            self.fill = FillJournal(self.home / f"fill.rank{rank}")
             # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
             for run in self.directories[1:]:
                 _check_no_home(run)
             self.before = self._newest(give_up)
+            self._id = self._adopted()
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
@@ -116,6 +123,47 @@ class RunFiles:
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
         return self._made[-1]
+
+    def sync(self) -> None:
+        """Return when what was written to the states files is on the drives. Raises:
+        DeviceFailedError."""
+        for files in self._made:
+            for file in files:
+                file.fsync()
+
+    def states(self) -> list[tuple[int, int]]:
+        """Return the inode and length of each states file."""
+        return described([Path(file.path) for files in self._made for file in files])
+
+    def _adopted(self) -> str:
+        """Return the id of the states files: that of a fill that broke off, whose files are all
+        here, or a new one.
+        """
+        head, start, mine = self.fill.head, self.fill.started, self._sum + secrets.token_hex(4)
+        directories = [str(directory.resolve()) for directory in self.directories]
+        found = head["id"] if head is not None else ""
+        states = [
+            directory / f"states-{found}-{layer}.rank{self.rank}"
+            for layer in (1, 2)
+            for directory in self.directories
+        ]
+        named = {
+            entry.name.rpartition("/")[2]
+            for manifest in self.before or ()
+            for entry in manifest.files
+        }
+        # Files with the sum of another directory are those of the run that this is a copy of; and
+        # what a manifest names is a commit's, however the journal came to outlive it.
+        if found.startswith(self._sum) and not any(path.name in named for path in states):
+            with contextlib.suppress(OSError):
+                whole = start is not None and described(states) == states_of(start)
+                if head is not None and head["directories"] == directories and whole:
+                    return found
+            # Nobody else knows of them, and their room is wanted.
+            remove([each for path in states for each in (path, _sidecar(path))])
+        # Random: a process that has just begun overwrites nothing of the run before.
+        self.fill.begin({"id": mine, "directories": directories})
+        return mine
 
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
@@ -165,6 +213,9 @@ class RunFiles:
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
+        if not self._named:
+            # Before they are named: the next process must not take them for an unfinished fill's.
+            self.fill.remove()
         self._named = True
 
     def remove_strangers(self, named: Iterable[str]) -> None:
@@ -205,7 +256,7 @@ class RunFiles:
         } - keep
         # A copy of the first directory alone must not remove the original's states.
         gone = {path for path in gone if not self._is_another_s(path)}
-        remove([each for path in gone for each in (path, path.with_name(f".{path.name}.owner"))])
+        remove([each for path in gone for each in (path, _sidecar(path))])
         # A link stays while a manifest, or this process, goes through it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
         drives = [
@@ -244,12 +295,24 @@ class RunFiles:
 
     def _remove_states(self) -> None:
         """Close the states files; remove those that no manifest names: no run can use them."""
-        # Closed in any case; a file that a manifest names stays for the next process.
+        # Closed in any case; a file that a manifest names stays for the next process, and so does
+        # one of a fill that broke off.
+        stays = self._named or self.fill.goes_on
+        if self._made and not self._named and stays:
+            log.warning(
+                "%s: loading the model broke off; inf.offload of the same model from the same "
+                "files goes on there. Remove the directory to give that up",
+                self.home,
+            )
         for files in self._made:
             for file in files:
                 file.close()
-                if not self._named:
+                if not stays:
                     remove([Path(file.path)])
+        self.fill.close()
+        # Without an id nothing was begun, and the journal is as it was found.
+        if not stays and self._id:
+            self.fill.remove()
 
     def close(self) -> None:
         """Let go of the run. The executor must be closed. Idempotent."""
@@ -263,6 +326,11 @@ def _home_link(states: Path) -> Path:
     found = _STATES.fullmatch(states.name)
     assert found is not None
     return states.with_name(f"home-{found.group(1)}")
+
+
+def _sidecar(states: Path) -> Path:
+    """Return the file that names the owner of a states file."""
+    return states.with_name(f".{states.name}.owner")
 
 
 def _is_held(path: Path) -> bool:

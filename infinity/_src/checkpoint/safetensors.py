@@ -128,7 +128,11 @@ class SafetensorsFiles(NamedTensors):
         """
         path = self._file_of[name]
         entry, data = self._entry(path, name)
-        dtype, first = _DTYPE_OF[entry["dtype"]], data + entry["data_offsets"][0]
+        dtype, first = _DTYPE_OF.get(entry["dtype"]), data + entry["data_offsets"][0]
+        if dtype is None:
+            # One that the format's own library may know.
+            super().read_into(name, start, out)
+            return
         step = max(PIECE_BYTES // dtype.itemsize, 1)
         with path.open("rb", buffering=0) as file:
             # In pieces: where dtypes differ, a piece is in memory besides.

@@ -70,11 +70,18 @@ class RankSetup:
         # Registered before anything else is made: later parts are closed before the lanes.
         undo.callback(self.comm.close)
 
-    def note(self, flat: Flat, values: torch.Tensor) -> None:
-        """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`."""
+    def note(self, flat: Flat, values: torch.Tensor) -> int:
+        """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`. Returns
+        it; 0 on one rank."""
+        # A digest, not the values: the whole model never exists in RAM.
+        found = digest(values) if self.several else 0
+        self.note_digest(flat, found)
+        return found
+
+    def note_digest(self, flat: Flat, found: int) -> None:
+        """Note the digest of a flat's values on this rank, for `check_values`."""
         if self.several:
-            # A digest, not the values: the whole model never exists in RAM.
-            self._values[flat] = digest(values)
+            self._values[flat] = found
 
     def check_values(self) -> None:
         """Check that all ranks began with the same values. Collective; blocks. Raises: ValueError.

@@ -28,7 +28,7 @@ from torch import nn
 from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
-from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.params.unit import Flat, Param
 from infinity._src.wording import listed_are
 
 Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
@@ -158,11 +158,13 @@ def open_source(
     )
 
 
-def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tensor], None]) -> None:
-    """Fill a unit, one flat at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero
+def fill_flats(
+    flats: Iterable[Flat], source: OpenSource, store: Callable[[Flat, torch.Tensor], None]
+) -> None:
+    """Fill flats, one at a time: `store(flat, values)` gets a CPU tensor [layout.numel], zero
     between parameters. Blocks.
     """
-    for flat in unit.flats:
+    for flat in flats:
         with torch.inference_mode(False), torch.no_grad():
             # Zeros: padding between parameters is stored and checked like all else.
             values = torch.zeros(flat.layout.numel, dtype=flat.dtype)
@@ -174,12 +176,15 @@ def fill_unit(unit: Unit, source: OpenSource, store: Callable[[Flat, torch.Tenso
 
 
 def fill_shards(
-    unit: Unit, source: OpenSource, rank: int, store: Callable[[Flat, torch.Tensor], None]
+    flats: Iterable[Flat],
+    source: OpenSource,
+    rank: int,
+    store: Callable[[Flat, torch.Tensor], None],
 ) -> None:
-    """Fill one rank's part of a unit, one flat at a time: `store(flat, shard)` gets a CPU tensor
+    """Fill one rank's part of flats, one at a time: `store(flat, shard)` gets a CPU tensor
     [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
     """
-    for flat in unit.flats:
+    for flat in flats:
         with torch.inference_mode(False), torch.no_grad():
             # Zeros: padding between parameters is stored and checked like all else.
             shard = torch.zeros(flat.layout.shard_numel, dtype=flat.dtype)

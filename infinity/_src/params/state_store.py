@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -268,7 +268,8 @@ class StateStore:
 
     sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold,
     1 or 2; layers: those of the swap space where first and second places lie. In layers of their
-    own everything has two. shown: whether long waits show progress.
+    own everything has two. shown: whether long waits show progress. before_write: called before
+    states are written.
     """
 
     def __init__(
@@ -281,9 +282,11 @@ class StateStore:
         layers: tuple[int, int] = (0, 0),
         device: Device | None = None,
         shown: bool = False,
+        before_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor = executor
         self._shown = shown
+        self._before_write = before_write
         self._device = device or Device(torch.device("cpu"))
         self._unpinned: list[Slab] = []
         self._space = space
@@ -386,6 +389,7 @@ class StateStore:
         """Announce that states of these flats will be written. Blocks while a reader has yet to
         read them.
         """
+        self._before_write()
         # A durable run compares it to learn whether there is anything to commit.
         self.writes += 1
         # Read once: another thread may call `guard` meanwhile.

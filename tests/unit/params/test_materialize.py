@@ -17,7 +17,7 @@ from infinity import tile_linears
 from infinity._src.checkpoint import safetensors
 from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.params.discover import build, find_units
-from infinity._src.params.materialize import Source, fill_shards, fill_unit, open_source
+from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source
 from infinity._src.params.unit import Flat
 from tests import models
 
@@ -39,7 +39,7 @@ def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
             )
 
     for unit in units:
-        fill_unit(unit, source, store)
+        fill_flats(unit.flats, source, store)
     source.fill_buffers(CPU)
     return values
 
@@ -190,10 +190,10 @@ def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
     source = open_source(model, with_files(load))
     for unit in units:
         whole: list[torch.Tensor] = []
-        fill_unit(unit, source, lambda _, tensor, into=whole: into.append(tensor))
+        fill_flats(unit.flats, source, lambda _, tensor, into=whole: into.append(tensor))
         parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
         for rank, part in enumerate(parts):
-            fill_shards(unit, source, rank, lambda _, tensor, into=part: into.append(tensor))
+            fill_shards(unit.flats, source, rank, lambda _, tensor, into=part: into.append(tensor))
         for index, flat in enumerate(whole):
             assert torch.equal(bits(torch.cat([part[index] for part in parts])), bits(flat))
 
