@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infinity._src.build import build_engine
+from infinity._src.checkpoint.hub_files import hub_checkpoint
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.distributed.transport import Transport
@@ -31,7 +32,7 @@ from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
 from infinity._src.optim.state_access import OptimizerState
-from infinity._src.params.materialize import Source
+from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param
 from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
@@ -92,7 +93,8 @@ def offload(
     strided = [
         name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
     ]
-    handle_ = Handle(model, policy or Policy(), device, load, init, _seam, _transport)
+    with hub_checkpoint(model, load) as source:
+        handle_ = Handle(model, policy or Policy(), device, source, init, _seam, _transport)
     model.__dict__[_HANDLE] = handle_
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
@@ -125,7 +127,7 @@ class Handle:
         model: torch.nn.Module,
         policy: Policy,
         device: torch.device,
-        load: Source | None,
+        load: Source | NamedTensors | None,
         init: Callable[[], torch.nn.Module] | None,
         seam: Seam | None,
         transport: type[Transport] | None,
