@@ -43,6 +43,9 @@ from infinity.errors import WeightsError
 _DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
 """Methods of quantization whose weights transformers can dequantize tensor by tensor on a CPU."""
 
+CONVERTED_BYTES = 1 << 20
+"""Bytes of fused tensors that are converted together; a larger expert is converted alone."""
+
 _WITHOUT_FILES = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
@@ -141,7 +144,7 @@ class HubTensors(NamedTensors):
             return
         row = like.numel() // like.shape[0]
         first, last = start // row, -(-(start + out.numel()) // row)
-        step = max(1, safetensors_files.PIECE_BYTES // (row * like.dtype.itemsize))
+        step = max(1, CONVERTED_BYTES // (row * like.dtype.itemsize))
         for at in range(first, last, step):
             end = min(at + step, last)
             (rows,) = group.convert(self._model, files.read, at, end).values()

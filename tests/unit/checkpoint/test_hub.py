@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint import safetensors_files
+from infinity._src.checkpoint import hub_files, safetensors_files
 from infinity._src.checkpoint.hub_files import HubTensors
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
@@ -311,6 +311,7 @@ def test_some_elements_are_those_of_the_whole(data: st.DataObject, mixtral: Path
     piece = data.draw(st.sampled_from([1000, 10_000, 1 << 20]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_files, "PIECE_BYTES", piece)
+        patch.setattr(hub_files, "CONVERTED_BYTES", piece)
         tensors.read_into(name, first, out)
     assert torch.equal(out, whole[first : first + out.numel()])
 
@@ -321,6 +322,7 @@ def test_a_large_tensor_is_read_in_pieces_and_experts_some_at_a_time(
     from transformers import MixtralForCausalLM
 
     monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(hub_files, "CONVERTED_BYTES", 1000)
     longest = 0
 
     def watched(fd: int, buffers: list[memoryview], offset: int) -> int:
