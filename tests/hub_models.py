@@ -115,6 +115,44 @@ def quantize_fp8(place: Path, block: int = 16) -> None:
     (place / "config.json").write_text(json.dumps(config))
 
 
+def write_gguf(path: Path) -> Path:
+    """Write a tiny Llama of random values in blocks of 8 bits, and return the path."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    heads, hidden, kv, inner, vocab = 4, 64, 32, 128, 96
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(vocab)
+    block = {
+        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
+        "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner), "attn_norm": (hidden,), "ffn_norm": (hidden,),
+    }  # fmt: skip
+    shapes = {"token_embd": (vocab, hidden), "output_norm": (hidden,)}
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in block.items()}
+    numbers = np.random.default_rng(0)
+    for name, shape in {**shapes, "output": (vocab, hidden)}.items():
+        values = numbers.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", values)
+        else:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{name}.weight", quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 # -- all model types -------------------------------------------------------------------------------
 
 _LIMITS: tuple[tuple[tuple[str, ...], int], ...] = (

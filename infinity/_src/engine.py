@@ -63,12 +63,15 @@ def offload(
 
     Returns the same module. load: the source of values, unit by unit, when the module is on the
     meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
-    tensors, or a directory of safetensors. A callable runs under no_grad once per parameter and
-    persistent buffer. init: a function that builds the same model anew, with initial values by its
-    own rules: it runs as ever, with the numbers that torch's generator gives now, and one parameter
-    at a time gets memory. Blocks until all is at rest.
+    tensors, an `inf.TensorSource`, or a directory of safetensors (or a file: safetensors, GGUF). A
+    callable runs under no_grad once per parameter and persistent buffer. A model of transformers is
+    loaded from a path as `from_pretrained` loads it: tensors are converted some at a time, and
+    parameters on meta get the dtypes that it gives them. init: a function that builds the same
+    model anew, with initial values by its own rules: it runs as ever, with the numbers that torch's
+    generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
 
-    Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`
+    Raises: ValueError for a policy or a model that cannot work, WeightsError for values that do not
+    fit it, BudgetError when the policy's `ram`
     is too small, MemoryLimitError when the machine or the cgroup leaves less than the plan needs,
     SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed,
     which is named. On an error the model is as it was. Collective on several ranks.

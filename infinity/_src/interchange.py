@@ -61,12 +61,14 @@ def export_safetensors(
     names: "hub" gives the tensors of a model of transformers the names and shapes that its
     checkpoints have on the hub (experts apart, say), by transformers' own conversion: those of the
     checkpoint that it was loaded from, else those of its kind. "modules" writes names and shapes of
-    the model's state dict. For other models both are the same. masters: write the fp32 masters of the parameters that an optimizer holds, instead of the
-    rounded values that compute. Streams: one shard is in memory at a time, of `shard_bytes_max` or
-    one unit if that is larger; with the hub's names, one tensor or what is converted together. Waits for pending updates. A tied parameter is written once, under
-    its first name. Files get their names together, when all are on the drive; an earlier export in
-    the directory stays until then, so there has to be room for both. On several ranks all must call
-    it; rank 0 writes.
+    the model's state dict. For other models both are the same. masters: write the fp32 masters of
+    the parameters that an optimizer holds, instead of the rounded values that compute.
+
+    Streams: one shard is in memory at a time, of `shard_bytes_max`, or one unit if that is larger
+    (with the hub's names: one group of tensors that are converted together). Waits for pending
+    updates. A tied parameter is written once, under its first name. Files get their names together,
+    when all are on the drive; an earlier export in the directory stays until then, so there has to
+    be room for both. On several ranks all must call it; rank 0 writes.
 
     Raises: OSError naming the path; ValueError for a model that is not offloaded, and for one
     whose conversion has no way back.
@@ -96,9 +98,9 @@ def load_safetensors(
     it, and each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected or different, an index that points out of
-    its directory, a broken file; FileNotFoundError; RuntimeError inside forward, backward or
-    gather(). After an OSError or AioError some parameters are loaded and others not: load again
-    before going on.
+    its directory, a broken file (WeightsError); FileNotFoundError; RuntimeError inside forward,
+    backward or gather(). After an OSError or AioError some parameters are loaded and others not:
+    load again before going on.
     """
     return _load(model, lambda: open_weights(model, Path(path)), strict=strict)
 

@@ -100,7 +100,7 @@ class ForwardGroup:
 
     @property
     def renamed(self) -> str | None:
-        """The name in the files of a tensor that stays as it is; None where values are converted."""
+        """The name in the files of a tensor that stays as it is; None if values are converted."""
         return None if hasattr(self.transform, "operations") else self.sources[0][1]
 
     def convert(

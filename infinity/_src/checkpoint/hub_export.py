@@ -33,8 +33,8 @@ from infinity._src.checkpoint.safetensors import (
 def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
     """Return what is written of a model of transformers, one part for each group. Nothing is read.
 
-    What transformers does not save is left out. Raises: ValueError where a conversion has no way
-    back.
+    Tensors that transformers does not save are left out. Raises: ValueError where a conversion has
+    no way back.
     """
     likes: dict[str, torch.Tensor] = {}
     readers: dict[str, Callable[[], torch.Tensor]] = {}

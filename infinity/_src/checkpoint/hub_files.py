@@ -3,7 +3,7 @@
 
     safetensors, GGUF  ->  conversion of transformers, group by group  ->  tensors of the model
 
-What is fused of many tensors (the experts of a layer) is converted some rows at a time. Quantized
+Fused tensors (the experts of a layer) are converted some rows at a time. Quantized
 weights are dequantized on the way, as far as transformers has an operation for it.
 """
 
@@ -40,7 +40,7 @@ from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import Faults, NamedTensors, Source, size_text
 from infinity.errors import WeightsError
 
-_DEQUANTIZED = ("fp8", "mxfp8", "mxfp4")
+_DEQUANTIZED = ("fp8",)
 """Methods of quantization whose weights transformers can dequantize tensor by tensor on a CPU."""
 
 CONVERTED_BYTES = 1 << 20
@@ -118,7 +118,7 @@ class HubTensors(NamedTensors):
         return self._opened.files.files()
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor of the model. Those that are converted together with it stay until
+        """Read one tensor of the model. Tensors that are converted together with it stay until
         another group is read.
         """
         group = self._group(name)

@@ -3,8 +3,8 @@
     directory, index or file  ->  headers, checked against the sizes of the files  ->  tensors
 
 Tensors are read, not mapped: a file that is cut short, or a drive that fails, while a tensor is
-read is an error, where a mapping would kill the process. What was read is ordinary memory, which
-is gone when the caller drops it.
+read is an error, where a mapping would kill the process. Tensors are ordinary memory, which is
+gone when the caller drops them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class StoredTensors(NamedTensors):
         return tuple(dict.fromkeys(stored.path for stored in self._tensors.values()))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor, from `start` on, and nothing else of it. Raises: as `read`."""
+        """Read elements of one tensor, from `start` on, and no others. Raises: as `read`."""
         stored = self._tensors[name]
         dtype = stored.dtype
         step = max(PIECE_BYTES // dtype.itemsize, 1)

@@ -170,6 +170,28 @@ def test_weights_in_fp8_with_scales_become_bf16(tmp_path: Path) -> None:
         inf.handle(model).close()
 
 
+def test_a_gguf_file_gives_what_from_pretrained_gives(tmp_path: Path) -> None:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    file = hub_models.write_gguf(tmp_path / "tiny.gguf")
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    truth = LlamaForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.bfloat16
+    )
+    model = on_meta(LlamaForCausalLM, config)
+    inf.offload(model, CPU, load=file)
+    try:
+        assert_alike(model, truth)
+    finally:
+        inf.handle(model).close()
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(WeightsError, match=r"not a whole GGUF file.*output\.weight lies at"):
+        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
+    file.write_bytes(b"GGUF?")
+    with pytest.raises(WeightsError, match="no GGUF file that can be read"):
+        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
+
+
 def test_other_quantized_weights_are_refused_with_the_reason(
     mixtral: Path, meta_mixtral: Any
 ) -> None:
@@ -336,6 +358,23 @@ def test_a_large_tensor_is_read_in_pieces_and_experts_some_at_a_time(
     # One expert's matrix: 48 x 32 of bf16.
     assert longest == 3072
     assert_alike(meta_mixtral, MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16))
+
+
+def test_tiles_of_experts_are_filled_with_their_part(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path
+) -> None:
+    from transformers import MixtralForCausalLM
+
+    truth = MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16)
+    meta_mixtral.set_experts_implementation("eager")
+    inf.tile_experts(meta_mixtral, experts=3)
+    inf.tile_linears(meta_mixtral, tiles=(2, 2), names=["lm_head", "q_proj"])
+    inf.offload(meta_mixtral, CPU, load=mixtral)
+    assert_alike(meta_mixtral, truth)
+    inf.export_safetensors(meta_mixtral, tmp_path)
+    assert stored_names(tmp_path) == stored_names(mixtral)
+    inf.load_safetensors(meta_mixtral, mixtral)
+    assert_alike(meta_mixtral, truth)
 
 
 # -- memory ----------------------------------------------------------------------------------------
