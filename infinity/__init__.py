@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from infinity._src.optim.elementwise import Elementwise
     from infinity._src.optim.lion import Lion
     from infinity._src.optim.sgd import SGD
+    from infinity._src.params.materialize import TensorSource
     from infinity._src.save_restore import Restored, Save, restore, save
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ _HOMES = {
     "restore": "infinity._src.save_restore",
     "Save": "infinity._src.save_restore",
     "Restored": "infinity._src.save_restore",
+    "TensorSource": "infinity._src.params.materialize",
 }
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "Policy",
     "Restored",
     "Save",
+    "TensorSource",
     "__version__",
     "export_dcp",
     "export_safetensors",

@@ -69,6 +69,19 @@ class MemoryLimitError(InfinityError, MemoryError):
         self.left_bytes = left_bytes
 
 
+class WeightsError(InfinityError, ValueError):
+    """Weights that should be loaded do not fit the model, or their file is damaged.
+
+    The message names the tensor, its file, its bytes and the fix. Nothing was loaded. path: the
+    file or directory, if there is one. tensors: their names, where some are to blame.
+    """
+
+    def __init__(self, message: str, *, path: str = "", tensors: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.path = path
+        self.tensors = tensors
+
+
 class EngineClosed(InfinityError, RuntimeError):
     """The model's engine was closed; its parameters can no longer be gathered."""
 

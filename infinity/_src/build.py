@@ -22,15 +22,17 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
+from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.checkpoint.run_fill import RunFill
-from infinity._src.checkpoint.safetensors import with_files
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
@@ -61,6 +63,7 @@ from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import (
+    NamedTensors,
     OpenSource,
     Source,
     fill_flats,
@@ -181,7 +184,7 @@ def build_engine(
     policy: Policy,
     device: torch.device,
     *,
-    load: Source | None,
+    load: Source | NamedTensors | None,
     init: Callable[[], torch.nn.Module] | None,
     seam: Seam | None,
     transport: type[Transport] | None,
@@ -194,7 +197,9 @@ def build_engine(
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
-    source = open_source(model, with_files(load), init)
+    if isinstance(load, (str, os.PathLike)):
+        load = open_weights(model, Path(load))
+    source = open_source(model, load, init)
     # Also where no part can be read: every rank holds this round.
     in_parts = split.resources.are_alike(place_of(source.files))
     # The source was opened before: a missing file is found before drives are written.
@@ -202,7 +207,7 @@ def build_engine(
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source, heap, in_parts=in_parts)
+    fill_tiers(split, tiers, source, Heap(FILL_SPARE_BYTES), in_parts=in_parts)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
@@ -363,6 +368,10 @@ def fill_tiers(
     split.resources.end_rendezvous()
     # Each rank stores a part: from different values the whole would be no rank's model.
     split.ranks.check_values()
+
+
+FILL_SPARE_BYTES = 8 << 20
+"""Freed memory that malloc may keep while a model is filled, whatever device computes."""
 
 
 class _Filling:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from infinity._src.build import build_engine
+from infinity._src.checkpoint.hub_files import hub_checkpoint
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.distributed.transport import Transport
@@ -31,7 +32,7 @@ from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
 from infinity._src.optim.state_access import OptimizerState
-from infinity._src.params.materialize import Source
+from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param
 from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
@@ -62,12 +63,15 @@ def offload(
 
     Returns the same module. load: the source of values, unit by unit, when the module is on the
     meta device: a callable `(name, tensor) -> None` that fills the tensor, a mapping from names to
-    tensors, or a directory of safetensors. A callable runs under no_grad once per parameter and
-    persistent buffer. init: a function that builds the same model anew, with initial values by its
-    own rules: it runs as ever, with the numbers that torch's generator gives now, and one parameter
-    at a time gets memory. Blocks until all is at rest.
+    tensors, an `inf.TensorSource`, or a directory of safetensors (or a file: safetensors, GGUF). A
+    callable runs under no_grad once per parameter and persistent buffer. A model of transformers is
+    loaded from a path as `from_pretrained` loads it: tensors are converted some at a time, and
+    parameters on meta get the dtypes that it gives them. init: a function that builds the same
+    model anew, with initial values by its own rules: it runs as ever, with the numbers that torch's
+    generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
 
-    Raises: ValueError for a policy or a model that cannot work, BudgetError when the policy's `ram`
+    Raises: ValueError for a policy or a model that cannot work, WeightsError for values that do not
+    fit it, BudgetError when the policy's `ram`
     is too small, MemoryLimitError when the machine or the cgroup leaves less than the plan needs,
     SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed,
     which is named. On an error the model is as it was. Collective on several ranks.
@@ -92,7 +96,8 @@ def offload(
     strided = [
         name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
     ]
-    handle_ = Handle(model, policy or Policy(), device, load, init, _seam, _transport)
+    with hub_checkpoint(model, load) as source:
+        handle_ = Handle(model, policy or Policy(), device, source, init, _seam, _transport)
     model.__dict__[_HANDLE] = handle_
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
@@ -125,7 +130,7 @@ class Handle:
         model: torch.nn.Module,
         policy: Policy,
         device: torch.device,
-        load: Source | None,
+        load: Source | NamedTensors | None,
         init: Callable[[], torch.nn.Module] | None,
         seam: Seam | None,
         transport: type[Transport] | None,

@@ -13,7 +13,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -30,10 +30,13 @@ from infinity._src.checkpoint.dcp import (
     tensors_of,
 )
 from infinity._src.checkpoint.deepspeed import DeepSpeedWeights
+from infinity._src.checkpoint.hub_conversion import is_hub_model
+from infinity._src.checkpoint.hub_export import hub_parts
+from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.checkpoint.load import Loaded, check_idle, match, take_in
 from infinity._src.checkpoint.metadata import buffers_of
 from infinity._src.checkpoint.safetensors import (
-    SafetensorsFiles,
+    module_parts,
     read_value,
     wholes_of,
     write_safetensors,
@@ -50,22 +53,33 @@ def export_safetensors(
     *,
     shard_bytes_max: int | str = "2GiB",
     masters: bool = False,
+    names: Literal["hub", "modules"] = "hub",
 ) -> None:
     """Write an offloaded model's parameters and persistent buffers as safetensors, loadable by
     `from_pretrained`. Blocks.
 
-    masters: write the fp32 masters of the parameters that an optimizer holds, instead of the
-    rounded values that compute. Streams: one shard is in memory at a time, of `shard_bytes_max` or
-    one unit if that is larger. Waits for pending updates. A tied parameter is written once, under
-    its first name. Files get their names together, when all are on the drive; an earlier export in
-    the directory stays until then, so there has to be room for both. On several ranks all must call
-    it; rank 0 writes.
+    names: "hub" gives the tensors of a model of transformers the names and shapes that its
+    checkpoints have on the hub (experts apart, say), by transformers' own conversion: those of the
+    checkpoint that it was loaded from, else those of its kind. "modules" writes names and shapes of
+    the model's state dict. For other models both are the same. masters: write the fp32 masters of
+    the parameters that an optimizer holds, instead of the rounded values that compute.
 
-    Raises: OSError naming the path; ValueError for a model that is not offloaded.
+    Streams: one shard is in memory at a time, of `shard_bytes_max`, or one unit if that is larger
+    (with the hub's names: one group of tensors that are converted together). Waits for pending
+    updates. A tied parameter is written once, under its first name. Files get their names together,
+    when all are on the drive; an earlier export in the directory stays until then, so there has to
+    be room for both. On several ranks all must call it; rank 0 writes.
+
+    Raises: OSError naming the path; ValueError for a model that is not offloaded, and for one
+    whose conversion has no way back.
     """
+    if names not in ("hub", "modules"):
+        raise ValueError(f"names={names!r}: give 'hub' or 'modules'")
     of = handle(model)
     of.flush()
-    write_safetensors(model, of, directory, shard_bytes_max=shard_bytes_max, masters=masters)
+    parts_of = hub_parts if names == "hub" and is_hub_model(model) else module_parts
+    parts = parts_of(model, of, masters=masters)
+    write_safetensors(parts, of.comm, directory, shard_bytes_max=shard_bytes_max)
 
 
 def load_safetensors(
@@ -84,11 +98,11 @@ def load_safetensors(
     it, and each stores its shard.
 
     Raises: ValueError naming what is missing, unexpected or different, an index that points out of
-    its directory, a broken file; FileNotFoundError; RuntimeError inside forward, backward or
-    gather(). After an OSError or AioError some parameters are loaded and others not: load again
-    before going on.
+    its directory, a broken file (WeightsError); FileNotFoundError; RuntimeError inside forward,
+    backward or gather(). After an OSError or AioError some parameters are loaded and others not:
+    load again before going on.
     """
-    return _load(model, lambda: SafetensorsFiles(Path(path)), strict=strict)
+    return _load(model, lambda: open_weights(model, Path(path)), strict=strict)
 
 
 def export_dcp(

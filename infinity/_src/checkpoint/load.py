@@ -76,7 +76,7 @@ def match(
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
-        elif source.is_floating_point(name) != is_floating:
+        elif source.is_floating_point(name) not in (is_floating, None):
             there = "whole" if is_floating else "floating"
             wrong.append(f"{name} is a tensor of {there} numbers there, {like.dtype} here")
         return name

@@ -1,6 +1,5 @@
-"""Safetensors: reading the files of others, and writing weights from a model or from a checkpoint.
+"""Safetensors: writing weights from a model or from a checkpoint.
 
-    SafetensorsFiles     directory, index or file  ->  named tensors, one at a time
     write_safetensors    a model's units           ->  model-00001-of-00003.safetensors, …, index
     ExportJob            chunks of a checkpoint    ->  the same, without a model
 
@@ -22,7 +21,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, Protocol
 
 import numpy as np
 import torch
@@ -33,6 +32,7 @@ from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
+from infinity._src.checkpoint.safetensors_files import DTYPES
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.kernels.state_codec import decode_sections
@@ -43,225 +43,16 @@ from infinity._src.kernels.tiling.tiled_module import (
 )
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
-from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param, Unit
-from infinity._src.sizes import MIB, format_size, parse_size, round_up
-from infinity._src.wording import listed
+from infinity._src.sizes import format_size, parse_size, round_up
 from infinity.aio import Format
 from infinity.aio._records import Master, Moments
-from infinity.errors import AioError, ShortTransferError
-
-PIECE_BYTES = 64 * MIB
-"""Bytes of a tensor that are read and converted together."""
 
 INDEX = "model.safetensors.index.json"
 # Names that an export gives; nothing else in the directory is ever removed.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-_DTYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
-    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that
-all are aligned.
-"""
-_DTYPE_OF = {text: dtype for dtype, text in _DTYPES.items()}
-_RANK_OF = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
-
-
-# -- reading ---------------------------------------------------------------------------------------
-
-
-def with_files(load: Source | None) -> Source | NamedTensors | None:
-    """Open `load` if it is a path; anything else stays as it is. Raises: as `SafetensorsFiles`."""
-    return SafetensorsFiles(Path(load)) if isinstance(load, (str, os.PathLike)) else load
-
-
-class SafetensorsFiles(NamedTensors):
-    """The safetensors of a directory (by its index if it has one), or a single file. One file is
-    open at a time.
-
-    Raises: FileNotFoundError; ValueError for several indices, an index that leads out of its
-    directory, a broken file.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file_of = _index(path)
-        # One at a time: a large model has many.
-        self._open_path: Path | None = None
-        self._open_file: Any = None
-        self._header_of: dict[Path, dict[str, Any]] = {}
-
-    @property
-    def label(self) -> str:
-        """The path."""
-        return str(self._path)
-
-    def names(self) -> Iterable[str]:
-        """Return all names, of all files."""
-        return self._file_of.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that the file's header states."""
-        return tuple(self._header(name).get_shape())
-
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether the file's header states a floating dtype."""
-        return str(self._header(name).get_dtype()).startswith(("F", "BF"))
-
-    def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, mapped from its file."""
-        return cast("torch.Tensor", self._file(name).get_tensor(name))
-
-    def files(self) -> tuple[Path, ...]:
-        """Return all files."""
-        return tuple(dict.fromkeys(self._file_of.values()))
-
-    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor, from `start` on, and nothing else of it. Blocks. Raises:
-        AioError; ShortTransferError where the file has become shorter.
-        """
-        path = self._file_of[name]
-        entry, data = self._entry(path, name)
-        dtype, first = _DTYPE_OF.get(entry["dtype"]), data + entry["data_offsets"][0]
-        if dtype is None:
-            # One that the format's own library may know.
-            super().read_into(name, start, out)
-            return
-        step = max(PIECE_BYTES // dtype.itemsize, 1)
-        with path.open("rb", buffering=0) as file:
-            # In pieces: where dtypes differ, a piece is in memory besides.
-            for at in range(0, out.numel(), step):
-                part = out[at : at + step]
-                same = part.dtype == dtype and part.is_contiguous()
-                piece = part if same else torch.empty(part.shape, dtype=dtype)
-                _read_at(file, name, piece, first + (start + at) * dtype.itemsize)
-                if not same:
-                    part.copy_(piece)
-
-    def _entry(self, path: Path, name: str) -> tuple[dict[str, Any], int]:
-        """Return what the header says of one tensor, and the offset of the data behind it."""
-        if path not in self._header_of:
-            with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                self._header_of[path] = {**json.loads(file.read(length)), "": 8 + length}
-        header = self._header_of[path]
-        return header[name], header[""]
-
-    def _header(self, name: str) -> Any:
-        from safetensors import SafetensorError
-
-        try:
-            return self._file(name).get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(
-                f"{self._file_of[name]} does not have {name}, though the index says so"
-            ) from error
-
-    def _file(self, name: str) -> Any:
-        path = self._file_of[name]
-        if path != self._open_path:
-            self._open_file = _open(path)
-            self._open_path = path
-        return self._open_file
-
-
-def _read_at(file: IO[bytes], name: str, out: torch.Tensor, offset: int) -> None:
-    """Fill a contiguous tensor from byte `offset` of a file on."""
-    left = memoryview(out.view(torch.uint8).numpy().data)
-    while left:
-        try:
-            count = os.preadv(file.fileno(), [left], offset)
-        except OSError as error:
-            raise AioError(
-                f"{name} cannot be read",
-                errno=error.errno or 0,
-                path=file.name,
-                op="read",
-                offset=offset,
-                length=len(left),
-            ) from error
-        if not count:
-            raise ShortTransferError(
-                f"{name} cannot be read: the file has become shorter since it was opened; copy or "
-                "download it again",
-                path=file.name,
-                op="read",
-                offset=offset,
-                length=len(left),
-            )
-        left, offset = left[count:], offset + count
-
-
-def _open(path: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu")
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-
-
-def _index(path: Path) -> dict[str, Path]:
-    """Return the file of each tensor."""
-    if path.is_file():
-        return dict.fromkeys(_open(path).keys(), path)
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path}: there is no such directory or file")
-    # Nothing says which of several counts; a single file can be named instead.
-    indices = sorted(path.glob("*.safetensors.index.json"))
-    if len(indices) > 1:
-        raise ValueError(
-            f"{path} has several indices: {', '.join(found.name for found in indices)}"
-        )
-    if indices:
-        weight_map = _weight_map(indices[0])
-        # All at once, and before anything is filled.
-        gone = sorted({name for name in weight_map.values() if not (path / name).is_file()})
-        if gone:
-            raise FileNotFoundError(f"{indices[0]} names files that are not there: {listed(gone)}")
-        return {name: path / file for name, file in weight_map.items()}
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise FileNotFoundError(
-            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
-        )
-    found: dict[str, Path] = {}
-    for file in files:
-        for name in _open(file).keys():  # noqa: SIM118 - not a dict
-            # Without an index nothing says which one counts.
-            if name in found:
-                raise ValueError(
-                    f"{name} is in {found[name].name} and in {file.name}, and there is no index to "
-                    "decide"
-                )
-            found[name] = file
-    return found
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    """Return the name of each tensor's file, which lies beside the index: a path out of there is
-    refused.
-    """
-    try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"{index} is no index of safetensors: it has no readable weight_map ({error!r})"
-        ) from error
-    for name, file in weight_map.items():
-        # An index from elsewhere must not make this read files outside of its directory.
-        if not isinstance(file, str) or Path(file).name != file or file == "..":
-            raise ValueError(
-                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
-                "is refused: move the file there and write its name alone"
-            )
-    return weight_map
+_RANK_OF = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 # -- tiles -----------------------------------------------------------------------------------------
@@ -332,7 +123,7 @@ class FileTensor:
 def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
     """Raise ValueError for a dtype that the format does not have."""
     for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}"
             )
@@ -372,7 +163,7 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
     for tensor in tensors:
         end = at + tensor.size_bytes
         described[tensor.name] = {
-            "dtype": _DTYPES[tensor.dtype],
+            "dtype": DTYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [at, end],
         }
@@ -535,41 +326,43 @@ def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
     return of.states.read(param, 0) if masters and has_master(of.states, param) else of.read(param)
 
 
+@dataclasses.dataclass(frozen=True)
+class ExportPart:
+    """Tensors of an export that are read together, and lie in one file. read: gives them by name;
+    collective, and blocks.
+    """
+
+    size_bytes: int
+    read: Callable[[], dict[str, torch.Tensor]]
+
+
 def write_safetensors(
-    model: torch.nn.Module,
-    of: Exporter,
+    parts: Sequence[ExportPart],
+    comm: Comm,
     directory: str | os.PathLike[str],
     *,
     shard_bytes_max: int | str,
-    masters: bool = False,
 ) -> None:
-    """Write parameters and persistent buffers in the layout of Hugging Face, one file in memory at
-    a time. Blocks.
+    """Write the parts of a model in the layout of Hugging Face, one file in memory at a time.
+    Blocks.
 
     Files appear under their names only when all are whole and on the drive, the index last; an
     earlier export in the directory stays until then. On several ranks all call it, and rank 0
     writes. Raises: OSError naming the path, ValueError for a dtype that the format does not have,
     PeerFailed where another rank met an error.
     """
-    comm = of.comm
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
-    parts = _parts(of)
-    sizes = [_part_bytes(of, part, masters=masters) for part in parts]
-    groups = group_units(sizes, parse_size(shard_bytes_max))
-
-    def read(param: Param) -> torch.Tensor:
-        return read_value(of, param, masters=masters)
-
+    groups = group_units([part.size_bytes for part in parts], parse_size(shard_bytes_max))
     with files:
         # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
         # read.
         with Rendezvous(comm, f"making {directory}"):
             files.begin()
         for index, group in enumerate(groups):
-            # Outside of the rendezvous: reading is collective itself.
-            tensors = {whole.name: whole.merged(read) for part in group for whole in parts[part]}
-            if index == 0:
-                tensors.update(buffers_of(model))
+            tensors: dict[str, torch.Tensor] = {}
+            for part in group:
+                # Outside of the rendezvous: reading is collective itself.
+                tensors.update(parts[part].read())
             file = shard_name(index, len(groups))
             with Rendezvous(comm, f"writing {file}"):
                 if tensors:
@@ -579,21 +372,36 @@ def write_safetensors(
             files.finish()
 
 
-def _parts(of: Exporter) -> list[list[Whole]]:
-    """Return the tensors of each unit; the tiles of a weight, units of their own, are one part
-    together.
+def module_parts(model: torch.nn.Module, of: Exporter, *, masters: bool) -> list[ExportPart]:
+    """Return the tensors of each unit, under the names of the modules; the tiles of a weight, units
+    of their own, are one part together. Persistent buffers lie with the first.
     """
     params = [param for unit in of.units for param in unit.params]
     # A weight goes with the unit of its first tile.
     wholes = {whole.params[0]: whole for whole in wholes_of(params)}
-    parts = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
-    return [part for part in parts if part] or [[]]
+    units = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
+    parts = [
+        ExportPart(
+            sum(whole_bytes(of, whole, masters=masters) for whole in unit),
+            functools.partial(_read_wholes, of, unit, masters=masters),
+        )
+        for unit in units
+        if unit
+    ]
+    # The buffers add nothing to its size: files are split where they always were.
+    buffers = ExportPart(0, functools.partial(buffers_of, model))
+    return [*parts[:1], buffers, *parts[1:]]
 
 
-def _part_bytes(of: Exporter, part: Sequence[Whole], *, masters: bool) -> int:
+def _read_wholes(of: Exporter, unit: Sequence[Whole], *, masters: bool) -> dict[str, torch.Tensor]:
+    read = functools.partial(read_value, of, masters=masters)
+    return {whole.name: whole.merged(read) for whole in unit}
+
+
+def whole_bytes(of: Exporter, whole: Whole, *, masters: bool) -> int:
+    """Return the bytes of a tensor as it is written."""
     return sum(
         param.numel * (4 if masters and has_master(of.states, param) else param.dtype.itemsize)
-        for whole in part
         for param in whole.params
     )
 

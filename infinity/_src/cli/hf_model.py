@@ -1,16 +1,14 @@
-"""Hugging Face causal language models for `infinity train`: found, filled unit by unit or loaded,
-continued, written.
+"""Hugging Face causal language models for `infinity train`: found, filled unit by unit, continued,
+written.
 
-A directory of safetensors is streamed: the module is built on the meta device and `inf.offload`
-fills it unit by unit. A GGUF file, and a directory whose names do not fit the module (fused
-experts), is loaded whole first. Code that comes with a model is never run (`trust_remote_code`
-stays off).
+The module is built on the meta device, and `inf.offload` fills it from safetensors or a GGUF file,
+some tensors at a time. No model is ever in memory as a whole: what cannot be streamed is an error.
+Code that comes with a model is never run (`trust_remote_code` stays off).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,6 @@ from typing import Any
 import torch
 
 import infinity as inf
-from infinity.errors import InfinityError
-
-log = logging.getLogger("infinity")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,20 +62,14 @@ def find_pretrained(path: Path) -> Pretrained:
 def offload_pretrained(
     source: Pretrained, policy: inf.Policy, dtype: torch.dtype, *, checkpointing: bool = False
 ) -> torch.nn.Module:
-    """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest."""
-    if source.gguf is None and _has_safetensors(source.directory):
-        model = _on_meta(source.directory, dtype)
-        _prepare(model, checkpointing)
-        try:
-            return inf.offload(model, policy, load=source.directory)
-        # A BudgetError is a ValueError, too. Loading the model whole would only need more memory.
-        except InfinityError:
-            raise
-        except ValueError as error:
-            log.warning("loading the model whole, since it cannot be streamed: %s", error)
-    model = _load_whole(source, dtype)
+    """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest.
+
+    Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
+    """
+    model = _on_meta(source, dtype)
     _prepare(model, checkpointing)
-    return inf.offload(model, policy)
+    gguf = None if source.gguf is None else source.directory / source.gguf
+    return inf.offload(model, policy, load=gguf or source.directory)
 
 
 def _prepare(model: Any, checkpointing: bool) -> None:
@@ -91,51 +80,19 @@ def _prepare(model: Any, checkpointing: bool) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def _has_safetensors(directory: Path) -> bool:
-    return any(directory.glob("*.safetensors"))
-
-
-def _on_meta(directory: Path, dtype: torch.dtype) -> Any:
+def _on_meta(source: Pretrained, dtype: torch.dtype) -> Any:
     transformers = quiet_transformers()
-    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    _refuse_quantized(config, directory)
+    extra = {"gguf_file": source.gguf} if source.gguf else {}
+    config = transformers.AutoConfig.from_pretrained(
+        source.directory, trust_remote_code=False, **extra
+    )
     # No memory yet: `inf.offload` fills the module unit by unit.
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, trust_remote_code=False
         )
-    if (directory / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
-    return model
-
-
-def _refuse_quantized(config: Any, directory: Path) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(
-            f"the weights in {directory} are quantized and cannot be trained; use the unquantized "
-            "model"
-        )
-
-
-def _load_whole(source: Pretrained, dtype: torch.dtype) -> Any:
-    """Load the model into memory, with ordinary dense parameters of `dtype`."""
-    transformers = quiet_transformers()
-    extra = {"gguf_file": source.gguf} if source.gguf else {}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.directory, dtype=dtype, trust_remote_code=False, **extra
-    )
-    if source.gguf:
-        # GGUF is only where the values came from: the trained and saved model is dense.
-        model.hf_quantizer = None
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-    _refuse_quantized(model.config, source.directory)
-    for name, parameter in model.named_parameters():
-        if type(parameter) is not torch.nn.Parameter or not parameter.is_floating_point():
-            raise ValueError(f"{name} of {source.directory} is "
-                             f"{type(parameter).__name__} of {parameter.dtype}, "
-                             "which cannot be trained; use the unquantized model")  # fmt: skip
-        parameter.data = parameter.data.to(dtype)
+    if (source.directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(source.directory)
     return model
 
 

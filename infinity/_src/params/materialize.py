@@ -3,6 +3,7 @@
     load=None                 the module holds them
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
+    load=TensorSource         names, shapes, and a `read` that is called once for each tensor
     load=directory or file    safetensors, sharded or single, read one tensor at a time
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
@@ -17,10 +18,12 @@ once, from whichever of its names the source has.
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -29,10 +32,74 @@ from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.unit import Flat, Param
-from infinity._src.wording import listed_are
+from infinity._src.wording import listed, listed_are
+from infinity.errors import WeightsError
 
-Source = Callable[[str, torch.Tensor], object] | Mapping[str, torch.Tensor] | str | os.PathLike[str]
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """Named tensors that are read one at a time: a `load=` of `inf.offload`, beside a callable, a
+    mapping and a directory of safetensors.
+
+    Names, and shapes, are asked for before anything is filled, and must be those of the model's
+    state dict (one name of a tied parameter is enough; buffers that are not persistent are left
+    out). A source may have `dtype(name) -> torch.dtype`, too: then a tensor of whole numbers in
+    place of a floating one is found before anything is filled. On several ranks each reads all.
+    """
+
+    def names(self) -> Iterable[str]:
+        """Return all names."""
+
+    def shape(self, name: str) -> Sequence[int]:
+        """Return the shape of one tensor, without reading it."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor, of any floating dtype where the model's is. Called once for each name
+        that the model wants; the tensor is copied and dropped before the next one is asked for.
+        """
+
+
+Source = (
+    Callable[[str, torch.Tensor], object]
+    | Mapping[str, torch.Tensor]
+    | TensorSource
+    | str
+    | os.PathLike[str]
+)
 """Type of `inf.offload(load=...)`."""
+
+
+@dataclasses.dataclass
+class Faults:
+    """Tensors that do not fit a model. missing: names, each with its shape and bytes. wrong:
+    sentences about tensors of another shape or kind. unexpected: names, each with its origin.
+    """
+
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+    wrong: list[str] = dataclasses.field(default_factory=list)
+    unexpected: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.wrong or self.unexpected)
+
+    def add(self, other: Faults) -> None:
+        """Take in others."""
+        self.missing.update(other.missing)
+        self.wrong += other.wrong
+
+    def sentence(self) -> str:
+        """Name them all."""
+        parts = [
+            f"{listed_are(names)} {what}{_in_brackets(names.values())}"
+            for names, what in ((self.missing, "missing"), (self.unexpected, "unexpected"))
+            if names
+        ]
+        return "; ".join([*parts, *([f"different: {listed(self.wrong)}"] if self.wrong else [])])
+
+
+def _in_brackets(details: Iterable[str]) -> str:
+    known = [detail for detail in details if detail]
+    return f" ({listed(known)})" if known else ""
 
 
 class NamedTensors(abc.ABC):
@@ -52,8 +119,8 @@ class NamedTensors(abc.ABC):
         """Return the shape of one tensor, without reading it."""
 
     @abc.abstractmethod
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether one tensor is of a floating dtype, without reading it."""
+    def is_floating_point(self, name: str) -> bool | None:
+        """Return whether one tensor is of a floating dtype, without reading it; None: unknown."""
 
     @abc.abstractmethod
     def read(self, name: str) -> torch.Tensor:
@@ -70,6 +137,15 @@ class NamedTensors(abc.ABC):
         tensor's elements from `start` on, in row-major order.
         """
         out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
+    def origin(self, name: str) -> str:  # noqa: ARG002 - of the interface
+        """Say where one tensor lies, for messages: its file and its bytes."""
+        return ""
+
+    def explain(self, name: str) -> Faults:  # noqa: ARG002 - of the interface
+        """Say what is wrong with the tensors of which the model's tensor `name` is made. Empty:
+        nothing is known beyond the name.
+        """
+        return Faults()
 
 
 class OpenSource(abc.ABC):
@@ -150,11 +226,14 @@ def open_source(
         return _NamedSource(model, _MappingTensors(load))
     if isinstance(load, NamedTensors):
         return _NamedSource(model, load)
+    # Before the callables: a source may be one, too.
+    if isinstance(load, TensorSource):
+        return _NamedSource(model, _SourceTensors(load))
     if callable(load):
         return _CallableSource(model, load)
     raise ValueError(
         f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from "
-        "names to tensors, or a directory of safetensors"
+        "names to tensors, an inf.TensorSource, or a directory of safetensors"
     )
 
 
@@ -353,19 +432,27 @@ class _InitSource(OpenSource):
 
 
 class _NamedSource(OpenSource):
-    """Named tensors: a mapping, or safetensors files."""
+    """Named tensors: a mapping, a source of the user, or files."""
 
     def __init__(self, model: nn.Module, tensors: NamedTensors) -> None:
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
+        # Weights whose tiles are being filled: each is read once.
+        self._wholes: dict[str, torch.Tensor] = {}
         # All names and shapes are checked at once: a wrong name never leaves a model half filled.
         self._check()
 
     def fill(self, param: Param, out: torch.Tensor) -> None:
         name = self._name_of(param.keys)
         assert name is not None, param.name
-        self._copy(name, out, param.place)
+        if self._tensors.files():
+            # Of files no more is read than is wanted, and nothing is in memory besides.
+            self.fill_part(param, 0, out.view(-1))
+        elif param.place is None:
+            self._copy(name, out)
+        else:
+            self._copy_tile(name, out, param.place)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -374,12 +461,6 @@ class _NamedSource(OpenSource):
     def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
         name, place = self._name_of(param.keys), param.place
         assert name is not None, param.name
-        # As where tensors are read whole: a cast from whole numbers is a mistake.
-        if self._tensors.is_floating_point(name) != out.is_floating_point():
-            kind = "whole" if out.is_floating_point() else "floating"
-            raise ValueError(
-                f"{self._tensors.label} has {name} as {kind} numbers; the model wants {out.dtype}"
-            )
         if place is None:
             self._tensors.read_into(name, start, out)
             return
@@ -407,64 +488,105 @@ class _NamedSource(OpenSource):
         if name is not None:
             self._copy(name, out)
 
-    def _copy(self, name: str, out: torch.Tensor, place: TilePlace | None = None) -> None:
-        value = self._tensors.read(name)
+    def _copy(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._checked(name, self._tensors.read(name), tuple(out.shape), out.dtype))
+
+    def _copy_tile(self, name: str, out: torch.Tensor, place: TilePlace) -> None:
+        if name not in self._wholes:
+            value = self._tensors.read(name)
+            self._wholes[name] = self._checked(name, value, place.whole_shape, out.dtype)
+        out.copy_(place.of(self._wholes[name]))
+        # Freed with its last tile, so that weights of two modules are never in memory.
+        if place.is_last:
+            del self._wholes[name]
+
+    def _checked(
+        self, name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
-        if value.is_floating_point() != out.is_floating_point():
-            raise ValueError(
-                f"{self._tensors.label} has {name} as {value.dtype}; the model wants {out.dtype}"
+        if value.is_floating_point() != dtype.is_floating_point:
+            raise WeightsError(
+                f"{self._tensors.label} has {name} as {value.dtype}; the model wants {dtype}",
+                tensors=(name,),
             )
-        out.copy_(value if place is None else place.of(value))
+        # Copying would repeat a smaller tensor.
+        if tuple(value.shape) != shape:
+            raise WeightsError(
+                f"{self._tensors.label} read {name} with shape {tuple(value.shape)} where it had "
+                f"stated {shape}",
+                tensors=(name,),
+            )
+        return value
 
     def _name_of(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self._known), None)
 
     def _check(self) -> None:
-        """Compare names and shapes before anything is filled."""
-        missing: list[str] = []
+        """Compare names, shapes and kinds of dtype before anything is filled."""
+        faults = Faults()
         expected: set[str] = set()
         wanted = list(
             dict.fromkeys(
-                (entry.keys, entry.whole_shape, True) for entry in find_parameters(self._model)
+                (entry.keys, entry.whole_shape, entry.parameter.dtype, True)
+                for entry in find_parameters(self._model)
             )
         )
         wanted += [
-            (b.names, tuple(b.value.shape), b.persistent and b.value.is_meta)
+            (b.names, tuple(b.value.shape), b.value.dtype, b.persistent and b.value.is_meta)
             for b in find_buffers(self._model)
         ]
-        for names, shape, required in wanted:
+        for names, shape, dtype, required in wanted:
             expected.update(names)
             name = self._name_of(names)
-            if name is None:
-                if required:
-                    missing.append(names[0])
-                continue
-            found = tuple(self._tensors.shape(name))
-            if found != shape:
-                raise ValueError(
-                    f"{self._tensors.label} has {name} of shape {found}; the model wants {shape}"
+            if name is not None:
+                faults.add(self._misfits(name, shape, dtype))
+            elif required:
+                faults.add(
+                    self._tensors.explain(names[0])
+                    or Faults({names[0]: f"{list(shape)}, {size_text(shape, dtype)}"})
                 )
-        unexpected = sorted(self._known - expected)
-        if missing or unexpected:
-            raise ValueError(self._explain(missing, unexpected))
+        faults.unexpected = {
+            name: self._tensors.origin(name) for name in sorted(self._known - expected)
+        }
+        if faults:
+            raise WeightsError(
+                self._explain(faults),
+                path=self._tensors.label,
+                tensors=(*faults.missing, *faults.unexpected),
+            )
 
-    def _explain(self, missing: list[str], unexpected: list[str]) -> str:
-        parts = [f"{listed_are(missing)} missing"] if missing else []
-        parts += [f"{listed_are(unexpected)} unexpected"] if unexpected else []
-        text = f"{self._tensors.label} does not fit the model: {'; '.join(parts)}."
-        # Models of transformers with fused experts fail this way, and need another answer.
-        if any(".experts." in name for name in missing) and any(
-            ".experts." in name for name in unexpected
-        ):
+    def _misfits(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Faults:
+        """Say what is wrong with a tensor that the source has; empty if nothing is."""
+        found, origin = tuple(self._tensors.shape(name)), self._tensors.origin(name)
+        where = f" (found: {origin})" if origin else ""
+        if found != shape:
+            wanted = f"the model wants {shape}, {size_text(shape, dtype)}"
+            return self._tensors.explain(name) or Faults(
+                wrong=[f"{name} of shape {found}; {wanted}{where}"]
+            )
+        if self._tensors.is_floating_point(name) not in (dtype.is_floating_point, None):
+            kind = "whole" if dtype.is_floating_point else "floating"
+            return Faults(
+                wrong=[f"{name} as a tensor of {kind} numbers; the model wants {dtype}{where}"]
+            )
+        return Faults()
+
+    def _explain(self, faults: Faults) -> str:
+        if faults.wrong and not faults.missing and not faults.unexpected:
             return (
-                f"{text} Hugging Face stores the experts of such a model apart and fuses them "
-                "while it loads, which is not built here: load with `from_pretrained` first, or "
-                "pass a callable that fuses them"
+                f"{self._tensors.label} has {listed(faults.wrong)}. Build the model from the "
+                "configuration of this checkpoint, or pass a mapping with tensors that fit"
             )
         return (
-            f"{text} Rename or drop tensors in a mapping, or pass a callable (name, tensor) that "
-            "fills each one"
+            f"{self._tensors.label} does not fit the model: {faults.sentence()}. Build the model "
+            "from the configuration of this checkpoint, rename or drop tensors in a mapping, or "
+            "pass a callable (name, tensor) that fills each one"
         )
+
+
+def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:
+    """Write the bytes of a tensor."""
+    return f"{math.prod(shape) * dtype.itemsize:,} bytes as {str(dtype).removeprefix('torch.')}"
 
 
 # -- named tensors ---------------------------------------------------------------------------------
@@ -475,6 +597,8 @@ class _MappingTensors(NamedTensors):
 
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self._mapping = mapping
+        # A mapping may read its values from somewhere, so each is looked at once before the fill.
+        self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     @property
     def label(self) -> str:
@@ -484,13 +608,46 @@ class _MappingTensors(NamedTensors):
         return self._mapping.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._mapping[name].shape)
+        return self._look(name)[0]
 
     def is_floating_point(self, name: str) -> bool:
-        return self._mapping[name].is_floating_point()
+        return self._look(name)[1].is_floating_point
+
+    def origin(self, name: str) -> str:
+        return str(self._look(name)[1])
 
     def read(self, name: str) -> torch.Tensor:
         return self._mapping[name]
+
+    def _look(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        if name not in self._seen:
+            value = self._mapping[name]
+            self._seen[name] = tuple(value.shape), value.dtype
+        return self._seen[name]
+
+
+class _SourceTensors(NamedTensors):
+    """A `TensorSource` that the user passed."""
+
+    def __init__(self, source: TensorSource) -> None:
+        self._source = source
+
+    @property
+    def label(self) -> str:
+        return f"the {type(self._source).__name__} passed as load="
+
+    def names(self) -> Iterable[str]:
+        return self._source.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._source.shape(name))
+
+    def is_floating_point(self, name: str) -> bool | None:
+        dtype = getattr(self._source, "dtype", None)
+        return bool(dtype(name).is_floating_point) if callable(dtype) else None
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._source.read(name)
 
 
 # -- buffers ---------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from infinity._src.checkpoint import safetensors
 from infinity._src.checkpoint.safetensors import FileTensor, check_dtypes, file_order, write_file
+from infinity._src.checkpoint.safetensors_files import DTYPES
 
 
 def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:
@@ -27,7 +27,7 @@ def described(tensors: dict[str, torch.Tensor]) -> list[FileTensor]:
     shapes=st.lists(
         st.tuples(
             st.text(min_size=1, max_size=6),
-            st.sampled_from(list(safetensors._DTYPES)),
+            st.sampled_from(list(DTYPES)),
             st.lists(st.integers(0, 5), max_size=3),
         ),
         min_size=1,

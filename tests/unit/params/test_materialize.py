@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from infinity import tile_linears
-from infinity._src.checkpoint import safetensors
-from infinity._src.checkpoint.safetensors import with_files
+from infinity._src.checkpoint import safetensors_files
+from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source
 from infinity._src.params.unit import Flat
@@ -27,7 +27,8 @@ CPU = torch.device("cpu")
 def filled(model: nn.Module, load: Source | None) -> dict[str, torch.Tensor]:
     """The parameters as the engine would put them to rest, by first name."""
     units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1)
-    source = open_source(model, with_files(load))
+    files = open_weights(model, Path(load)) if isinstance(load, (str, Path)) else load
+    source = open_source(model, files)
     values: dict[str, torch.Tensor] = {}
 
     def store(flat: Flat, tensor: torch.Tensor) -> None:
@@ -145,10 +146,11 @@ def test_a_path_without_safetensors_is_refused(tmp_path: Path) -> None:
         filled(on_meta(models.llama), 3)  # type: ignore[arg-type]
 
 
-def test_experts_that_are_stored_apart_are_explained(tmp_path: Path) -> None:
-    models.make(models.mixtral).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="Hugging Face stores the experts of such a model apart"):
-        filled(on_meta(models.mixtral), tmp_path)
+def test_experts_that_are_stored_apart_are_fused(tmp_path: Path) -> None:
+    model = models.make(models.mixtral)
+    truth = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    model.save_pretrained(tmp_path)
+    assert_equal(filled(on_meta(models.mixtral), tmp_path), truth)
 
 
 class Lost(nn.Module):
@@ -187,7 +189,8 @@ def test_parts_of_all_ranks_are_the_whole(case: models.Case, tmp_path: Path) -> 
 
 def assert_parts_are_whole(model: nn.Module, load: Source, world: int) -> None:
     units = build(model, find_units(model, unit_bytes_max=1 << 29), CPU, world)
-    source = open_source(model, with_files(load))
+    files = open_weights(model, Path(load)) if isinstance(load, (str, Path)) else load
+    source = open_source(model, files)
     for unit in units:
         whole: list[torch.Tensor] = []
         fill_flats(unit.flats, source, lambda _, tensor, into=whole: into.append(tensor))
@@ -226,5 +229,5 @@ def test_parts_of_any_shape_tile_and_rank_are_the_whole(
     rows, columns = tiles
     tile_linears(model, tiles=(min(rows, *map(min, sizes)), min(columns, *map(min, sizes))))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "PIECE_BYTES", 1000)
+        patch.setattr(safetensors_files, "PIECE_BYTES", 1000)
         assert_parts_are_whole(model, place, world)

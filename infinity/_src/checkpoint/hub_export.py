@@ -1,0 +1,78 @@
+"""Exports of a model of transformers under the hub's names.
+
+    parameters, buffers  ->  groups that are converted back together  ->  tensors of files
+
+A group is read, converted back by transformers, and written: what was fused of many tensors is many
+again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from infinity._src.checkpoint.hub_conversion import (
+    ReverseGroup,
+    plan_reverse,
+    saved_conversions,
+)
+from infinity._src.checkpoint.metadata import persistent_buffers
+from infinity._src.checkpoint.safetensors import (
+    Exporter,
+    ExportPart,
+    Whole,
+    read_value,
+    whole_bytes,
+    wholes_of,
+)
+
+
+def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
+    """Return what is written of a model of transformers, one part for each group. Nothing is read.
+
+    Tensors that transformers does not save are left out. Raises: ValueError where a conversion has
+    no way back.
+    """
+    likes: dict[str, torch.Tensor] = {}
+    readers: dict[str, Callable[[], torch.Tensor]] = {}
+    sizes: dict[str, int] = {}
+    read = functools.partial(read_value, of, masters=masters)
+    for whole in wholes_of(param for unit in of.units for param in unit.params):
+        name = _saved_name(model, whole)
+        likes[name] = torch.empty(whole.shape, dtype=whole.params[0].dtype, device="meta")
+        readers[name] = functools.partial(whole.merged, read)
+        sizes[name] = whole_bytes(of, whole, masters=masters)
+    for name, buffer in persistent_buffers(model).items():
+        likes[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        readers[name] = functools.partial(_copied, buffer)
+        sizes[name] = buffer.nbytes
+    for name in model._keys_to_ignore_on_save or ():
+        likes.pop(name, None)
+    return [
+        ExportPart(
+            sum(sizes[name] for _, name in group.sources),
+            functools.partial(_converted, group, model, readers),
+        )
+        for group in plan_reverse(model, likes, saved_conversions(model))
+    ]
+
+
+def _converted(
+    group: ReverseGroup, model: Any, readers: Mapping[str, Callable[[], torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    return group.convert(model, lambda name: readers[name]())
+
+
+def _copied(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer.detach().to("cpu", copy=True).contiguous()
+
+
+def _saved_name(model: Any, whole: Whole) -> str:
+    """Return the name under which transformers saves a weight: of several, the one to which the
+    others are tied.
+    """
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return next((name for name in whole.keys if name not in tied), whole.name)

@@ -1,0 +1,369 @@
+"""Checkpoints of the hub as a source of values: a model of transformers is filled with what
+`from_pretrained` would give it, one group of tensors at a time.
+
+    safetensors, GGUF  ->  conversion of transformers, group by group  ->  tensors of the model
+
+Fused tensors (the experts of a layer) are converted some rows at a time. Quantized
+weights are dequantized on the way, as far as transformers has an operation for it.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity._src.checkpoint import safetensors_files
+from infinity._src.checkpoint.gguf_files import open_gguf
+from infinity._src.checkpoint.hub_conversion import (
+    ForwardGroup,
+    ForwardPlan,
+    conversions_of,
+    is_hub_model,
+    mark_used,
+    names_of,
+    plan_forward,
+    plan_reverse,
+    transformers_loading,
+)
+from infinity._src.checkpoint.safetensors_files import SafetensorsFiles, StoredTensors
+from infinity._src.params.discover import find_parameters
+from infinity._src.params.materialize import Faults, NamedTensors, Source, size_text
+from infinity.errors import WeightsError
+
+_DEQUANTIZED = ("fp8",)
+"""Methods of quantization whose weights transformers can dequantize tensor by tensor on a CPU."""
+
+CONVERTED_BYTES = 1 << 20
+"""Bytes of fused tensors that are converted together; a larger expert is converted alone."""
+
+_WITHOUT_FILES = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Opened:
+    """Files with the conversions that they need. saved: those that an export reverts."""
+
+    files: StoredTensors
+    plan: ForwardPlan
+    saved: list[Any] | None
+
+
+class HubTensors(NamedTensors):
+    """The tensors of a model of transformers, made of those of a directory of safetensors, one file
+    of them, or a GGUF file. Files are opened when something is first asked for.
+
+    Raises: FileNotFoundError; WeightsError for damaged files, and for what transformers cannot
+    convert or dequantize, with the reason.
+    """
+
+    def __init__(self, model: torch.nn.Module, path: Path) -> None:
+        self._model: Any = model
+        self._path = path
+        # The rest of the last group: the tensors that were not asked for yet.
+        self._made: dict[str, torch.Tensor] = {}
+
+    @functools.cached_property
+    def _opened(self) -> _Opened:
+        quantized = getattr(self._model.config, "quantization_config", None)
+        if self._path.suffix == ".gguf":
+            gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
+            # None: the hub's names are those that the model's kind has, and not those of GGUF.
+            return _Opened(gguf, _plan(self._model, gguf, mapping), None)
+        _refuse_other_formats(self._path)
+        files = SafetensorsFiles(self._path)
+        quantizer = _dequantizer(quantized, self._path) if quantized is not None else None
+        plan = _plan(self._model, files, conversions_of(self._model, quantizer))
+        return _Opened(
+            files, plan, mark_used(self._model, files.names(), conversions_of(self._model))
+        )
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """Return the names of the model's tensors that the files have, and those in the files that
+        the model has no use for. Raises: WeightsError for tensors that cannot be converted, or
+        that have two values.
+        """
+        self._check_broken()
+        _check_ties(self._model, self._opened)
+        return [*self._opened.plan.groups, *self._opened.plan.unexpected]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape after the conversion."""
+        return tuple(self._like(name).shape)
+
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether the tensor is of a floating dtype after the conversion."""
+        return self._like(name).dtype.is_floating_point
+
+    def _like(self, name: str) -> torch.Tensor:
+        group = self._opened.plan.groups.get(name)
+        return _like(self._opened.files, name) if group is None else group.targets[name]
+
+    def files(self) -> tuple[Path, ...]:
+        """Return all files."""
+        return self._opened.files.files()
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor of the model. Tensors that are converted together with it stay until
+        another group is read.
+        """
+        group = self._group(name)
+        if group.renamed is not None:
+            return self._opened.files.read(group.renamed)
+        if name not in self._made:
+            # First: two groups are never in memory.
+            self._made = {}
+            self._made = group.convert(self._model, self._opened.files.read)
+        return self._made[name]
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor of the model, from `start` on: of experts that are fused,
+        some experts at a time.
+        """
+        group, files = self._group(name), self._opened.files
+        if group.renamed is not None:
+            files.read_into(group.renamed, start, out)
+            return
+        like = group.targets[name]
+        if not group.stacked or not out.numel():
+            out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
+            return
+        row = like.numel() // like.shape[0]
+        first, last = start // row, -(-(start + out.numel()) // row)
+        step = max(1, CONVERTED_BYTES // (row * like.dtype.itemsize))
+        for at in range(first, last, step):
+            end = min(at + step, last)
+            (rows,) = group.convert(self._model, files.read, at, end).values()
+            begin, stop = max(start, at * row), min(start + out.numel(), end * row)
+            values = rows.reshape(-1)[begin - at * row : stop - at * row]
+            out[begin - start : stop - start].copy_(values)
+
+    def origin(self, name: str) -> str:
+        """Say in which file a tensor is, with its bytes."""
+        group = self._opened.plan.groups.get(name)
+        if group is None:
+            return self._opened.files.origin(name)
+        first = self._opened.files.origin(group.sources[0][1])
+        more = len(group.sources) - 1
+        return f"{first}{f', and {more} tensors more' if more else ''}"
+
+    def explain(self, name: str) -> Faults:
+        """Name the tensors of files that a tensor of the model lacks, or that are of another
+        shape, under the names that the hub has for them.
+        """
+        files, saved = self._opened.files, self._opened.saved
+        known, faults = set(files.names()), Faults()
+        try:
+            groups = plan_reverse(self._model, names_of(self._model), saved or ())
+        except ValueError:
+            # The way back is there for messages only: without it the model's own name has to do.
+            return faults
+        for group in groups:
+            if all(source != name for _, source in group.sources):
+                continue
+            for target, like in group.targets.items():
+                shape, size = tuple(like.shape), size_text(like.shape, like.dtype)
+                if target not in known:
+                    faults.missing[target] = f"{list(shape)}, {size}"
+                elif files.shape(target) != shape:
+                    faults.wrong.append(
+                        f"{target} of shape {files.shape(target)}; the model wants {shape}, {size} "
+                        f"(found: {files.origin(target)})"
+                    )
+        return faults
+
+    def _check_broken(self) -> None:
+        broken, faults = self._opened.plan.broken, Faults()
+        for name, reason in broken.items():
+            known = self.explain(name)
+            faults.add(known or Faults(wrong=[reason]))
+        if faults:
+            raise WeightsError(
+                f"{self.label} does not fit the model: {faults.sentence()}. Build the model from "
+                "the configuration of this checkpoint, or get all of its files",
+                path=self.label,
+                tensors=tuple(faults.missing),
+            )
+
+    def finish(self) -> None:
+        """Tell the model how it was loaded, as `from_pretrained` does: exports revert that, and
+        its weights are no longer quantized.
+        """
+        self._made = {}
+        self._model._weight_conversions = self._opened.saved
+        if getattr(self._model.config, "quantization_config", None) is not None:
+            del self._model.config.quantization_config
+
+    def _group(self, name: str) -> ForwardGroup:
+        return self._opened.plan.groups[name]
+
+
+def open_weights(model: torch.nn.Module, path: Path) -> NamedTensors:
+    """Open a directory or a file of weights for a model: converted, if it is one of transformers.
+    Raises: as `HubTensors`, and as `SafetensorsFiles`.
+    """
+    return HubTensors(model, path) if is_hub_model(model) else SafetensorsFiles(path)
+
+
+@contextlib.contextmanager
+def hub_checkpoint(
+    model: torch.nn.Module, load: Source | None
+) -> Iterator[Source | NamedTensors | None]:
+    """Prepare a model of transformers for the path that it is loaded from, and give the source that
+    takes the place of the path; any other `load` stays as it is.
+
+    Parameters and buffers on meta get the dtypes that `from_pretrained` gives them (some are kept
+    in fp32). On an error the model is as it was.
+    """
+    if not isinstance(load, (str, os.PathLike)) or not is_hub_model(model):
+        yield load
+        return
+    source = HubTensors(model, Path(load))
+    before = _plan_dtypes(model)
+    try:
+        yield source
+    except BaseException:
+        for store, attr, value in before:
+            store[attr] = value
+        raise
+    source.finish()
+
+
+def _plan(model: Any, files: StoredTensors, mapping: list[Any]) -> ForwardPlan:
+    return plan_forward(model, files.names(), functools.partial(_like, files), mapping, files.label)
+
+
+def _like(files: StoredTensors, name: str) -> torch.Tensor:
+    return torch.empty(files.shape(name), dtype=files.dtype(name), device="meta")
+
+
+def _refuse_other_formats(path: Path) -> None:
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return
+    for pattern in _WITHOUT_FILES:
+        for file in sorted(path.glob(pattern)):
+            raise WeightsError(
+                f"{path} has {file.name} and no *.safetensors; only safetensors and GGUF can be "
+                "read tensor by tensor: save the model as safetensors first "
+                "(`from_pretrained(...).save_pretrained(...)`)",
+                path=str(file),
+            )
+
+
+# -- dtypes ----------------------------------------------------------------------------------------
+
+
+def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
+    """Give parameters and buffers on meta the dtypes that transformers wants for them; return what
+    was there: (store, attribute, value).
+    """
+    plan = model._get_dtype_plan(_main_dtype(model))
+    if not plan:
+        return []
+    pattern, by_group, _ = transformers_loading().build_glob_alternation(list(plan))
+    before: list[tuple[dict[str, Any], str, Any]] = []
+    # A tensor that several modules share stays one.
+    made: dict[int, torch.Tensor] = {}
+    for prefix, module in model.named_modules():
+        for store in (module._parameters, module._buffers):
+            for attr, value in list(store.items()):
+                if value is None or not value.is_meta or not value.is_floating_point():
+                    continue
+                found = pattern.search(f"{prefix}.{attr}" if prefix else attr)
+                dtype = plan[by_group[found.lastgroup]] if found else value.dtype
+                if value.dtype != dtype:
+                    before.append((store, attr, value))
+                    store[attr] = made.setdefault(id(value), _recast(value, dtype))
+    return before
+
+
+def _recast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    cast = torch.empty_like(value, dtype=dtype)
+    if isinstance(value, torch.nn.Parameter):
+        cast = torch.nn.Parameter(cast, requires_grad=value.requires_grad)
+    # Attributes that others have put on it.
+    cast.__dict__.update(value.__dict__)
+    return cast
+
+
+def _main_dtype(model: torch.nn.Module) -> torch.dtype:
+    """Return the dtype of most of the model's parameters."""
+    numel: collections.Counter[torch.dtype] = collections.Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            numel[parameter.dtype] += parameter.numel()
+    return max(numel, key=lambda dtype: numel[dtype], default=torch.float32)
+
+
+def _check_ties(model: Any, opened: _Opened) -> None:
+    """Raise WeightsError where a weight that the model has once is in the files twice, with two
+    values: `from_pretrained` would take them for two.
+    """
+    for entry in find_parameters(model):
+        known = [name for name in entry.keys if name in opened.plan.groups]
+        sources = {opened.plan.groups[name].renamed for name in known}
+        if len(sources) < 2 or None in sources:
+            continue
+        first, *others = (str(opened.plan.groups[name].renamed) for name in known)
+        for other in others:
+            if not _is_same(opened.files, first, other):
+                raise WeightsError(
+                    f"{opened.files.label} has {first} ({opened.files.origin(first)}) and {other} "
+                    f"({opened.files.origin(other)}) with different values, and the model has "
+                    "them as one; build it with tie_word_embeddings=False",
+                    path=opened.files.label,
+                    tensors=(first, other),
+                )
+
+
+def _is_same(files: StoredTensors, first: str, other: str) -> bool:
+    if files.shape(first) != files.shape(other) or files.dtype(first) != files.dtype(other):
+        return False
+    numel, dtype = math.prod(files.shape(first)), files.dtype(first)
+    step = max(1, safetensors_files.PIECE_BYTES // dtype.itemsize)
+    for start in range(0, numel, step):
+        parts = []
+        for name in (first, other):
+            parts.append(torch.empty(min(step, numel - start), dtype=dtype))
+            files.read_into(name, start, parts[-1])
+        if not torch.equal(*parts):
+            return False
+    return True
+
+
+# -- quantized weights -----------------------------------------------------------------------------
+
+
+def _dequantizer(config: Any, path: Path) -> Any:
+    """Return transformers' quantizer, told to dequantize. Raises: WeightsError."""
+    transformers_loading()
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    # The model's own stays as it is until it is loaded.
+    config = copy.deepcopy(config)
+    held = config if isinstance(config, dict) else config.to_dict()
+    method = str(getattr(held.get("quant_method"), "value", held.get("quant_method")))
+    if method not in _DEQUANTIZED:
+        raise WeightsError(
+            f"the weights in {path} are quantized ({method}) and cannot be trained, nor turned "
+            f"into plain ones tensor by tensor (that works for {', '.join(_DEQUANTIZED)}); use the "
+            "unquantized model",
+            path=str(path),
+        )
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    quantizer.quantization_config.dequantize = True
+    return quantizer

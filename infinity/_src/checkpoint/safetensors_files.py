@@ -1,0 +1,326 @@
+"""Reading safetensors: all headers at once, then one tensor at a time, or some of its rows.
+
+    directory, index or file  ->  headers, checked against the sizes of the files  ->  tensors
+
+Tensors are read, not mapped: a file that is cut short, or a drive that fails, while a tensor is
+read is an error, where a mapping would kill the process. Tensors are ordinary memory, which is
+gone when the caller drops them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity._src.params.materialize import NamedTensors
+from infinity._src.sizes import MIB, format_size
+from infinity._src.wording import listed
+from infinity.errors import AioError, ShortTransferError, WeightsError
+
+DTYPES = {
+    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
+    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
+    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that
+all are aligned.
+"""
+
+_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
+"""Dtypes that are read: scales of eight exponent bits, too, which nothing here writes."""
+
+READ_BYTES_MAX = 1 << 30
+"""Bytes of one call of the system, which stops at 2 GiB by itself."""
+
+PIECE_BYTES = 64 * MIB
+"""Bytes of a tensor that are read and converted together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file. start: its first byte in the file."""
+
+    path: Path
+    name: str
+    stored_as: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Its dtype. Raises: WeightsError for one that torch does not have, such as F4."""
+        found = _DTYPE_OF.get(self.stored_as)
+        if found is None:
+            raise WeightsError(
+                f"{self.name} in {self.path} ({self.size_bytes:,} bytes) is of dtype "
+                f"{self.stored_as}, which cannot be read; take a checkpoint with its weights in "
+                "BF16",
+                path=str(self.path),
+                tensors=(self.name,),
+            )
+        return found
+
+
+class StoredTensors(NamedTensors):
+    """Tensors at places in files. One file is open at a time."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+        self._path = path
+        self._tensors = tensors
+        # One at a time: a large model has many.
+        self._open: _OpenFile | None = None
+
+    @property
+    def label(self) -> str:
+        """The path."""
+        return str(self._path)
+
+    def names(self) -> Iterable[str]:
+        """Return all names, of all files."""
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that the file's header states."""
+        return self._tensors[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype that the file's header states. Raises: WeightsError."""
+        return self._tensors[name].dtype
+
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether the file's header states a floating dtype."""
+        return self._tensors[name].dtype.is_floating_point
+
+    def origin(self, name: str) -> str:
+        """Say in which file a tensor is, with its bytes."""
+        stored = self._tensors[name]
+        return f"{stored.path.name}, {stored.size_bytes:,} bytes"
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor. Raises: AioError with path, offset and length."""
+        stored = self._tensors[name]
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self._fill(stored, stored.start, out.view(-1))
+        return out
+
+    def files(self) -> tuple[Path, ...]:
+        """Return all files."""
+        return tuple(dict.fromkeys(stored.path for stored in self._tensors.values()))
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Read elements of one tensor, from `start` on, and no others. Raises: as `read`."""
+        stored = self._tensors[name]
+        dtype = stored.dtype
+        step = max(PIECE_BYTES // dtype.itemsize, 1)
+        # In pieces: where dtypes differ, a piece is in memory besides.
+        for at in range(0, out.numel(), step):
+            part = out[at : at + step]
+            is_same = part.dtype == dtype and part.is_contiguous()
+            piece = part if is_same else torch.empty(part.shape, dtype=dtype)
+            self._fill(stored, stored.start + (start + at) * dtype.itemsize, piece)
+            if not is_same:
+                part.copy_(piece)
+
+    def _fill(self, stored: StoredTensor, start: int, out: torch.Tensor) -> None:
+        """Fill a contiguous tensor [n] from byte `start` of a file on."""
+        if self._open is None or self._open.path != stored.path:
+            self._open = _OpenFile(stored.path)
+        if out.numel():
+            self._open.read(out.view(torch.uint8).numpy().data, start, stored.name)
+
+
+class SafetensorsFiles(StoredTensors):
+    """The safetensors of a directory (by its index if it has one), or a single file.
+
+    Raises: FileNotFoundError; WeightsError for several indices, an index that leads out of its
+    directory or names a tensor that its file does not have, a file that is broken or cut short.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _stored(path))
+
+
+class _OpenFile:
+    """A file that is open for reading, closed when it is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._fd)
+
+    def read(self, out: memoryview, start: int, name: str) -> None:
+        """Fill `out` from byte `start` on. Blocks. Raises: AioError; ShortTransferError where the
+        file ends before."""
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(self._fd, [out[done : done + READ_BYTES_MAX]], start + done)
+            except OSError as error:
+                raise AioError(
+                    f"{name} cannot be read",
+                    errno=error.errno or 0,
+                    path=str(self.path),
+                    op="read",
+                    offset=start + done,
+                    length=len(out) - done,
+                ) from error
+            if count == 0:
+                raise ShortTransferError(
+                    f"{name} cannot be read: the file has become shorter since it was opened; copy "
+                    "or download it again",
+                    path=str(self.path),
+                    op="read",
+                    offset=start + done,
+                    length=len(out) - done,
+                )
+            done += count
+
+
+# -- headers ---------------------------------------------------------------------------------------
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Read the header of one file: its tensors by name. Raises: WeightsError for what is no
+    safetensors file, or one that is cut short; OSError.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if size >= 8 and length <= size - 8 else b""
+    try:
+        entries: dict[str, Any] = dict(json.loads(text))
+        found = [
+            _stored_tensor(path, name, entry, 8 + length)
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(
+            f"{path} is not a whole safetensors file: it has {size:,} bytes and no header that can "
+            f"be read ({error}); copy or download it again",
+            path=str(path),
+        ) from error
+    check_whole(path, size, found, "safetensors")
+    return {tensor.name: tensor for tensor in found}
+
+
+def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: str) -> None:
+    """Raise WeightsError for a file of `size` bytes that ends before some of its tensors do."""
+    lost = sorted(
+        (tensor for tensor in tensors if tensor.start + tensor.size_bytes > size),
+        key=lambda tensor: tensor.start,
+    )
+    if lost:
+        first, last = lost[0], lost[-1]
+        raise WeightsError(
+            f"{path} is not a whole {kind} file: it ends at byte {size:,}, and "
+            f"{first.name} lies at bytes {first.start:,} to {first.start + first.size_bytes:,}"
+            f"{f', {len(lost) - 1} more behind it' if len(lost) > 1 else ''}; "
+            f"{format_size(last.start + last.size_bytes - size)} are missing: copy or download it "
+            "again",
+            path=str(path),
+            tensors=tuple(tensor.name for tensor in lost),
+        )
+
+
+def _stored_tensor(path: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
+    first, last = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
+    stored_as = str(entry["dtype"])
+    dtype = _DTYPE_OF.get(stored_as)
+    wanted = last - first if dtype is None else math.prod(shape) * dtype.itemsize
+    if not 0 <= first <= last or any(size < 0 for size in shape) or last - first != wanted:
+        raise ValueError(
+            f"{name} of shape {shape}, {stored_as}, takes {wanted:,} bytes, not {last - first:,}"
+        )
+    return StoredTensor(path, name, stored_as, shape, data + first, last - first)
+
+
+def _stored(path: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a directory or a file, each with its place."""
+    if path.is_file():
+        return read_header(path)
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: there is no such directory or file")
+    # Nothing says which of several counts; a single file can be named instead.
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) > 1:
+        raise WeightsError(
+            f"{path} has several indices: {', '.join(found.name for found in indices)}; name one "
+            "file",
+            path=str(path),
+        )
+    if indices:
+        return _indexed(path, indices[0])
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(
+            f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
+        )
+    found: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in read_header(file).items():
+            # Without an index nothing says which one counts.
+            if name in found:
+                raise WeightsError(
+                    f"{name} is in {found[name].path.name} and in {file.name}, and there is no "
+                    "index to decide",
+                    path=str(file),
+                    tensors=(name,),
+                )
+            found[name] = tensor
+    return found
+
+
+def _indexed(path: Path, index: Path) -> dict[str, StoredTensor]:
+    weight_map = _weight_map(index)
+    files = sorted(set(weight_map.values()))
+    # All at once, and before anything is filled.
+    gone = [name for name in files if not (path / name).is_file()]
+    if gone:
+        raise FileNotFoundError(f"{index} names files that are not there: {listed(gone)}")
+    headers = {file: read_header(path / file) for file in files}
+    for name, file in weight_map.items():
+        if name not in headers[file]:
+            raise WeightsError(
+                f"{path / file} does not have {name}, though the index says so; copy or download "
+                "it again",
+                path=str(path / file),
+                tensors=(name,),
+            )
+    return {name: headers[file][name] for name, file in weight_map.items()}
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the name of each tensor's file, which lies beside the index: a path out of there is
+    refused.
+    """
+    try:
+        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"{index} is no index of safetensors: it has no readable weight_map ({error!r})",
+            path=str(index),
+        ) from error
+    for name, file in weight_map.items():
+        # An index from elsewhere must not make this read files outside of its directory.
+        if not isinstance(file, str) or Path(file).name != file or file == "..":
+            raise WeightsError(
+                f"{index} says that {name} is in {file!r}; files lie beside their index, so a path "
+                "is refused: move the file there and write its name alone",
+                path=str(index),
+                tensors=(name,),
+            )
+    return weight_map

@@ -1,0 +1,233 @@
+"""Tiny models of transformers as the hub has them, for the tests of checkpoints.
+
+`tiny` makes some families by hand; `every` shrinks the configurations of all model types that
+transformers has a conversion for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+QUICK = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "inkling2_text")
+"""Families of the quick tests: experts in all ways, shared ones, fp32 buffers, interleaved rows."""
+
+EVERY_MIN = 60
+"""Model types that `every` must find at least. Many cannot be shrunk by rules, or want packages
+that are not installed."""
+
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4,
+}  # fmt: skip
+"""A Mixtral of 16 layers, whose largest group has 4 MiB, and which has some 110 MB."""
+
+_COMMON = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_OF_FAMILY: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {"shared_expert_intermediate_size": 32},
+    "deepseek_v3": {
+        "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
+        "v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
+def tiny(family: str, **values: Any) -> tuple[Any, Any]:
+    """The class for causal language models of a family, and a tiny configuration."""
+    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+
+    kind = CONFIG_MAPPING[family]
+    if family in ("inkling2_text",):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[kind], shrunk(kind())
+    config = kind(**{**_COMMON, **_OF_FAMILY.get(family, {}), **values})
+    return MODEL_FOR_CAUSAL_LM_MAPPING[kind], config
+
+
+def write(kind: Any, config: Any, dtype: torch.dtype, place: Path) -> None:
+    """Write a model with random values, buffers too, as the hub has it."""
+    torch.manual_seed(0)
+    model = kind._from_config(config, dtype=dtype)
+    stored = model.state_dict()
+    with torch.no_grad():
+        for name, value in (*model.named_parameters(), *model.named_buffers()):
+            if value.is_floating_point() and name in stored:
+                value.copy_(torch.randn(value.shape) * 0.1)
+    model.save_pretrained(place, max_shard_size="500KB")
+
+
+def write_values(model: Any, place: Path) -> None:
+    """Write a Mixtral on meta with its experts apart, one file for each layer; values are ones."""
+    place.mkdir()
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, like in model.state_dict().items():
+        start, _, end = name.partition(".mlp.experts.")
+        layer = start.split(".")[2] if ".layers." in name else "x"
+        held = files.setdefault(f"model-{layer}.safetensors", {})
+        if not end:
+            held[name.replace(".mlp.gate.", ".block_sparse_moe.gate.")] = torch.ones_like(
+                like, device="cpu"
+            )
+            continue
+        for expert in range(like.shape[0]):
+            rows = like.shape[1] // (2 if end == "gate_up_proj" else 1)
+            for part in ("w1", "w3") if end == "gate_up_proj" else ("w2",):
+                key = f"{start}.block_sparse_moe.experts.{expert}.{part}.weight"
+                held[key] = torch.ones(rows, like.shape[2], dtype=like.dtype)
+    for file, tensors in files.items():
+        save_file(tensors, place / file)
+
+
+def quantize_fp8(place: Path, block: int = 16) -> None:
+    """Turn the matrices of attention, MLPs and experts into fp8 with a scale for each block."""
+    for file in place.glob("*.safetensors"):
+        tensors = {}
+        for name, value in load_file(file).items():
+            if not name.endswith("_proj.weight"):
+                tensors[name] = value
+                continue
+            rows, columns = (min(block, size) for size in value.shape)
+            tiles = value.float().reshape(value.shape[0] // rows, rows, -1, columns)
+            scale = tiles.abs().amax(dim=(1, 3)) / 448
+            tensors[name] = (
+                (tiles / scale[:, None, :, None]).reshape(value.shape).to(torch.float8_e4m3fn)
+            )
+            tensors[f"{name}_scale_inv"] = scale
+        save_file(tensors, file)
+    (index,) = [*place.glob("*.index.json")] or [None]
+    if index is not None:
+        index.unlink()
+    config = json.loads((place / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "weight_block_size": [block, block],
+        "activation_scheme": "dynamic",
+    }
+    (place / "config.json").write_text(json.dumps(config))
+
+
+def write_gguf(path: Path) -> Path:
+    """Write a tiny Llama of random values in blocks of 8 bits, and return the path."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+
+    heads, hidden, kv, inner, vocab = 4, 64, 32, 128, 96
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_vocab_size(vocab)
+    block = {
+        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
+        "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner), "attn_norm": (hidden,), "ffn_norm": (hidden,),
+    }  # fmt: skip
+    shapes = {"token_embd": (vocab, hidden), "output_norm": (hidden,)}
+    shapes |= {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in block.items()}
+    numbers = np.random.default_rng(0)
+    for name, shape in {**shapes, "output": (vocab, hidden)}.items():
+        values = numbers.standard_normal(shape).astype(np.float32)
+        if len(shape) == 1:
+            writer.add_tensor(f"{name}.weight", values)
+        else:
+            kind = GGMLQuantizationType.Q8_0
+            writer.add_tensor(f"{name}.weight", quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+# -- all model types -------------------------------------------------------------------------------
+
+_LIMITS: tuple[tuple[tuple[str, ...], int], ...] = (
+    (("hidden_size", "d_model", "embed_dim", "n_embd", "hidden_dim", "dim", "projection_dim",
+      "encoder_hidden_size", "decoder_hidden_size", "text_hidden_size", "out_hidden_size"), 32),
+    (("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers",
+      "decoder_layers", "depth", "num_global_layers"), 2),
+    (("num_attention_heads", "num_heads", "n_head", "n_heads", "attention_heads",
+      "encoder_attention_heads", "decoder_attention_heads"), 4),
+    (("num_key_value_heads", "num_kv_heads", "num_experts_per_tok", "moe_topk", "moe_k"), 2),
+    (("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    (("head_dim", "v_head_dim", "global_head_dim", "index_head_dim", "q_lora_rank",
+      "kv_lora_rank"), 8),
+    (("qk_nope_head_dim", "qk_rope_head_dim"), 4),
+    (("n_group", "topk_group", "moe_num_groups", "first_k_dense_replace"), 1),
+    (("max_position_embeddings", "n_positions", "image_size", "max_source_positions"), 64),
+)  # fmt: skip
+
+
+def shrunk(config: Any) -> Any:
+    """Make a configuration tiny, in place, its parts too, by the names of its numbers."""
+    from transformers import PreTrainedConfig
+
+    layers = getattr(config, "num_hidden_layers", None)
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            shrunk(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            setattr(config, name, min(value, _limit(name, value)))
+        elif isinstance(value, dict) and "mrope_section" in value:
+            value["mrope_section"] = [2, 1, 1]
+    for name, value in list(vars(config).items()):
+        # One entry for each layer.
+        if isinstance(value, list) and len(value) == layers:
+            setattr(config, name, value[: config.num_hidden_layers])
+    return config
+
+
+def _limit(name: str, value: int) -> int:
+    if name.endswith("vocab_size"):
+        return 200
+    if name.endswith("_token_id"):
+        return value if value < 200 else 3
+    if "intermediate" in name or name.endswith("ffn_dim") or name in ("mlp_dim", "n_inner"):
+        return 48
+    return next((limit for names, limit in _LIMITS if name in names), value)
+
+
+def every() -> Iterator[tuple[str, Any, Any]]:
+    """Every model type with a conversion that the rules can shrink to 12 million parameters: its
+    name, class and configuration."""
+    from transformers import CONFIG_MAPPING, conversion_mapping
+    from transformers.models.auto import modeling_auto as auto
+
+    for model_type in CONFIG_MAPPING:
+        if conversion_mapping.get_checkpoint_conversion_mapping(model_type) is None:
+            continue
+        try:
+            config = shrunk(CONFIG_MAPPING[model_type]())
+            mappings = (
+                auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+                auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+                auto.MODEL_MAPPING,
+            )
+            kind = next(each[type(config)] for each in mappings if type(config) in each)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in kind._from_config(config).parameters())
+            kind._from_config(config)
+        # Whatever a model says of a configuration that was cut by rules: it is left out, and the
+        # test counts what is left.
+        except Exception:
+            continue
+        if size <= 12_000_000 and model_type not in _OTHER_CLASS:
+            yield model_type, kind, config
+
+
+_OTHER_CLASS = ("shieldgemma2",)
+"""Model types whose checkpoint is of another class than their part that is found here."""

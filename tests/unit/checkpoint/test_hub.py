@@ -1,0 +1,494 @@
+"""Checkpoints of the hub: a model on meta gets what `from_pretrained` gives, tensor group by tensor
+group, and its export has the names of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import infinity as inf
+from infinity._src.checkpoint import hub_files, safetensors_files
+from infinity._src.checkpoint.hub_files import HubTensors
+from infinity.errors import AioError, WeightsError
+from tests import hub_models, models
+
+CPU = inf.Policy(params="cpu", optim="cpu")
+
+
+def stored_names(directory: Path) -> list[str]:
+    return sorted(
+        name
+        for file in directory.glob("*.safetensors")
+        for name in safe_open(file, "pt").keys()  # noqa: SIM118 - not a dict
+    )
+
+
+def assert_alike(model: nn.Module, truth: nn.Module) -> None:
+    """All values, dtypes and buffers, non-persistent ones too."""
+    for mine, theirs in (
+        (model.state_dict(), truth.state_dict()),
+        (dict(model.named_buffers()), dict(truth.named_buffers())),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name].dtype == value.dtype, name
+            assert torch.equal(mine[name], value), name
+
+
+def on_meta(kind: Any, config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral as the hub has it, in several files that cut through its experts."""
+    place = tmp_path_factory.mktemp("mixtral")
+    models.make(models.mixtral).save_pretrained(place, max_shard_size="10KB")
+    return place
+
+
+@pytest.fixture
+def meta_mixtral(mixtral: Path) -> Iterator[Any]:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = on_meta(MixtralForCausalLM, MixtralConfig.from_pretrained(mixtral))
+    yield model
+    handle = model.__dict__.get("_infinity_handle")
+    if handle is not None:
+        handle.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("family", hub_models.QUICK)
+def test_a_checkpoint_gives_what_from_pretrained_gives_and_is_written_back(
+    family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    kind, config = hub_models.tiny(family)
+    hub_models.write(kind, config, dtype, tmp_path / "hub")
+    truth = kind.from_pretrained(tmp_path / "hub", dtype=dtype)
+    model = on_meta(kind, truth.config, dtype)
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    inf.offload(model, policy, load=tmp_path / "hub")
+    try:
+        assert_alike(model, truth)
+        inf.export_safetensors(model, tmp_path / "out", shard_bytes_max="100KiB")
+        assert stored_names(tmp_path / "out") == stored_names(tmp_path / "hub")
+        truth.config.save_pretrained(tmp_path / "out")
+        assert_alike(kind.from_pretrained(tmp_path / "out", dtype=dtype), truth)
+        # The modules' names load as well, and so does either into the offloaded model.
+        inf.export_safetensors(model, tmp_path / "plain", names="modules")
+        with torch.no_grad(), inf.handle(model).gather(list(model.parameters())):
+            for parameter in model.parameters():
+                parameter.zero_()
+        for place in ("plain", "out"):
+            assert inf.load_safetensors(model, tmp_path / place) == ((), ())
+            assert_alike(model, truth)
+    finally:
+        inf.handle(model).close()
+
+
+@pytest.mark.slow
+def test_every_model_type_with_a_conversion_loads_alike(tmp_path: Path) -> None:
+    loaded: list[str] = []
+    for number, (model_type, kind, config) in enumerate(hub_models.every()):
+        place = tmp_path / str(number)
+        hub_models.write(kind, config, torch.bfloat16, place)
+        truth = kind.from_pretrained(place, dtype=torch.bfloat16)
+        model = on_meta(kind, truth.config)
+        inf.offload(model, CPU, load=place)
+        try:
+            assert_alike(model, truth)
+            inf.export_safetensors(model, place / "out")
+            assert stored_names(place / "out") == stored_names(place), model_type
+        finally:
+            inf.handle(model).close()
+        loaded.append(model_type)
+    assert len(loaded) >= hub_models.EVERY_MIN, loaded
+
+
+def test_it_trains_as_the_model_that_from_pretrained_loaded(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path
+) -> None:
+    from transformers import MixtralForCausalLM
+
+    losses = []
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    whole = MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16)
+    for model, settled, load in ((meta_mixtral, policy, mixtral), (whole, CPU, None)):
+        inf.offload(model.train(), settled, load=load)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        losses.append([])
+        for batch in models.token_batches(3):
+            loss = models.loss_of(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    assert_alike(meta_mixtral, whole)
+    inf.export_safetensors(meta_mixtral, tmp_path / "out", masters=True)
+    inf.handle(whole).close()
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert {value.dtype for value in files.values()} == {torch.float32}
+    assert sorted(files) == stored_names(mixtral)
+
+
+def test_weights_in_fp8_with_scales_become_bf16(tmp_path: Path) -> None:
+    kind, config = hub_models.tiny("deepseek_v3")
+    hub_models.write(kind, config, torch.bfloat16, tmp_path)
+    plain = stored_names(tmp_path)
+    hub_models.quantize_fp8(tmp_path)
+    assert stored_names(tmp_path) != plain
+    truth = kind.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    loaded = type(config).from_pretrained(tmp_path)
+    assert loaded.quantization_config["quant_method"] == "fp8"
+    model = on_meta(kind, loaded)
+    inf.offload(model, CPU, load=tmp_path)
+    try:
+        assert_alike(model, truth)
+        assert not hasattr(model.config, "quantization_config")
+        inf.export_safetensors(model, tmp_path / "out")
+        # Plain weights under the hub's names: nothing of the quantization is left.
+        assert stored_names(tmp_path / "out") == plain
+    finally:
+        inf.handle(model).close()
+
+
+def test_a_gguf_file_gives_what_from_pretrained_gives(tmp_path: Path) -> None:
+    from transformers import AutoConfig, LlamaForCausalLM
+
+    file = hub_models.write_gguf(tmp_path / "tiny.gguf")
+    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
+    truth = LlamaForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.bfloat16
+    )
+    model = on_meta(LlamaForCausalLM, config)
+    inf.offload(model, CPU, load=file)
+    try:
+        assert_alike(model, truth)
+    finally:
+        inf.handle(model).close()
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(WeightsError, match=r"not a whole GGUF file.*output\.weight lies at"):
+        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
+    file.write_bytes(b"GGUF?")
+    with pytest.raises(WeightsError, match="no GGUF file that can be read"):
+        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
+
+
+def test_other_quantized_weights_are_refused_with_the_reason(
+    mixtral: Path, meta_mixtral: Any
+) -> None:
+    meta_mixtral.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(WeightsError, match=r"quantized \(gptq\).*use the unquantized model"):
+        inf.offload(meta_mixtral, CPU, load=mixtral)
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def changed(source: Path, place: Path, name: str, value: torch.Tensor | None) -> Path:
+    """The checkpoint in one file, with one tensor replaced, added, or (None) left out."""
+    tensors = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors.pop(name, None)
+    save_file(tensors | ({} if value is None else {name: value}), place / "model.safetensors")
+    return place
+
+
+EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
+FOUND = r"3,072 bytes as bfloat16 \(found: model.safetensors, 3,008 bytes\)"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (EXPERT, None, rf"{EXPERT} is missing \(\[48, 32\], 3,072 bytes as bfloat16\)"),
+        (EXPERT, (47, 32), rf"{EXPERT} of shape \(47, 32\); the model wants \(48, 32\), {FOUND}"),
+        ("model.norm.weight", None, r"model\.norm\.weight is missing \(\[32\], 64 bytes"),
+        ("extra", (3,), r"extra is unexpected \(model\.safetensors, 6 bytes\)"),
+    ],
+    ids=["an expert missing", "an expert misshaped", "missing", "surplus"],
+)  # fmt: skip
+def test_what_does_not_fit_is_named_before_anything_is_filled(
+    name: str, value: tuple[int, ...] | None, message: str, mixtral: Path, meta_mixtral: Any,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    tensor = None if value is None else torch.zeros(value, dtype=torch.bfloat16)
+    bad = changed(mixtral, tmp_path, name, tensor)
+    before = dict(meta_mixtral.named_parameters())
+    swap = tmp_path / "swap"
+    swap.mkdir()
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=swap, ram="min")
+    with pytest.raises(WeightsError, match=message) as raised:
+        inf.offload(meta_mixtral, policy, load=bad)
+    # One expert that does not fit may spoil the shape of all.
+    assert name in str(raised.value)
+    assert "Build the model from the configuration of this checkpoint" in str(raised.value)
+    assert all(before[key] is value for key, value in meta_mixtral.named_parameters())
+    inf.offload(meta_mixtral, policy, load=mixtral)
+
+
+def test_a_file_that_is_cut_short_is_named_with_its_bytes(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path
+) -> None:
+    place = changed(mixtral, tmp_path, "extra", None)
+    file = place / "model.safetensors"
+    size = file.stat().st_size
+    os.truncate(file, size - 10)
+    with pytest.raises(
+        WeightsError, match=rf"ends at byte {size - 10:,}, and (\S+) lies"
+    ) as raised:
+        inf.offload(meta_mixtral, CPU, load=place)
+    assert raised.value.path == str(file)
+    assert raised.value.tensors
+    assert "10 B are missing: copy or download it again" in str(raised.value)
+    os.truncate(file, 4)
+    with pytest.raises(WeightsError, match="has 4 bytes and no header"):
+        inf.offload(meta_mixtral, CPU, load=place)
+
+
+def test_a_header_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    header = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    with pytest.raises(WeightsError, match=r"a of shape \(2,\), F32, takes 8 bytes, not 4"):
+        inf.offload(nn.Linear(1, 1), CPU, load=tmp_path)
+
+
+@pytest.mark.parametrize("fault", ["EIO", "short"])
+def test_a_drive_that_fails_while_a_tensor_is_read_is_an_error_with_the_place(
+    fault: str, mixtral: Path, meta_mixtral: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, calls = os.preadv, []
+
+    def broken(fd: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append(offset)
+        if len(calls) < 5:
+            return read(fd, buffers, offset)
+        if fault == "EIO":
+            raise OSError(errno.EIO, "Input/output error")
+        return 0
+
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(AioError, match="cannot be read") as raised:
+        inf.offload(meta_mixtral, CPU, load=mixtral)
+    assert raised.value.path.endswith(".safetensors")
+    assert raised.value.offset == calls[-1]
+    assert raised.value.length > 0
+    assert all(parameter.is_meta for parameter in meta_mixtral.parameters())
+    monkeypatch.undo()
+    inf.offload(meta_mixtral, CPU, load=mixtral)
+
+
+def test_a_model_without_safetensors_is_refused(meta_mixtral: Any, tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(WeightsError, match=r"pytorch_model\.bin and no \*\.safetensors"):
+        inf.offload(meta_mixtral, CPU, load=tmp_path)
+
+
+def test_a_tied_weight_that_the_files_have_twice_must_be_one(tmp_path: Path) -> None:
+    model = models.make(models.gpt2)
+    model.save_pretrained(tmp_path)
+    for value in (model.lm_head.weight.detach().clone(), torch.zeros_like(model.lm_head.weight)):
+        changed(tmp_path, tmp_path, "lm_head.weight", value)
+        meta = on_meta(type(model), model.config)
+        if value.any():
+            inf.offload(meta, CPU, load=tmp_path)
+            inf.handle(meta).close()
+        else:
+            with pytest.raises(WeightsError, match="tie_word_embeddings=False"):
+                inf.offload(meta, CPU, load=tmp_path)
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_some_elements_are_those_of_the_whole(data: st.DataObject, mixtral: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    model = on_meta(MixtralForCausalLM, MixtralConfig.from_pretrained(mixtral))
+    tensors = HubTensors(model, mixtral)
+    name = data.draw(st.sampled_from(sorted(tensors.names())))
+    whole = tensors.read(name).reshape(-1)
+    first = data.draw(st.integers(0, whole.numel() - 1))
+    out = torch.empty(data.draw(st.integers(0, whole.numel() - first)), dtype=whole.dtype)
+    piece = data.draw(st.sampled_from([1000, 10_000, 1 << 20]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors_files, "PIECE_BYTES", piece)
+        patch.setattr(hub_files, "CONVERTED_BYTES", piece)
+        tensors.read_into(name, first, out)
+    assert torch.equal(out, whole[first : first + out.numel()])
+
+
+def test_a_large_tensor_is_read_in_pieces_and_experts_some_at_a_time(
+    mixtral: Path, meta_mixtral: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import MixtralForCausalLM
+
+    monkeypatch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(hub_files, "CONVERTED_BYTES", 1000)
+    longest = 0
+
+    def watched(fd: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal longest
+        longest = max(longest, len(buffers[0]))
+        return read(fd, buffers, offset)
+
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", watched)
+    inf.offload(meta_mixtral, CPU, load=mixtral)
+    # One expert's matrix: 48 x 32 of bf16.
+    assert longest == 3072
+    assert_alike(meta_mixtral, MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16))
+
+
+def test_tiles_of_experts_are_filled_with_their_part(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path
+) -> None:
+    from transformers import MixtralForCausalLM
+
+    truth = MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16)
+    meta_mixtral.set_experts_implementation("eager")
+    inf.tile_experts(meta_mixtral, experts=3)
+    inf.tile_linears(meta_mixtral, tiles=(2, 2), names=["lm_head", "q_proj"])
+    inf.offload(meta_mixtral, CPU, load=mixtral)
+    assert_alike(meta_mixtral, truth)
+    inf.export_safetensors(meta_mixtral, tmp_path)
+    assert stored_names(tmp_path) == stored_names(mixtral)
+    inf.load_safetensors(meta_mixtral, mixtral)
+    assert_alike(meta_mixtral, truth)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+MEMORY = """
+import sys, threading
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+import infinity as inf
+from infinity._src import build
+from tests import hub_models
+
+def anonymous():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(l.split()[1]) << 10 for l in lines if l.startswith("RssAnon"))
+
+def watched(*arguments, **options):
+    # Pools are reserved by now: what comes is memory of the fill.
+    start, stop = anonymous(), threading.Event()
+    highest = [start]
+    def watch():
+        while not stop.wait(0.0005):
+            highest.append(anonymous())
+    thread = threading.Thread(target=watch)
+    thread.start()
+    fill(*arguments, **options)
+    stop.set()
+    thread.join()
+    peaks.append(max(highest) - start)
+
+fill, build.fill_tiers, peaks = build.fill_tiers, watched, []
+policy = inf.Policy(params="nvme", optim="nvme", nvme=sys.argv[2], ram="min")
+kind, config = hub_models.tiny("mixtral", **hub_models.WIDE)
+with torch.device("meta"):
+    model = kind._from_config(config, dtype=torch.bfloat16)
+largest = max(parameter.numel() for parameter in model.parameters()) * 2
+inf.offload(model, policy, load=Path(sys.argv[1]))
+unit = max(unit.size_bytes for unit in inf.handle(model).units)
+print(peaks[0], 2 * unit + build.FILL_SPARE_BYTES, largest)
+"""
+
+
+def test_memory_stays_below_the_engines_own_and_three_of_the_largest_group(tmp_path: Path) -> None:
+    kind, config = hub_models.tiny("mixtral", **hub_models.WIDE)
+    hub_models.write_values(on_meta(kind, config), tmp_path / "hub")
+    ran = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path / "hub", tmp_path],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    # The engine's own: a flat being filled, one being written, and what malloc may keep.
+    peak, own, largest = map(int, ran.stdout.split())
+    assert peak <= own + 3 * largest
+    total = sum(parameter.numel() * 2 for parameter in on_meta(kind, config).parameters())
+    assert total > 3 * (own + 3 * largest), "the model is too small to say anything"
+
+
+# -- sources of the user ---------------------------------------------------------------------------
+
+
+class Counted:
+    """A source that counts its reads."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.reads: dict[str, int] = {}
+
+    def names(self) -> list[str]:
+        return list(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        self.reads[name] = self.reads.get(name, 0) + 1
+        return self.tensors[name]
+
+
+class Typed(Counted):
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+
+@pytest.mark.parametrize("kind", [Counted, Typed])
+@pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiled"])
+def test_a_source_is_read_once_for_each_tensor(kind: type[Counted], tiled: bool) -> None:
+    model = models.make(models.llama)
+    source = kind(dict(model.state_dict()))
+    assert isinstance(source, inf.TensorSource)
+    with torch.device("meta"):
+        meta = models.make(models.llama)
+    if tiled:
+        inf.tile_linears(meta, tiles=4, names=["lm_head", "up_proj"])
+    inf.offload(meta, CPU, load=source)
+    try:
+        assert source.reads == dict.fromkeys(source.tensors, 1)
+        assert_alike(meta, model)
+    finally:
+        inf.handle(meta).close()
+
+
+def test_a_source_that_is_wrong_is_caught() -> None:
+    state = dict(models.make(models.llama).state_dict())
+    norm = "model.norm.weight"
+    with torch.device("meta"):
+        meta = models.make(models.llama)
+    for kind in (Counted, Typed):
+        source = kind(state | {norm: torch.zeros(32, dtype=torch.int64)})
+        with pytest.raises(WeightsError, match=norm):
+            inf.offload(meta, CPU, load=source)
+        # With a dtype it is found before anything is read.
+        assert (source.reads == {}) is (kind is Typed)
+    source = Counted(state)
+    source.read = lambda name: state[name][:1]  # type: ignore[method-assign]
+    with pytest.raises(WeightsError, match=r"read .* with shape .* where it had stated"):
+        inf.offload(meta, CPU, load=source)
