@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 QUICK = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "inkling2_text")
 """Families of the quick tests: experts in all ways, shared ones, fp32 buffers, interleaved rows."""
@@ -51,6 +53,31 @@ def tiny(family: str, **values: Any) -> tuple[Any, Any]:
         return MODEL_FOR_CAUSAL_LM_MAPPING[kind], shrunk(kind())
     config = kind(**{**_COMMON, **_OF_FAMILY.get(family, {}), **values})
     return MODEL_FOR_CAUSAL_LM_MAPPING[kind], config
+
+
+def stored_names(directory: Path) -> list[str]:
+    return sorted(
+        name
+        for file in directory.glob("*.safetensors")
+        for name in safe_open(file, "pt").keys()  # noqa: SIM118 - not a dict
+    )
+
+
+def assert_alike(model: nn.Module, truth: nn.Module) -> None:
+    """All values, dtypes and buffers, non-persistent ones too."""
+    for mine, theirs in (
+        (model.state_dict(), truth.state_dict()),
+        (dict(model.named_buffers()), dict(truth.named_buffers())),
+    ):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name].dtype == value.dtype, name
+            assert torch.equal(mine[name], value), name
+
+
+def on_meta(kind: Any, config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
+    with torch.device("meta"):
+        return kind._from_config(config, dtype=dtype)
 
 
 def write(kind: Any, config: Any, dtype: torch.dtype, place: Path) -> None:

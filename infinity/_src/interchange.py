@@ -71,7 +71,7 @@ def export_safetensors(
     be room for both. On several ranks all must call it; rank 0 writes.
 
     Raises: OSError naming the path; ValueError for a model that is not offloaded, and for one
-    whose conversion has no way back.
+    whose conversion has no way back, or that the release of transformers cannot convert.
     """
     if names not in ("hub", "modules"):
         raise ValueError(f"names={names!r}: give 'hub' or 'modules'")
@@ -86,7 +86,7 @@ def load_safetensors(
     model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True
 ) -> Loaded:
     """Set an offloaded model's parameters and persistent buffers from safetensors: a directory (its
-    index decides) or a file.
+    index decides; without one, its model.safetensors if it has that, else all) or a file.
 
     Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
     the model holds what the file says and nothing of what was there; a parameter without optimizer

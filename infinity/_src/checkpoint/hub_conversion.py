@@ -41,21 +41,66 @@ def is_hub_model(model: torch.nn.Module) -> bool:
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
+def can_convert() -> bool:
+    """Return whether the installed transformers can convert tensor by tensor."""
+    return _loading() is not None
+
+
 def transformers_loading() -> Any:
     """Return transformers.core_model_loading. Raises: ValueError for a release without it."""
+    found = _loading()
+    if found is None:
+        raise ValueError(too_old_to_load())
+    return found
+
+
+def too_old_to_load() -> str:
+    """Say that the release cannot convert, and the ways out for a load."""
+    return (
+        f"{too_old()}, or give the tensors under the names of the modules, as a mapping or an "
+        "inf.TensorSource"
+    )
+
+
+def too_old() -> str:
+    """Say that the installed release of transformers cannot convert."""
     import transformers
 
+    return (
+        f"transformers {transformers.__version__} cannot convert the names of checkpoints tensor "
+        "by tensor; install transformers 5.23 or later"
+    )
+
+
+def _loading() -> Any:
     try:
         from transformers import core_model_loading
     except ImportError:
-        core_model_loading = None
-    if core_model_loading is None or any(not hasattr(core_model_loading, n) for n in _NEEDED):
-        raise ValueError(
-            f"transformers {transformers.__version__} cannot convert the names of checkpoints "
-            "tensor by tensor; install transformers 5.23 or later, or give the tensors under the "
-            "names of the modules, as a mapping or an inf.TensorSource"
-        )
-    return core_model_loading
+        return None
+    is_whole = all(hasattr(core_model_loading, name) for name in _NEEDED)
+    return core_model_loading if is_whole else None
+
+
+def has_conversions(model: Any) -> bool:
+    """Return whether the hub's names of such a model may be others than those of its modules. Works
+    with releases of transformers that cannot convert, too.
+    """
+    held = getattr(model, "_weight_conversions", None)
+    if held is not None:
+        return bool(held)
+    if getattr(model, "_checkpoint_conversion_mapping", None):
+        return True
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:
+        return False
+    kinds = {
+        kind
+        for module in model.modules()
+        if is_hub_model(module)
+        for kind in (type(module).__name__, module.config.model_type)
+    }
+    return any(get_checkpoint_conversion_mapping(kind) for kind in kinds)
 
 
 def conversions_of(model: Any, quantizer: Any = None) -> list[Any]:
@@ -80,6 +125,27 @@ def names_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+class _AskedModel:
+    """A model as conversions ask it for shapes and dtypes: a weight in tiles answers as a whole."""
+
+    def __init__(self, model: Any, known: Mapping[str, torch.Tensor], prefix: str = "") -> None:
+        self._model = model
+        self._known = known
+        self._prefix = prefix
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        found = self._known.get(f"{self._prefix}{name}")
+        return self._model.get_parameter(name) if found is None else found
+
+    def get_submodule(self, name: str) -> _AskedModel:
+        below = self._model.get_submodule(name)
+        return _AskedModel(below, self._known, f"{self._prefix}{name}.")
+
+    def __getattr__(self, name: str) -> Any:
+        found = self._known.get(f"{self._prefix}{name}")
+        return getattr(self._model, name) if found is None else found
+
+
 # -- forward ---------------------------------------------------------------------------------------
 
 
@@ -87,11 +153,12 @@ def names_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 class ForwardGroup:
     """Tensors of files that become tensors of the model together.
 
-    sources: (pattern, name in the files), in the order in which they are stacked. targets: what
-    they become, on meta. stacked: one tensor [n, …], whose row i is made of the i-th tensor of each
-    pattern alone.
+    model: answers what the transform asks. sources: (pattern, name in the files), in the order in
+    which they are stacked. targets: what they become, on meta. stacked: one tensor [n, …], whose
+    row i is made of the i-th tensor of each pattern alone.
     """
 
+    model: Any
     first: str
     transform: Any
     sources: tuple[tuple[str, str], ...]
@@ -101,10 +168,10 @@ class ForwardGroup:
     @property
     def renamed(self) -> str | None:
         """The name in the files of a tensor that stays as it is; None if values are converted."""
-        return None if hasattr(self.transform, "operations") else self.sources[0][1]
+        return None if _is_converter(self.transform) else self.sources[0][1]
 
     def convert(
-        self, model: Any, read: Read, first: int = 0, last: int | None = None
+        self, read: Read, first: int = 0, last: int | None = None
     ) -> dict[str, torch.Tensor]:
         """Return the tensors of the model; of a stacked group the rows [first, last)."""
         by_pattern: dict[str, list[str]] = {}
@@ -113,17 +180,18 @@ class ForwardGroup:
         chosen = [
             (pattern, name) for pattern, all_ in by_pattern.items() for name in all_[first:last]
         ]
-        return _convert(self.first, self.transform, chosen, model, read)
+        return _convert(self.first, self.transform, chosen, self.model, read)
 
 
 @dataclasses.dataclass(frozen=True)
 class ForwardPlan:
-    """Groups by the names that the model has. unexpected: names of the files that no tensor of the
-    model is made of, where the model does not ignore them. broken: tensors of the model that cannot
-    be made of what the files have, each with the reason.
+    """Groups by the names that the model has. unused: names of the files that no tensor of the
+    model is made of. unexpected: those of them that the model does not ignore. broken: tensors of
+    the model that cannot be made of what the files have, each with the reason.
     """
 
     groups: dict[str, ForwardGroup]
+    unused: tuple[str, ...]
     unexpected: tuple[str, ...]
     broken: dict[str, str]
 
@@ -137,13 +205,14 @@ def plan_forward(
     the files that are one of the model.
     """
     found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-    unexpected: list[str] = []
-    for name, target, transform, pattern in _renamed(model, names, mapping):
-        if target is None:
-            unexpected.append(name)
+    known, unused = names_of(model), {}
+    for name, target, transform, pattern in _renamed(model, known, names, mapping):
+        if target not in known:
+            first, *_ = patterns = [target] if pattern is None else transform.target_patterns
+            unused[name] = [target.replace(first, each) for each in patterns]
             continue
         held = found.setdefault(target, (transform, []))
-        if pattern is None and held[1]:
+        if held[1] and not (pattern and _is_converter(held[0])):
             raise WeightsError(
                 f"{label} has {held[1][0][1]} and {name}, which are both {target} of the model; "
                 "drop one of them",
@@ -151,10 +220,11 @@ def plan_forward(
                 tensors=(name,),
             )
         held[1].append((pattern or name, name))
-    plan = ForwardPlan({}, tuple(_not_ignored(model, unexpected)), {})
+    plan = ForwardPlan({}, tuple(unused), tuple(_not_ignored(model, unused)), {})
+    asked = _AskedModel(model, known)
     for first, (transform, sources) in found.items():
         try:
-            targets = _convert(first, transform, sources, model, like)
+            targets = _convert(first, transform, sources, asked, like)
         except Exception as error:  # noqa: BLE001 - code of transformers and of its users
             plan.broken[first] = (
                 f"transformers cannot make {first} of {len(sources)} tensors "
@@ -162,7 +232,7 @@ def plan_forward(
             )
             continue
         stacked = _is_stack(transform, sources, targets)
-        group = ForwardGroup(first, transform, tuple(sources), targets, stacked)
+        group = ForwardGroup(asked, first, transform, tuple(sources), targets, stacked)
         plan.groups.update(dict.fromkeys(targets, group))
     return plan
 
@@ -171,30 +241,28 @@ def mark_used(model: Any, names: Iterable[str], mapping: Sequence[Any]) -> list[
     """Return the conversions of `mapping` that names of the files need: transformers reverts these
     when it saves.
     """
-    for _ in _renamed(model, names, mapping):
+    for _ in _renamed(model, names_of(model), names, mapping):
         pass
     return [transform for transform in mapping if transform.was_used()]
 
 
 def _renamed(
-    model: Any, names: Iterable[str], mapping: Sequence[Any]
-) -> Iterable[tuple[str, str | None, Any, str | None]]:
-    """Yield for each name of the files: the (first) tensor of the model that it goes into, if
-    there is one, the transform, and the pattern of the converter that takes it.
+    model: Any, known: Mapping[str, torch.Tensor], names: Iterable[str], mapping: Sequence[Any]
+) -> Iterable[tuple[str, str, Any, str | None]]:
+    """Yield for each name of the files: the name of the (first) tensor that it goes into, which the
+    model may not have (`known`), the transform, and the pattern of the converter that takes it.
     """
     core = transformers_loading()
     renamings = [each for each in mapping if isinstance(each, core.WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, core.WeightConverter)]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    known, prefix = names_of(model), model.base_model_prefix
+    prefix = model.base_model_prefix
     # Some renamings hold from the first name of a group on: the order is that of transformers.
     for name in sorted(names, key=core.dot_natural_key):
         target, pattern = core.rename_source_key(name, renamings, converters, prefix, known)
         if target not in known and name in known:
             target, pattern = core.rename_source_key(name, [], [], prefix, known)
-        if target not in known:
-            yield name, None, None, None
-        elif pattern is None:
+        if pattern is None:
             yield name, target, core.WeightRenaming(name, target), None
         else:
             yield name, target, by_pattern[pattern], pattern
@@ -211,6 +279,15 @@ def _convert(
     with torch.no_grad():
         made = held.convert(first, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _is_converter(transform: Any) -> bool:
+    return hasattr(transform, "operations")
+
+
+def _is_of_quantizer(operation: Any) -> bool:
+    module = type(operation).__module__
+    return hasattr(operation, "hf_quantizer") or module.startswith("transformers.integrations.")
 
 
 def _is_stack(
@@ -245,8 +322,10 @@ def _keeps_rows(core: Any, operation: Any, dims: int) -> bool:
     return False
 
 
-def _not_ignored(model: Any, unexpected: Iterable[str]) -> Iterable[str]:
-    """Leave out what such a model never takes, as `from_pretrained` does without a word."""
+def _not_ignored(model: Any, unused: Mapping[str, Sequence[str]]) -> Iterable[str]:
+    """Leave out what such a model never takes, as `from_pretrained` does without a word. unused:
+    each with the names that the model would have for it.
+    """
     patterns = set(model._keys_to_ignore_on_load_unexpected or ())
     buffers = [name for name, _ in model.named_buffers()]
     # Buffers of earlier releases, which are computed now.
@@ -254,7 +333,11 @@ def _not_ignored(model: Any, unexpected: Iterable[str]) -> Iterable[str]:
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
-    return [name for name in unexpected if not any(re.search(each, name) for each in patterns)]
+    return [
+        name
+        for name, keys in unused.items()
+        if not all(any(re.search(each, key) for each in patterns) for key in keys)
+    ]
 
 
 # -- reverse ---------------------------------------------------------------------------------------
@@ -264,29 +347,31 @@ def _not_ignored(model: Any, unexpected: Iterable[str]) -> Iterable[str]:
 class ReverseGroup:
     """Tensors of the model that become tensors of files together.
 
-    sources: (pattern, name of the model). names: from each name that the conversion gives to that
-    in the files. targets: what the files get, on meta, under their names.
+    model: answers what the transform asks. sources: (pattern, name of the model). names: from each
+    name that the conversion gives to that in the files. targets: what the files get, on meta, under
+    their names.
     """
 
+    model: Any
     first: str
     transform: Any
     sources: tuple[tuple[str, str], ...]
     names: dict[str, str]
     targets: dict[str, torch.Tensor]
 
-    def convert(self, model: Any, read: Read) -> dict[str, torch.Tensor]:
+    def convert(self, read: Read) -> dict[str, torch.Tensor]:
         """Return the tensors of the files, contiguous or views of what was read."""
-        made = _convert(self.first, self.transform, self.sources, model, read)
+        made = _convert(self.first, self.transform, self.sources, self.model, read)
         return {self.names[name]: value for name, value in made.items()}
 
 
 def saved_conversions(model: Any) -> list[Any]:
     """Return the conversions that transformers would revert to save this model: those with which
-    it was loaded, else the ones that its kind has.
+    it was loaded, else the ones that its kind has. None of them quantizes.
     """
     held = getattr(model, "_weight_conversions", None)
     if held is not None:
-        return list(held)
+        return _without_quantizer(model, held)
     core = transformers_loading()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -294,6 +379,26 @@ def saved_conversions(model: Any) -> list[Any]:
     # says whether there was one.
     found = get_model_conversion_mapping(model, add_legacy=False)
     return [each for each in found if not isinstance(each, core.PrefixChange)]
+
+
+def _without_quantizer(model: Any, held: Sequence[Any]) -> list[Any]:
+    """Replace the converters to which a quantizer had added operations by those of the model's
+    kind, and leave out its own: reverted, they would quantize weights that are plain by now.
+    """
+    kind = [each for each in conversions_of(model) if _is_converter(each)]
+    found: list[Any] = []
+    for each in held:
+        if not any(map(_is_of_quantizer, getattr(each, "operations", ()))):
+            found.append(each)
+            continue
+        found += [
+            plain
+            for plain in kind
+            if plain.scope_prefix == each.scope_prefix
+            and plain._original_target_patterns == each._original_target_patterns
+            and set(plain._original_source_patterns) <= set(each._original_source_patterns)
+        ]
+    return found
 
 
 def plan_reverse(
@@ -306,6 +411,7 @@ def plan_reverse(
     """
     core = transformers_loading()
     order = {name: index for index, name in enumerate(tensors)}
+    asked = _AskedModel(model, names_of(model))
     try:
         back = [each.reverse_transform() for each in conversions[::-1]]
         renamings = [each for each in back if isinstance(each, core.WeightRenaming)]
@@ -313,15 +419,15 @@ def plan_reverse(
         found = _reversed(core, tensors, renamings, converters)
         groups = []
         for first, (transform, sources) in found.items():
-            made = _convert(first, transform, sources, model, tensors.__getitem__)
-            is_converted = hasattr(transform, "operations")
+            made = _convert(first, transform, sources, asked, tensors.__getitem__)
+            is_converted = _is_converter(transform)
             # A converter knows its own patterns only; renamings follow it.
             names = {
                 name: core.apply_renamings(name, renamings) if is_converted else name
                 for name in made
             }
             targets = {names[name]: value for name, value in made.items()}
-            groups.append(ReverseGroup(first, transform, tuple(sources), names, targets))
+            groups.append(ReverseGroup(asked, first, transform, tuple(sources), names, targets))
     except Exception as error:
         raise ValueError(
             f"transformers has no way back to the hub's names for a {type(model).__name__}: "
@@ -344,7 +450,10 @@ def _reversed(
             transform: Any = core.WeightRenaming(name, target)
         else:
             transform = by_pattern[pattern]
-        found.setdefault(target, (transform, []))[1].append((pattern or name, name))
+        held = found.setdefault(target, (transform, []))
+        if held[1] and not (pattern and _is_converter(held[0])):
+            raise ValueError(f"{held[1][0][1]} and {name} are both {target}")
+        held[1].append((pattern or name, name))
     return found
 
 

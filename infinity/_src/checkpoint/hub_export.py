@@ -16,14 +16,18 @@ import torch
 
 from infinity._src.checkpoint.hub_conversion import (
     ReverseGroup,
+    can_convert,
+    has_conversions,
     plan_reverse,
     saved_conversions,
+    too_old,
 )
 from infinity._src.checkpoint.metadata import persistent_buffers
 from infinity._src.checkpoint.safetensors import (
     Exporter,
     ExportPart,
     Whole,
+    module_parts,
     read_value,
     whole_bytes,
     wholes_of,
@@ -34,8 +38,11 @@ def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
     """Return what is written of a model of transformers, one part for each group. Nothing is read.
 
     Tensors that transformers does not save are left out. Raises: ValueError where a conversion has
-    no way back.
+    no way back, or where the release of transformers cannot convert.
     """
+    if not can_convert():
+        _refuse_conversions(model)
+        return module_parts(model, of, masters=masters)
     likes: dict[str, torch.Tensor] = {}
     readers: dict[str, Callable[[], torch.Tensor]] = {}
     sizes: dict[str, int] = {}
@@ -54,16 +61,21 @@ def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
     return [
         ExportPart(
             sum(sizes[name] for _, name in group.sources),
-            functools.partial(_converted, group, model, readers),
+            functools.partial(_converted, group, readers),
         )
         for group in plan_reverse(model, likes, saved_conversions(model))
     ]
 
 
+def _refuse_conversions(model: Any) -> None:
+    if has_conversions(model):
+        raise ValueError(f"{too_old()}, or export with names='modules'")
+
+
 def _converted(
-    group: ReverseGroup, model: Any, readers: Mapping[str, Callable[[], torch.Tensor]]
+    group: ReverseGroup, readers: Mapping[str, Callable[[], torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    return group.convert(model, lambda name: readers[name]())
+    return group.convert(lambda name: readers[name]())
 
 
 def _copied(buffer: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -27,17 +28,20 @@ from infinity._src.checkpoint.gguf_files import open_gguf
 from infinity._src.checkpoint.hub_conversion import (
     ForwardGroup,
     ForwardPlan,
+    can_convert,
     conversions_of,
     is_hub_model,
     mark_used,
     names_of,
     plan_forward,
     plan_reverse,
+    too_old_to_load,
     transformers_loading,
 )
 from infinity._src.checkpoint.safetensors_files import SafetensorsFiles, StoredTensors
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import Faults, NamedTensors, Source, size_text
+from infinity._src.params.unit import place_at
 from infinity.errors import WeightsError
 
 _DEQUANTIZED = ("fp8",)
@@ -45,6 +49,9 @@ _DEQUANTIZED = ("fp8",)
 
 CONVERTED_BYTES = 1 << 20
 """Bytes of fused tensors that are converted together; a larger expert is converted alone."""
+
+_GROUPS_OF_TILES = 3
+"""Groups that stay while tiles are filled: a tile may have parts of that many weights."""
 
 _WITHOUT_FILES = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
@@ -69,18 +76,18 @@ class HubTensors(NamedTensors):
     def __init__(self, model: torch.nn.Module, path: Path) -> None:
         self._model: Any = model
         self._path = path
-        # The rest of the last group: the tensors that were not asked for yet.
-        self._made: dict[str, torch.Tensor] = {}
+        # Tensors of the last group; where tiles take turns, of some, by their first names.
+        self._made: dict[str, dict[str, torch.Tensor]] = {}
 
     @functools.cached_property
     def _opened(self) -> _Opened:
-        quantized = getattr(self._model.config, "quantization_config", None)
         if self._path.suffix == ".gguf":
             gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
             # None: the hub's names are those that the model's kind has, and not those of GGUF.
             return _Opened(gguf, _plan(self._model, gguf, mapping), None)
         _refuse_other_formats(self._path)
         files = SafetensorsFiles(self._path)
+        quantized = _quantization(self._model, self._path)
         quantizer = _dequantizer(quantized, self._path) if quantized is not None else None
         plan = _plan(self._model, files, conversions_of(self._model, quantizer))
         return _Opened(
@@ -95,9 +102,10 @@ class HubTensors(NamedTensors):
     def names(self) -> Iterable[str]:
         """Return the names of the model's tensors that the files have, and those in the files that
         the model has no use for. Raises: WeightsError for tensors that cannot be converted, or
-        that have two values.
+        that have two values, or whose scales nothing applies.
         """
         self._check_broken()
+        _check_scales(self._model, self._opened)
         _check_ties(self._model, self._opened)
         return [*self._opened.plan.groups, *self._opened.plan.unexpected]
 
@@ -119,16 +127,28 @@ class HubTensors(NamedTensors):
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor of the model. Tensors that are converted together with it stay until
-        another group is read.
+        another group is read; of weights in tiles, until the third one after.
         """
         group = self._group(name)
         if group.renamed is not None:
             return self._opened.files.read(group.renamed)
-        if name not in self._made:
-            # First: two groups are never in memory.
-            self._made = {}
-            self._made = group.convert(self._model, self._opened.files.read)
-        return self._made[name]
+        if group.first not in self._made:
+            # First: two groups of whole weights are never in memory.
+            kept = _GROUPS_OF_TILES - 1 if self._tiled.intersection(group.targets) else 0
+            for other in list(self._made)[: max(0, len(self._made) - kept)]:
+                del self._made[other]
+            self._made[group.first] = group.convert(self._opened.files.read)
+        return self._made[group.first][name]
+
+    @functools.cached_property
+    def _tiled(self) -> set[str]:
+        """Names of weights that are in tiles."""
+        return {
+            key
+            for entry in find_parameters(self._model)
+            if place_at(entry.sites) is not None
+            for key in entry.keys
+        }
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read elements of one tensor of the model, from `start` on: of experts that are fused,
@@ -147,7 +167,7 @@ class HubTensors(NamedTensors):
         step = max(1, CONVERTED_BYTES // (row * like.dtype.itemsize))
         for at in range(first, last, step):
             end = min(at + step, last)
-            (rows,) = group.convert(self._model, files.read, at, end).values()
+            (rows,) = group.convert(files.read, at, end).values()
             begin, stop = max(start, at * row), min(start + out.numel(), end * row)
             values = rows.reshape(-1)[begin - at * row : stop - at * row]
             out[begin - start : stop - start].copy_(values)
@@ -216,7 +236,30 @@ def open_weights(model: torch.nn.Module, path: Path) -> NamedTensors:
     """Open a directory or a file of weights for a model: converted, if it is one of transformers.
     Raises: as `HubTensors`, and as `SafetensorsFiles`.
     """
-    return HubTensors(model, path) if is_hub_model(model) else SafetensorsFiles(path)
+    if not is_hub_model(model):
+        return SafetensorsFiles(path)
+    return HubTensors(model, path) if can_convert() else _unconverted(model, path)
+
+
+def _unconverted(model: Any, path: Path) -> SafetensorsFiles:
+    """Open files that are the model's as they are. Raises: WeightsError for others, which a release
+    of transformers that cannot convert leaves as they are.
+    """
+    if path.suffix != ".gguf" and _quantization(model, path) is None:
+        _refuse_other_formats(path)
+        files, known = SafetensorsFiles(path), names_of(model)
+        found = set(files.names())
+        if (
+            found <= known.keys()
+            and all(found.intersection(entry.keys) for entry in find_parameters(model))
+            and all(files.shape(name) == known[name].shape for name in found)
+        ):
+            return files
+    raise _too_old(path)
+
+
+def _too_old(path: Path) -> WeightsError:
+    return WeightsError(f"{path} has to be converted, and {too_old_to_load()}", path=str(path))
 
 
 @contextlib.contextmanager
@@ -226,10 +269,16 @@ def hub_checkpoint(
     """Prepare a model of transformers for the path that it is loaded from, and give the source that
     takes the place of the path; any other `load` stays as it is.
 
-    Parameters and buffers on meta get the dtypes that `from_pretrained` gives them (some are kept
-    in fp32). On an error the model is as it was.
+    Parameters on meta, and persistent buffers, get the dtypes that `from_pretrained` gives them
+    (some are kept in fp32). On an error the model is as it was. Raises: WeightsError where the
+    release of transformers cannot say which.
     """
     if not isinstance(load, (str, os.PathLike)) or not is_hub_model(model):
+        yield load
+        return
+    if not can_convert():
+        if _keeps_fp32(model):
+            raise _too_old(Path(load))
         yield load
         return
     source = HubTensors(model, Path(load))
@@ -268,8 +317,8 @@ def _refuse_other_formats(path: Path) -> None:
 
 
 def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
-    """Give parameters and buffers on meta the dtypes that transformers wants for them; return what
-    was there: (store, attribute, value).
+    """Give parameters and buffers on meta, and persistent buffers that are real, the dtypes that
+    transformers wants for them; return what was there: (store, attribute, value).
     """
     plan = model._get_dtype_plan(_main_dtype(model))
     if not plan:
@@ -281,7 +330,11 @@ def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
     for prefix, module in model.named_modules():
         for store in (module._parameters, module._buffers):
             for attr, value in list(store.items()):
-                if value is None or not value.is_meta or not value.is_floating_point():
+                if value is None or not value.is_floating_point():
+                    continue
+                is_buffer = store is module._buffers
+                is_stored = is_buffer and attr not in module._non_persistent_buffers_set
+                if not value.is_meta and not is_stored:
                     continue
                 found = pattern.search(f"{prefix}.{attr}" if prefix else attr)
                 dtype = plan[by_group[found.lastgroup]] if found else value.dtype
@@ -292,12 +345,19 @@ def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
 
 
 def _recast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = torch.empty_like(value, dtype=dtype)
+    cast = value.detach().to(dtype)
     if isinstance(value, torch.nn.Parameter):
         cast = torch.nn.Parameter(cast, requires_grad=value.requires_grad)
     # Attributes that others have put on it.
     cast.__dict__.update(value.__dict__)
     return cast
+
+
+def _keeps_fp32(model: Any) -> bool:
+    """Return whether `from_pretrained` may keep something in fp32, of a model in 16 bits."""
+    is_half = _main_dtype(model) in (torch.float16, torch.bfloat16)
+    kept = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return is_half and any(getattr(model, name, None) for name in kept)
 
 
 def _main_dtype(model: torch.nn.Module) -> torch.dtype:
@@ -346,6 +406,63 @@ def _is_same(files: StoredTensors, first: str, other: str) -> bool:
 
 
 # -- quantized weights -----------------------------------------------------------------------------
+
+
+def _quantization(model: Any, path: Path) -> Any:
+    """Return how weights are quantized: as the model's configuration says, else as that beside the
+    files says. None: they are not. Raises: WeightsError for a config.json that cannot be read.
+    """
+    held = getattr(model.config, "quantization_config", None)
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    if held is not None or not beside.is_file():
+        return held
+    try:
+        return dict(json.loads(beside.read_text())).get("quantization_config")
+    except (ValueError, TypeError) as error:
+        raise WeightsError(
+            f"{beside} cannot be read ({error}), and may say that the weights are quantized; copy "
+            "or download it again",
+            path=str(beside),
+        ) from error
+
+
+def _check_scales(model: Any, opened: _Opened) -> None:
+    """Raise WeightsError for weights of eight bits whose scales nothing applies: without them the
+    values are others.
+    """
+    unused: dict[str, list[str]] = {}
+    for name in opened.plan.unused:
+        if "scale" in name.rpartition(".")[2]:
+            unused.setdefault(name.rpartition(".")[0], []).append(name)
+    if not unused:
+        return
+    known, files = names_of(model), opened.files
+    for target, group in opened.plan.groups.items():
+        if not known[target].is_floating_point():
+            continue
+        for _, name in group.sources:
+            scale = _scale_of(name, unused.get(name.rpartition(".")[0], ()))
+            if scale is not None and files.dtype(name).itemsize == 1:
+                raise WeightsError(
+                    f"{files.label} has {name} in {files.dtype(name)} ({files.origin(name)}) and "
+                    f"{scale}, which nothing multiplies it with; state the quantization_config in "
+                    "the model's configuration or in the config.json beside the files, or take "
+                    "weights in BF16",
+                    path=files.label,
+                    tensors=(name, scale),
+                )
+
+
+def _scale_of(name: str, others: Iterable[str]) -> str | None:
+    """Return the scale of a weight among other tensors of its module; scales of inputs are none."""
+    own = name.rpartition(".")[2]
+    for other in others:
+        last = other.rpartition(".")[2]
+        if "input" in last or "activation" in last:
+            continue
+        if last.startswith(own) or own == "weight":
+            return other
+    return None
 
 
 def _dequantizer(config: Any, path: Path) -> Any:

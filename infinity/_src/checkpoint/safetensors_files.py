@@ -142,7 +142,8 @@ class StoredTensors(NamedTensors):
 
 
 class SafetensorsFiles(StoredTensors):
-    """The safetensors of a directory (by its index if it has one), or a single file.
+    """The safetensors of a directory (by its index if it has one, else its model.safetensors alone
+    if it has that), or a single file.
 
     Raises: FileNotFoundError; WeightsError for several indices, an index that leads out of its
     directory or names a tensor that its file does not have, a file that is broken or cut short.
@@ -264,6 +265,9 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
         )
     if indices:
         return _indexed(path, indices[0])
+    # As transformers does: others beside it are the same weights once more (consolidated, fp16).
+    if (path / "model.safetensors").is_file():
+        return read_header(path / "model.safetensors")
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(

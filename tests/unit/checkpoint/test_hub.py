@@ -17,7 +17,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -26,33 +25,9 @@ from infinity._src.checkpoint import hub_files, safetensors_files
 from infinity._src.checkpoint.hub_files import HubTensors
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
+from tests.hub_models import assert_alike, on_meta, stored_names
 
 CPU = inf.Policy(params="cpu", optim="cpu")
-
-
-def stored_names(directory: Path) -> list[str]:
-    return sorted(
-        name
-        for file in directory.glob("*.safetensors")
-        for name in safe_open(file, "pt").keys()  # noqa: SIM118 - not a dict
-    )
-
-
-def assert_alike(model: nn.Module, truth: nn.Module) -> None:
-    """All values, dtypes and buffers, non-persistent ones too."""
-    for mine, theirs in (
-        (model.state_dict(), truth.state_dict()),
-        (dict(model.named_buffers()), dict(truth.named_buffers())),
-    ):
-        assert mine.keys() == theirs.keys()
-        for name, value in theirs.items():
-            assert mine[name].dtype == value.dtype, name
-            assert torch.equal(mine[name], value), name
-
-
-def on_meta(kind: Any, config: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
-    with torch.device("meta"):
-        return kind._from_config(config, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
