@@ -443,15 +443,20 @@ class DurableRun:
         """
         # Each rank removes its own files, so none removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
-        # Rank 0 also removes the files of ranks that a larger run before this one had.
+        # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
+        # ranks that there are may be named by them, such as a table of an earlier commit.
         everything = rank == 0 and first
+        world = self._comm.world
         # The table may be of an earlier commit: it is written when a place changes.
         table = manifest.table.name if manifest.table is not None else ""
         self._remove(
             lambda path, number: (
                 number < manifest.generation
                 and path.name != table
-                and (everything or is_of(path, rank))
+                and (
+                    is_of(path, rank)
+                    or (everything and not any(is_of(path, each) for each in range(world)))
+                )
             )
         )
         if everything:
