@@ -86,7 +86,7 @@ def test_several_ranks_and_then_one(tmp_path: Path, world: int) -> None:
     assert results[0][1] < 5
     top = tmp_path / "run"
     kinds = sorted(name.partition("-")[0] for name in run_files(top))
-    each = ["buffers", "extra", "manifest", "states", "states"]
+    each = ["buffers", "extra", "manifest", "states", "states", "table"]
     assert kinds == sorted([*each * world, *(f"lock.rank{rank}" for rank in range(world))])
     model, optimizer = made(top)
     restored = inf.restore(model, optimizer, top)
