@@ -356,6 +356,11 @@ class DurableRun:
         self._store.commit_named_places()
         # Only after every rank has its manifest: until here the older generation is the whole one.
         self._remove_older(manifest)
+        try:
+            self.files.committed()
+        except AioError as error:
+            # The states are safe, and the next commit tries again.
+            log.warning("%s: the journal of the fill could not be removed: %s", self.files.home, error)
 
     def _next_generation(self) -> int:
         """Return a number that no file has, and no attempt had: ranks that died may have left parts
