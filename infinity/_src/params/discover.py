@@ -380,13 +380,18 @@ class _Finder:
         """Let small modules be gathered with a neighbour, so that a block of a large model has no
         units that are only latency.
         """
-        places, scopes = call_order(self._model), self._scopes()
+        calls, scopes = call_order(self._model), self._scopes()
         run: list[UnitSpec] = []
         for spec in sorted(
-            (spec for spec in self._specs if spec.modules[0] in places),
-            key=lambda spec: places[spec.modules[0]],
+            (spec for spec in self._specs if spec.modules[0] in calls),
+            key=lambda spec: calls[spec.modules[0]].place,
         ):
-            same = run and scopes[id(run[-1].modules[0])] == scopes[id(spec.modules[0])]
+            # What a loop repeats would have its neighbour outside of the loop gathered each time.
+            last, this = run[-1].modules[0] if run else None, spec.modules[0]
+            same = last is not None and (scopes[id(last)], calls[last].looped) == (
+                scopes[id(this)],
+                calls[this].looped,
+            )
             if not (same and self._is_piece(spec)):
                 self._fold(run)
                 run = []
