@@ -322,7 +322,11 @@ def _read_alike(split: Split, source: OpenSource) -> str:
     same may each read a part, and nothing else compares what they read."""
     place = place_of(source.files)
     flats = [
-        (flat.dtype, flat.trainable, [(param.keys, param.shape, param.offset) for param in flat.params])
+        (
+            flat.dtype,
+            flat.trainable,
+            [(param.keys, param.shape, param.offset) for param in flat.params],
+        )
         for flat in split.flats
     ]
     return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"

@@ -360,7 +360,9 @@ class DurableRun:
             self.files.committed()
         except AioError as error:
             # The states are safe, and the next commit tries again.
-            log.warning("%s: the journal of the fill could not be removed: %s", self.files.home, error)
+            log.warning(
+                "%s: the journal of the fill could not be removed: %s", self.files.home, error
+            )
 
     def _next_generation(self) -> int:
         """Return a number that no file has, and no attempt had: ranks that died may have left parts

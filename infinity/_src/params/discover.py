@@ -315,8 +315,8 @@ class _Finder:
                         raise ValueError(
                             f"{self._names[id(tile)]} is a tile of one of several modules in a "
                             "list (an expert): ranks may call them in different orders, and would "
-                            "wait for each other; leave those out of inf.tile_linears(names=...) or "
-                            "inf.tile_experts(names=...), or train on one rank"
+                            "wait for each other; leave those out of inf.tile_linears(names=...) "
+                            "or inf.tile_experts(names=...), or train on one rank"
                         )
         for tile in tile_modules(self._model):
             self._claim(tile, tile, self._own(tile))
