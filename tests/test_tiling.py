@@ -471,7 +471,9 @@ def test_a_source_that_does_not_fit_is_told_by_the_whole_weight() -> None:
     with torch.device("meta"):
         model = llama()
     with pytest.raises(
-        ValueError, match=r"model.layers.0.mlp.down_proj.weight is missing\. Rename"
+        ValueError,
+        match=r"model.layers.0.mlp.down_proj.weight is missing "
+        r"\(\[32, 64\], 8,192 bytes as float32\)\. Build the model",
     ):
         inf.offload(model, inf.Policy(ram=RAM), load=right)
     right["model.layers.0.mlp.down_proj.weight"] = torch.zeros(3, 3)

@@ -2,10 +2,10 @@
 
     python bench/rehearsal/experts.py --dir out --experts 64
 
-Hidden 7168, experts of intermediate 2048, eight of them for each token, a shared expert beside them:
-44M parameters for each expert. bf16, state="compact", everything on NVMe, update="backward", the
-least RAM. The layer is made on the meta device and filled from tensors that take the memory of one
-expert: all experts begin alike (a dimension of stride 0), the router does not.
+Hidden 7168, experts of intermediate 2048, eight of them for each token, a shared expert beside
+them: 44M parameters for each expert. bf16, state="compact", everything on NVMe, update="backward",
+the least RAM. The layer is made on the meta device and filled from tensors that take the memory of
+one expert: all experts begin alike (a dimension of stride 0), the router does not.
 
 A step of few tokens moves what one of many moves, since every expert is updated. Processors without
 instructions for bf16 multiply so slowly that tokens decide about the time: eight take minutes.
@@ -59,7 +59,7 @@ class Layer(nn.Module):
         self.mlp = DeepseekV3MoE(config)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """x, target: [1, tokens, hidden]. Returns the mean square of what is missing to `target`."""
+        """x, target: [1, tokens, hidden]. Returns the mean square of the way to `target`."""
         found: torch.Tensor = (x + self.mlp(self.norm(x)) - target).float().square().mean()
         return found
 

@@ -27,7 +27,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import psutil
 import torch
+import xxhash
 
 from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
@@ -201,7 +203,7 @@ def build_engine(
         load = open_weights(model, Path(load))
     source = open_source(model, load, init)
     # Also where no part can be read: every rank holds this round.
-    in_parts = split.resources.are_alike(place_of(source.files))
+    in_parts = split.resources.are_alike(_read_alike(split, source))
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
@@ -294,7 +296,13 @@ def open_tiers(
     # Raises before any file is made, if the budget is too small.
     plan = planner.first()
     # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
-    split.resources.check_memory(plan, freed_bytes=_held_bytes(split.params))
+    shards = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
+    split.resources.check_memory(
+        plan,
+        # Pools, and parameters that stay in RAM, beside the values that the model holds until then.
+        begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
+        freed_bytes=_held_bytes(split.params),
+    )
     storage = Storage(
         policy,
         plan,
@@ -309,10 +317,28 @@ def open_tiers(
     return Tiers(planner, buffers, offload, storage)
 
 
+def _read_alike(split: Split, source: OpenSource) -> str:
+    """Say which files give which flats their values; empty where no files do. Ranks that say the
+    same may each read a part, and nothing else compares what they read."""
+    place = place_of(source.files)
+    flats = [
+        (
+            flat.dtype,
+            flat.trainable,
+            [(param.keys, param.shape, param.offset) for param in flat.params],
+        )
+        for flat in split.flats
+    ]
+    return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"
+
+
 def _held_bytes(params: Sequence[Param]) -> int:
-    """Bytes in RAM of the values that the model holds."""
+    """Bytes of RAM that the model's values take for themselves."""
     held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
-    return sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
+    size = sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
+    # Values that are mapped from files are memory that is left already.
+    own = psutil.Process().memory_info()
+    return min(size, int(own.rss - own.shared))
 
 
 def _create_chunks(split: Split, storage: Storage, plan: PlacementPlan) -> None:

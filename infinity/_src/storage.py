@@ -60,6 +60,23 @@ def default_update_threads(ranks: int, *, on_gpu: bool) -> int:
     return update_threads(len(cpus), numa.core_count(cpus), 1 if bound else ranks, on_gpu=on_gpu)
 
 
+def _open_space(
+    policy: Policy, seam: Seam | None, node_resources: NodeResources, undo: contextlib.ExitStack
+) -> SwapSpace | None:
+    """Open the swap space of the policy; None if it names no drives."""
+    if not policy.directories:
+        return None
+    # Null drives write nothing, so their files take no room.
+    null = seam is not None and seam.null > 0
+    space = SwapSpace(
+        policy.directories,
+        room=None if null else node_resources.check_room,
+        make=SwapFile.sparse if null else SwapFile.create,
+    )
+    undo.callback(space.close)
+    return space
+
+
 def _open_run(
     policy: Policy, space: SwapSpace | None, rank: int, undo: contextlib.ExitStack
 ) -> tuple[RunFiles | None, tuple[int, int]]:
@@ -111,17 +128,7 @@ class Storage:
         # Registered first, so closed last: the executor must be closed before the device.
         undo.callback(device.close)
         settings = policy.io_settings
-        space = None
-        if policy.directories:
-            # Null drives write nothing, so their files take no room.
-            null = seam is not None and seam.null > 0
-            space = SwapSpace(
-                policy.directories,
-                room=None if null else node_resources.check_room,
-                make=SwapFile.sparse if null else SwapFile.create,
-            )
-        if space is not None:
-            undo.callback(space.close)
+        space = _open_space(policy, seam, node_resources, undo)
         self.run, layers = _open_run(policy, space, rank, undo)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so

@@ -35,6 +35,10 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
         {"params": "nvme", "optim": "nvme", "ram": "min"},
         {"params": "cpu", "optim": "cpu", "update": "backward"},
         {"params": "device", "optim": "cpu", "zero": 2},
+        # A block that is computed again must be so in the backward of the same tile on all ranks,
+        # also where the last tile has tokens on one of them.
+        {"params": "nvme", "optim": "nvme", "ram": "min", "checkpointing": False},
+        {"params": "nvme", "optim": "nvme", "ram": "min", "checkpointing": True},
     ],
     ids=str,
 )
@@ -44,8 +48,12 @@ def test_experts_that_one_rank_chose_are_gathered_by_all_with_the_bits_of_the_un
     """Each rank has other tokens: of sixteen experts it uses some that the other does not, and some
     are used by none."""
     accumulation = 1 if "update" in values else 2
-    pair = test_expert_tiles.pair("qwen3_moe", 1, rows=2, accumulation=accumulation)
-    runs = tuple((training, values) for training in pair)
+    recomputed = values.get("checkpointing")
+    policy = {name: value for name, value in values.items() if name != "checkpointing"}
+    pair = test_expert_tiles.pair(
+        "qwen3_moe", 1, rows=2, accumulation=accumulation, checkpointing=recomputed
+    )
+    runs = tuple((training, policy) for training in pair)
     uncut, cut = zip(*on_two_ranks(Train(runs), tmp_path / "run"), strict=True)
     assert_ranks_agree(cut)
     for rank in range(WORLD):

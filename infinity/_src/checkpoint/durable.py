@@ -356,6 +356,13 @@ class DurableRun:
         self._store.commit_named_places()
         # Only after every rank has its manifest: until here the older generation is the whole one.
         self._remove_older(manifest)
+        try:
+            self.files.committed()
+        except AioError as error:
+            # The states are safe, and the next commit tries again.
+            log.warning(
+                "%s: the journal of the fill could not be removed: %s", self.files.home, error
+            )
 
     def _next_generation(self) -> int:
         """Return a number that no file has, and no attempt had: ranks that died may have left parts
@@ -443,15 +450,20 @@ class DurableRun:
         """
         # Each rank removes its own files, so none removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
-        # Rank 0 also removes the files of ranks that a larger run before this one had.
+        # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
+        # ranks that there are may be named by them, such as a table of an earlier commit.
         everything = rank == 0 and first
+        world = self._comm.world
         # The table may be of an earlier commit: it is written when a place changes.
         table = manifest.table.name if manifest.table is not None else ""
         self._remove(
             lambda path, number: (
                 number < manifest.generation
                 and path.name != table
-                and (everything or is_of(path, rank))
+                and (
+                    is_of(path, rank)
+                    or (everything and not any(is_of(path, each) for each in range(world)))
+                )
             )
         )
         if everything:

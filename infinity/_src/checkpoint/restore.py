@@ -61,8 +61,8 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         tiles = any(whole_name(name) for name in (*missing, *unexpected))
         hint = (
-            ". Tile the model as it was (inf.tile_linears), or go by `infinity checkpoint export` "
-            "and load="
+            ". Tile the model as it was (inf.tile_linears, inf.tile_experts), or go by `infinity "
+            "checkpoint export` and load="
             if tiles
             else ""
         )

@@ -214,9 +214,16 @@ class RunFiles:
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
         if not self._named:
-            # Before they are named: the next process must not take them for an unfinished fill's.
-            self.fill.remove()
+            # Before they are named: what they hold is the fill's no more. The head stays until all
+            # ranks have named theirs (`committed`).
+            self.fill.forget()
         self._named = True
+
+    def committed(self) -> None:
+        """Note that manifests of all ranks name their files: nobody asks the journal for them.
+        Blocks, once. Raises: AioError."""
+        if self.fill.head is not None:
+            self.fill.remove()
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier

@@ -63,8 +63,8 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     kept.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the durable run, or else from the checkpoint in --save-dir; begin where "
-        "there is neither",
+        help="go on from the durable run or the checkpoint in --save-dir, whichever has the later "
+        "step; begin where there is neither",
     )
 
 

@@ -3,7 +3,8 @@ scheduler and held-out losses, kept with the states of a step.
 
     --durable        the run in the --nvme directories, committed with every step
     --save-every     checkpoints in --save-dir
-    --resume         the run, or else the checkpoint; the beginning where there is neither
+    --resume         the later step of the two, the run's where both have one step; the beginning
+                     where there is neither
 
 The state that is kept is the one at `opt.step()`, as `handle.extra` is taken then: the scheduler
 moves on after it, and does so again when a run goes on.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,9 +23,10 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.directory import begun_commits
+from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY
 from infinity._src.cli.corpus import Corpus
+from infinity.errors import AioError
 
 RULES = ("steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype")
 """Options that decide the losses of the steps to come, and that going on must not change."""
@@ -44,23 +47,40 @@ class Earlier:
 def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Path | None:
     """Return the directory that `inf.restore` shall read; None for a run from the beginning.
 
+    Only whole generations count: parts of a first commit hold nothing to go on from.
+
     Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
-    with.
+    with; AioError, ChecksumError for one that is damaged.
     """
     places = []
     if options.durable and directories:
         places.append((directories[0], "durable run", directories[0] / RUN_DIRECTORY))
     if options.save_every or options.resume:
         places.append((save_directory(options), "checkpoint", save_directory(options)))
+    found = []
     for place, kind, holder in places:
-        if begun_commits(holder) if holder.is_dir() else []:
-            if options.resume:
-                return place
+        step = _newest_step(holder)
+        if step is None:
+            continue
+        if not options.resume:
             raise ValueError(
                 f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
                 "to begin anew"
             )
-    return None
+        found.append((step, place))
+    # The latest: steps that go on from an older one would replace it. Of equals the first, the run.
+    return max(found, key=lambda each: each[0])[1] if found else None
+
+
+def _newest_step(holder: Path) -> int | None:
+    """Return the step of the newest whole generation there; None where there is none."""
+    try:
+        return newest_generation(holder)[0].step
+    except AioError as error:
+        # Ranks that were killed in their first commit leave parts of it. Damage is no such thing.
+        if error.errno != errno.ENOENT:
+            raise
+        return None
 
 
 def save_directory(options: argparse.Namespace) -> Path:
@@ -89,6 +109,11 @@ class SmallState:
         self._rules["training windows of the text"] = [
             len(corpus.train),
             zlib.crc32(corpus.train.numpy().tobytes()),
+        ]
+        # They decide no step, but losses of other windows are no one curve.
+        self._rules["held-out windows of the text (--eval-batches, --holdout)"] = [
+            len(corpus.held_out),
+            zlib.crc32(corpus.held_out.numpy().tobytes()),
         ]
 
     def capture(

@@ -306,6 +306,9 @@ class _Run:
         )
         # Before anything is written: a run that is there is not replaced.
         self.source = find_source(options, self.directories)
+        if options.durable and self.source is not None and self.source != self.directories[0]:
+            # A checkpoint of a later step: the next commit replaces the run that is there.
+            self.policy = dataclasses.replace(self.policy, durable="new")
         self.metrics = _Metrics(
             options.out / "metrics.jsonl" if ranks.first else None, keeps=self.source is not None
         )

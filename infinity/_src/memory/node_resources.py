@@ -127,26 +127,35 @@ class NodeResources:
             found.append(max(taken // self.sharers(file.directory), min(taken, DEPTH_MIN)))
         return found
 
-    def check_memory(self, plan: PlacementPlan, *, freed_bytes: int) -> None:
+    def check_memory(self, plan: PlacementPlan, *, begun_bytes: int, freed_bytes: int) -> None:
         """Check that what the plans of all ranks hold fits into memory. Collective.
 
-        freed_bytes: memory of the model's values, which this rank gives back when they are at rest.
-        Raises: MemoryLimitError on all ranks if those under one limit want more than it leaves.
+        begun_bytes: what this rank takes before it gives back anything. freed_bytes: memory of the
+        model's values, which it gives back when they are at rest. Raises: MemoryLimitError on all
+        ranks if those under one limit want more than it leaves.
         """
         assert self._rendezvous is not None
-        seen = {limit: left + freed_bytes for limit, left in memory_seen().items()}
         everyone = self._rendezvous.all_gather_object(
-            {"size": plan.ram_bytes, "least": plan.min_bytes, "memory": seen}
+            {
+                "size": plan.ram_bytes,
+                "begun": begun_bytes,
+                "freed": freed_bytes,
+                "least": plan.min_bytes,
+                "memory": memory_seen(),
+            }
         )
         # By limit: each cgroup's, and the machine's, bounds the ranks that see it.
         for limit in {limit: None for row in everyone for limit in row["memory"]}:
             ranks = [rank for rank, row in enumerate(everyone) if limit in row["memory"]]
-            wanted = sum(everyone[rank]["size"] for rank in ranks)
             # Several ranks may have read a limit: the smallest value counts.
             left = min(everyone[rank]["memory"][limit] for rank in ranks)
-            if wanted > left:
-                least = max(everyone[rank]["least"] for rank in ranks)
-                raise _beyond(limit, wanted, left, ranks, least=least)
+            freed = sum(everyone[rank]["freed"] for rank in ranks)
+            # First beside the model's values, then in their place.
+            for name, room in (("begun", left), ("size", left + freed)):
+                wanted = sum(everyone[rank][name] for rank in ranks)
+                if wanted > room:
+                    least = max(everyone[rank]["least"] for rank in ranks)
+                    raise _beyond(limit, wanted, room, ranks, least=least)
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         """Check that the file systems have room for all ranks: `sizes` more bytes in this rank's

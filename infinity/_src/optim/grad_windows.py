@@ -35,6 +35,13 @@ def window_bytes(sizes: Iterable[int]) -> int:
     return sum(round_up(size_bytes, _ALIGNMENT_BYTES) for size_bytes in sizes)
 
 
+def _place_bytes(sizes: Iterable[int]) -> int:
+    """Return the bytes that a window takes in the ring."""
+    # Never none: a full ring with a window of no bytes at its wrap looks as if it had not wrapped,
+    # and windows behind it would be given out again.
+    return max(window_bytes(sizes), _ALIGNMENT_BYTES)
+
+
 def windows_bytes(policy: Policy, unit_sizes: Iterable[Iterable[int]], *, copies: bool) -> int:
     """Return the pinned memory of all windows, which the engine and `infinity plan` both count.
 
@@ -124,11 +131,12 @@ class GradWindows:
         None: they have one. Blocks while updates read windows that are in the way, and copies fill
         that of the unit.
         """
-        size_bytes = window_bytes(
+        leaving = (
             gradient.nbytes
             for param, gradient in gradients.items()
             if gradient is not None and fresh(param)
         )
+        size_bytes = _place_bytes(leaving)
         return None if self._free_start(size_bytes) is not None else self.next(0)
 
     def copy_out(
@@ -147,7 +155,7 @@ class GradWindows:
             # A gradient that is not fresh lies in an accumulator already, in host memory.
             if gradient is not None and fresh(param)
         }
-        size_bytes = window_bytes(gradient.nbytes for gradient in leaving.values())
+        size_bytes = _place_bytes(gradient.nbytes for gradient in leaving.values())
         start = self._free_start(size_bytes)
         assert start is not None, f"no window for {unit.name}"
         self.allocate()
@@ -158,7 +166,7 @@ class GradWindows:
             at += round_up(gradient.nbytes, _ALIGNMENT_BYTES)
             tickets.append(self._offload.copy_out(gradient, target))
             found[param] = target
-        self._windows.append(_Window(unit, start, at))
+        self._windows.append(_Window(unit, start, start + size_bytes))
         self._tickets[unit] = tickets
         # Appended after all copies have started: an interrupt leaves no unit without its tickets.
         self._due.append(unit)

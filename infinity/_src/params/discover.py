@@ -315,8 +315,8 @@ class _Finder:
                         raise ValueError(
                             f"{self._names[id(tile)]} is a tile of one of several modules in a "
                             "list (an expert): ranks may call them in different orders, and would "
-                            "wait for each other; leave those out of inf.tile_linears(names=...), "
-                            "or train on one rank"
+                            "wait for each other; leave those out of inf.tile_linears(names=...) "
+                            "or inf.tile_experts(names=...), or train on one rank"
                         )
         for tile in tile_modules(self._model):
             self._claim(tile, tile, self._own(tile))
@@ -380,13 +380,18 @@ class _Finder:
         """Let small modules be gathered with a neighbour, so that a block of a large model has no
         units that are only latency.
         """
-        places, scopes = call_order(self._model), self._scopes()
+        calls, scopes = call_order(self._model), self._scopes()
         run: list[UnitSpec] = []
         for spec in sorted(
-            (spec for spec in self._specs if spec.modules[0] in places),
-            key=lambda spec: places[spec.modules[0]],
+            (spec for spec in self._specs if spec.modules[0] in calls),
+            key=lambda spec: calls[spec.modules[0]].place,
         ):
-            same = run and scopes[id(run[-1].modules[0])] == scopes[id(spec.modules[0])]
+            # What a loop repeats would have its neighbour outside of the loop gathered each time.
+            last, this = run[-1].modules[0] if run else None, spec.modules[0]
+            same = last is not None and (scopes[id(last)], calls[last].looped) == (
+                scopes[id(this)],
+                calls[this].looped,
+            )
             if not (same and self._is_piece(spec)):
                 self._fold(run)
                 run = []
@@ -495,7 +500,7 @@ def build(
             unit.flats.append(flat)
             for param_index, entry in enumerate(entries):
                 flat.params.append(_make_param(entry, flat, param_index))
-        # Parameters are numbered in registration order, not flat by flat.
+        # Parameters are numbered in registration order within the unit, not flat by flat.
         placed = {param.name: param for flat in unit.flats for param in flat.params}
         for entry in spec.entries:
             param = placed[entry.names[0]]

@@ -307,7 +307,7 @@ class _ModuleSource(OpenSource):
 
 class _Wholes:
     """Whole weights whose tiles are being filled: each is made once, and freed with its last tile.
-    Those of one module are there at once, where its tiles have parts of several (experts).
+    Weights of one module are there together, where its tiles have parts of several (experts).
     """
 
     def __init__(self) -> None:

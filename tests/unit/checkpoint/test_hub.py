@@ -83,8 +83,9 @@ def test_every_model_type_with_a_conversion_loads_alike(tmp_path: Path) -> None:
     loaded: list[str] = []
     for number, (model_type, kind, config) in enumerate(hub_models.every()):
         place = tmp_path / str(number)
-        hub_models.write(kind, config, torch.bfloat16, place)
-        truth = kind.from_pretrained(place, dtype=torch.bfloat16)
+        truth = hub_models.round_trip(kind, config, torch.bfloat16, place)
+        if truth is None:
+            continue
         model = on_meta(kind, truth.config)
         inf.offload(model, CPU, load=place)
         try:

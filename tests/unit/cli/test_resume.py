@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,15 @@ from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
+from infinity._src.checkpoint.directory import newest_generation  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, find_source  # noqa: E402
+from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
+from tests.unit.checkpoint.test_manifest import manifest  # noqa: E402
 
 STEPS = 6
 KILLED_IN = 5
@@ -199,17 +202,92 @@ def test_states_of_another_loop_are_no_run_of_this_one(extra: Any) -> None:
     assert small().take_up(extra, 0, scheduler(), Path("here")).step == 0
 
 
-def test_a_durable_run_comes_before_a_checkpoint(tmp_path: Path) -> None:
-    given = options("--durable", "--resume", "--save-dir", str(tmp_path / "saved"))
-    drive = tmp_path / "drive"
-    assert find_source(given, [drive]) is None
-    for kind, place in (("saved", tmp_path / "saved"), ("drive", drive / "infinity-run")):
-        place.mkdir(parents=True)
-        # A save that broke off has names that are not final.
-        (place / "manifest-00000001.rank0.partial").touch()
-        before = find_source(given, [drive])
-        (place / "manifest-00000001.rank0").touch()
-        assert find_source(given, [drive]) == tmp_path / kind != before
+def test_held_out_losses_of_other_windows_are_not_gone_on_with() -> None:
+    extra = small().capture(scheduler(), [(0, 1.0)], "")
+    device = torch.device("cpu")
+    for held_out in (torch.zeros(2, 4), torch.ones(1, 4)):
+        other = Corpus(WINDOWS.train, held_out)
+        state = SmallState(options(), other, device, rank=0, world=1)
+        with pytest.raises(ValueError, match=r"held-out windows of the text \(--eval-batches"):
+            state.take_up(extra, 1, scheduler(), Path("here"))
+
+
+def commit(holder: Path, step: int, generation: int = 1, ranks: Sequence[int] = (0, 1)) -> None:
+    """Write these of two ranks' manifests."""
+    holder.mkdir(0o700, parents=True, exist_ok=True)
+    for rank in ranks:
+        one = dataclasses.replace(manifest(rank, 2, generation), step=step)
+        (holder / one.name).write_bytes(one.encode())
+
+
+@pytest.mark.parametrize(
+    ("run", "saved", "source"),
+    [
+        (4, None, "drive"),
+        (None, 4, "saved"),
+        (4, 4, "drive"),
+        (5, 4, "drive"),
+        (0, 4, "saved"),  # was the run, at set-up: training began anew and replaced the checkpoint
+        (None, None, None),
+    ],
+)
+def test_the_later_step_is_gone_on_with(
+    tmp_path: Path, run: int | None, saved: int | None, source: str | None
+) -> None:
+    drive, place = tmp_path / "drive", tmp_path / "saved"
+    given = ("--durable", "--save-every", "1", "--save-dir", str(place))
+    for holder, step in ((drive / "infinity-run", run), (place, saved)):
+        # Parts of a later commit, and of a save that broke off, are no generation.
+        commit(holder, 9, 2, ranks=(1,))
+        (holder / "manifest-00000003.rank0.partial").touch()
+        if step is not None:
+            commit(holder, step)
+    found = find_source(options(*given, "--resume"), [drive])
+    assert found == (tmp_path / source if source else None)
+    if source is None:
+        assert find_source(options(*given), [drive]) is None
+        return
+    with pytest.raises(ValueError, match=r"holds a .* already: go on with it by --resume"):
+        find_source(options(*given), [drive])
+    damaged = (place if saved is not None else drive / "infinity-run") / manifest(0, 2).name
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    with pytest.raises(AioError, match=r"manifest-00000001\.rank0"):
+        find_source(options(*given, "--resume"), [drive])
+
+
+def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "saved"
+    # Another rank's part of a first commit: nothing is lost by beginning anew.
+    commit(drive / "infinity-run", 0, ranks=(1,))
+    arguments = [*common(place), "--out", str(tmp_path / "out")]
+    saves = ["--save-every", "1", "--save-dir", str(saved)]
+    durable = f"--durable --params nvme --optim nvme --nvme {drive} --ram min".split()
+    add = command._Metrics.add
+    for stop, keeps in ((("step", 3), saves), (("held_out", 0), durable)):
+
+        def interrupted(
+            self: Any, kind: str, record: dict[str, Any], stop: tuple[str, int] = stop
+        ) -> None:
+            if (kind, record.get("step")) == stop:
+                raise KeyboardInterrupt
+            add(self, kind, record)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(command._Metrics, "add", interrupted)
+            status, shown = train([*arguments, *keeps])
+        assert status == 130, shown
+    (step, *_) = {one.step for one in newest_generation(saved)}
+    assert newest_generation(drive / "infinity-run")[0].step == 0
+    status, shown = train([*arguments, *durable, *saves, "--resume"])
+    assert status == 0, shown
+    assert f"going on after step {step}, from {saved}" in shown
+    for holder in (saved, drive / "infinity-run"):
+        assert newest_generation(holder)[0].step == STEPS
+    both = (place / "whole", tmp_path / "out")
+    weights = [load_file(each / "model.safetensors") for each in both]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_saves_are_of_the_run_that_writes_them(tmp_path: Path) -> None:

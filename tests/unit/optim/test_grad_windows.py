@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from infinity._src.memory.constants import LAG_UNITS, WINDOW_UNITS
@@ -59,10 +59,12 @@ def test_a_ring_holds_four_small_units_and_no_multiple_of_a_huge_one() -> None:
 @settings(deadline=None, max_examples=60)
 @given(
     units=st.lists(st.lists(st.integers(1, 90), min_size=1, max_size=3), min_size=1, max_size=6),
-    order=st.lists(st.integers(0, 5), max_size=20),
+    order=st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=20),
 )
+# The ring is full at its wrap when a unit comes whose gradients lie in accumulators already.
+@example(units=[[16]], order=[(0, True)] * 5 + [(0, False), (0, True)])
 def test_no_window_is_overwritten_before_its_update_has_read_it(
-    units: list[list[int]], order: list[int]
+    units: list[list[int]], order: list[tuple[int, bool]]
 ) -> None:
     sizes: Any = [OneUnit(numels) for numels in units]
     windows: Any = GradWindows(sizes, Place(), lambda _flat: torch.float32)
@@ -74,14 +76,14 @@ def test_no_window_is_overwritten_before_its_update_has_read_it(
         updated.append(value)
         windows.update_submitted(unit, Read(views, value))
 
-    for number, index in enumerate(order):
+    for number, (index, fresh) in enumerate(order):
         # Each comes once in a backward: a new one of the same sizes each time.
         unit, value = OneUnit(units[index % len(units)]), float(number)
         grads = {each: torch.full((param.numel,), value) for each, param in enumerate(unit.params)}
-        while (due := windows.in_the_way(grads, lambda _param: True)) is not None:
+        while (due := windows.in_the_way(grads, lambda _param, new=fresh: new)) is not None:
             update(due)
-        found, leaving = windows.copy_out(unit, grads, lambda _param: True)
-        assert leaving == sum(grad.nbytes for grad in grads.values())
+        found, leaving = windows.copy_out(unit, grads, lambda _param, new=fresh: new)
+        assert leaving == fresh * sum(grad.nbytes for grad in grads.values())
         pending[unit] = found, value
         while (due := windows.next(LAG_UNITS)) is not None:
             update(due)

@@ -84,6 +84,85 @@ def test_a_token_computes_with_the_experts_that_it_is_routed_to(
     assert found.has_stacks
 
 
+SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "counts", "width"),
+    [
+        (
+            "Qwen2Moe",
+            {
+                "num_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "shared_expert_intermediate_size": 48,
+            },
+            (8, 2, 1),
+            2 * 32 + 48,
+        ),
+        (
+            "DeepseekV3",
+            {
+                "n_routed_experts": 8,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 32,
+                "n_shared_experts": 2,
+                "n_group": 1,
+                "topk_group": 1,
+            },
+            (8, 2, 2),
+            4 * 32,
+        ),
+        (
+            "Ernie4_5_Moe",
+            {
+                "moe_num_experts": 8,
+                "moe_k": 2,
+                "moe_intermediate_size": 32,
+                "moe_num_shared_experts": 2,
+            },
+            (8, 2, 2),
+            4 * 32,
+        ),
+        (
+            "AriaText",
+            {
+                "moe_num_experts": 8,
+                "moe_topk": 3,
+                "intermediate_size": 32,
+                "moe_num_shared_experts": 2,
+            },
+            (8, 3, 2),
+            5 * 32,
+        ),
+        (
+            "Dbrx",
+            {
+                "ffn_config": {"moe_num_experts": 8, "moe_top_k": 2, "ffn_hidden_size": 32},
+                "attn_config": {"kv_n_heads": 2, "rope_theta": 5e5},
+            },
+            (8, 2, 0),
+            2 * 32,
+        ),
+    ],
+)
+def test_experts_have_many_names_and_shared_ones_have_activations(
+    name: str, sizes: dict[str, Any], counts: tuple[int, int, int], width: int
+) -> None:
+    config = getattr(transformers, f"{name}Config")(**SMALL, **sizes, tie_word_embeddings=False)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    found = shape_of(model)
+    assert (found.experts, found.chosen, found.shared) == counts
+    assert found.mlp_width == width
+    experts = sum(
+        parameter.numel() for path, parameter in model.named_parameters() if ".experts." in path
+    )
+    dense = found.params - experts - found.vocabulary * found.width
+    assert found.active_params == dense + experts * counts[1] // counts[0]
+
+
 def test_compute_is_that_of_the_active_parameters() -> None:
     found = shape("qwen")
     one, two = (predict(found, machine(), job_of(tokens=count)) for count in (65_536, 131_072))

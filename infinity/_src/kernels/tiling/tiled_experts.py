@@ -110,7 +110,10 @@ class TiledExperts(TiledModule):
         if not any(used):
             return total
         for tile, is_used in zip(tiles, used, strict=True):
-            if is_used or (torch.is_grad_enabled() and tile.learns):
+            # Also without gradients while training: it may be the first forward of a reentrant
+            # checkpoint, which has to use what its second one uses.
+            learns = tile.learns and (self.training or torch.is_grad_enabled())
+            if is_used or learns:
                 total = tile(routed, total, hidden_states, top_k_weights, idle=not is_used)
         return total
 
@@ -168,7 +171,11 @@ class ExpertsTile(Tile):
             # Leaves for gradients: in an idle call they may have no memory, and nothing reads them.
             if torch.is_grad_enabled():
                 leaves = [self._parameters[name] for name in self.places]
-                total = _Untouched.apply(total, hidden, weights, *leaves)
+                # Tokens of another rank chose it: that rank saves tensors here, and a checkpoint
+                # around the experts computes them again when the first one is asked for. On all
+                # ranks that has to be in the backward of the same tile.
+                saved = None if idle else routed.tokens
+                total = _Untouched.apply(total, hidden, weights, saved, *leaves)
             return total
         up = self._rows("gate_up_proj") or self._rows("up_proj")
         down = self._rows("down_proj")
@@ -210,8 +217,11 @@ class _Untouched(torch.autograd.Function):
         total: torch.Tensor,
         _hidden: torch.Tensor,
         _weights: torch.Tensor,
+        saved: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        if saved is not None:
+            ctx.save_for_backward(saved)
         # `_hidden` and `_weights`: this link needs a gradient wherever a tile that computes does.
         ctx.set_materialize_grads(False)
         ctx.mark_dirty(total)
@@ -222,13 +232,15 @@ class _Untouched(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        # Asked for, not read: a checkpoint computes again now, if it has not.
+        assert len(ctx.saved_tensors) < 2
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted and dy is not None else None
             for (shape, dtype, device), wanted in zip(
-                ctx.like, ctx.needs_input_grad[3:], strict=True
+                ctx.like, ctx.needs_input_grad[4:], strict=True
             )
         ]
-        return (dy, None, None, *zeros)
+        return (dy, None, None, None, *zeros)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,8 +7,8 @@ operations are estimated from the sizes that a configuration names:
     parameters that compute     all but a table that is only looked up (an untied input embedding);
                                 of experts, those routed to
     boundary activations        layers x width x itemsize per token: inputs of checkpointed blocks
-    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token:
-                                recomputed, or kept for every layer
+    a block's own activations   (12 x width + 4 x MLP width x experts) x itemsize per token, with
+                                experts routed to and shared: recomputed, or kept for every layer
     logits                      10 B per token and word: as computed, their fp32 copy, its gradient;
                                 8 B in fp32, without the copy. With the loss by tiles: of a tile's
                                 words, and 4 B x width, the hidden states' gradient in fp32
@@ -241,12 +241,7 @@ def shape_of(
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
     # Heads divide the model's width where a configuration leaves the width of a head out.
     head = _number(text, "head_dim", "d_kv") or (width // heads if heads else 0)
-    experts = _number(text, "num_local_experts", "num_experts", "n_routed_experts")
-    routed = _number(text, "num_experts_per_tok", "num_experts_per_token") if experts else 0
-    mlp = _number(text, "moe_intermediate_size") if experts else 0
-    # Experts have a width of their own or that of the MLP. GPT-2 leaves n_inner at None, and means
-    # four times the model's.
-    mlp = mlp or _number(text, "intermediate_size", "n_inner", "d_ff", "ffn_dim") or 4 * width
+    experts, chosen, shared, mlp_width = _mlp(text, width)
     # Exactly these classes, as `inf.tile_linears` takes no subclasses.
     linears = {name for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     embeddings = {
@@ -255,24 +250,51 @@ def shape_of(
     return ModelShape(
         name=name or type(model).__name__,
         units=tuple(_unit(spec, linears, embeddings, frozen, experts) for spec in specs),
-        active_params=_active(model, specs, routed / experts if experts else 1.0),
+        active_params=_active(model, specs, chosen / experts if experts else 1.0),
         layers=_layers(text),
         width=width,
         attention_width=heads * head,
-        # A token keeps the activations of every expert that it is routed to.
-        mlp_width=mlp * max(routed, 1),
+        mlp_width=mlp_width,
         vocabulary=_number(text, "vocab_size"),
         positions=_number(text, "max_position_embeddings", "n_positions", "n_ctx"),
         experts=experts,
-        chosen=routed,
-        # Qwen2-MoE has one, and names its width alone.
-        shared=_number(text, "n_shared_experts", "num_shared_experts")
-        or int(_number(text, "shared_expert_intermediate_size") > 0),
+        chosen=chosen,
+        shared=shared,
         # Activations are as wide as the parameters that compute; the first stands for all.
         itemsize=next(
             (entry.parameter.dtype.itemsize for spec in specs for entry in spec.entries), 2
         ),
     )
+
+
+def _mlp(config: Any, width: int) -> tuple[int, int, int, int]:
+    """Return a layer's experts, how many of them a token is routed to, how many every token has
+    besides, and the width of the MLPs that a token computes. width: the model's.
+    """
+    # DBRX has these sizes in a part of their own.
+    parts = (config, getattr(config, "ffn_config", None))
+
+    def number(*names: str) -> int:
+        return next((found for part in parts if (found := _number(part, *names))), 0)
+
+    # Experts have a width of their own or that of the MLP. GPT-2 leaves n_inner at None, and means
+    # four times the model's.
+    mlp = number("intermediate_size", "n_inner", "d_ff", "ffn_dim", "ffn_hidden_size") or 4 * width
+    experts = number("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    if not experts:
+        return 0, 0, 0, mlp
+    mlp = number("moe_intermediate_size") or mlp
+    chosen = number("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk")
+    # The width of all shared experts together. Qwen2-MoE has one, and names its width alone.
+    width_shared = number(
+        "shared_expert_intermediate_size",
+        "moe_shared_expert_intermediate_size",
+        "shared_intermediate_size",
+    )
+    shared = number("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    shared = shared or int(width_shared > 0)
+    # A token keeps the activations of every expert that it is routed to, and of the shared ones.
+    return experts, chosen, shared, mlp * max(chosen, 1) + (width_shared or mlp * shared)
 
 
 def _layers(config: Any) -> int:
