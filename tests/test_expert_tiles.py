@@ -479,7 +479,7 @@ def test_files_hold_whole_stacks_and_fit_both_kinds_of_model(tmp_path: Path) -> 
     state = model.state_dict()
     same(plain.state_dict(), state)
 
-    inf.export_safetensors(model, tmp_path / "out", shard_bytes_max=20_000)
+    inf.export_safetensors(model, tmp_path / "out", shard_bytes_max=20_000, names="modules")
     exported = load_all(tmp_path / "out")
     assert set(exported) == {name for name, _ in fresh(0, cut=False).named_parameters()}
     assert all(torch.equal(state[name], value) for name, value in exported.items())

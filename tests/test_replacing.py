@@ -311,18 +311,18 @@ def test_windows_that_cannot_be_had_cost_that_call_only(
 ) -> None:
     """The gradients that stay in RAM had their memory by then: it is counted, and found again by
     the next try."""
-    make = spill._make_windows
+    make = spill.Slab
 
-    def refuse(_count: int, _size_bytes: int) -> Any:
-        monkeypatch.setattr(spill, "_make_windows", make)
+    def refuse(_size_bytes: int) -> Any:
+        monkeypatch.setattr(spill, "Slab", make)
         raise MemoryError("no windows")
 
     found = accumulated(
         policy(tmp_path, ram=between(), update="backward"),
-        prepare=lambda _handle: monkeypatch.setattr(spill, "_make_windows", refuse),
+        prepare=lambda _handle: monkeypatch.setattr(spill, "Slab", refuse),
     )
     assert found.failed
-    assert spill._make_windows is make
+    assert spill.Slab is make
     assert_same(found, accumulated_in_ram())
 
 

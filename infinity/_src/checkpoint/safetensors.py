@@ -289,8 +289,9 @@ def group_units(sizes: Sequence[int], shard_bytes_max: int) -> list[list[int]]:
     groups: list[list[int]] = [[]]
     size = 0
     for index, size_bytes in enumerate(sizes):
-        # A unit larger than the limit has a file of its own, which exceeds it.
-        if groups[-1] and size + size_bytes > shard_bytes_max:
+        # A unit larger than the limit has a file of its own, which exceeds it; what adds nothing to
+        # a file (buffers that lie with the first unit) begins none.
+        if groups[-1] and size_bytes and size + size_bytes > shard_bytes_max:
             groups.append([])
             size = 0
         groups[-1].append(index)
