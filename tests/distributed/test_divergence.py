@@ -81,43 +81,43 @@ def test_a_norm_on_one_rank_alone_is_told_to_both(tmp_path: Path) -> None:
     assert not any("did not come" in text or "within 60 s" in text for text in told), told
 
 
-class Scaled(torch.nn.Module):
-    """With a parameter of its own, which a forward may leave out."""
+class Beside(torch.nn.Module):
+    """With a module that forward does not call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(8))
-        self.scale = torch.nn.Parameter(torch.ones(64))
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(2))
+        self.idle = torch.nn.Linear(64, 64)
 
-    def forward(self, x: torch.Tensor, scaled: bool) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return x * self.scale if scaled else x
+        return x
 
 
-def leaves_out(rank: int, place: Path) -> tuple[str, bool]:
-    """Rank 1 leaves out a parameter: one comes to wait in the lane of gathers, the other in that of
-    reductions, and neither has come as far as the other."""
+def gathers_alone(rank: int, place: Path) -> tuple[str, bool]:
+    """Rank 0 gathers a unit, and rank 1 goes on with backward, whose units are in memory still: one
+    waits in the lane of gathers, the other in that of reductions, and neither has come as far as
+    the other."""
     torch.manual_seed(0)
     model: Any = inf.offload(
-        Scaled(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0)
+        Beside(), inf.Policy(params="cpu", optim="cpu", unit_bytes_max=20_000, rank_timeout_s=60.0)
     )
     try:
         with pytest.raises(RankFailed) as caught:
-            for _ in range(3):
-                loss = model(torch.randn(4, 64), scaled=rank == 0).square().mean()
-                # All units in turn: backward finds none in memory that only one rank wants.
-                with torch.no_grad():
-                    for block in model.blocks:
-                        block(torch.ones(4, 64))
-                loss.backward()
+            loss = model(torch.randn(4, 64)).square().mean()
+            if rank == 0:
+                with inf.handle(model).gather([model.idle.weight]):
+                    pass
+            loss.backward()
+            inf.handle(model).flush()
     finally:
         inf.handle(model).close()
     return str(caught.value), isinstance(caught.value, RanksDiverged)
 
 
 def test_ranks_that_wait_in_two_lanes_for_each_other_are_told_both_names(tmp_path: Path) -> None:
-    told = on_ranks(leaves_out, tmp_path / "run", 2)
+    told = on_ranks(gathers_alone, tmp_path / "run", 2)
     assert any(diverged for _, diverged in told), told
     assert all("gather of" in text and "gradients of" in text for text, _ in told), told
     assert not any("within 60 s" in text for text, _ in told), told
