@@ -436,6 +436,12 @@ extern const inf_backend inf_backend_uring;
 extern const inf_backend inf_backend_threads;
 extern const inf_backend inf_backend_null; /* a seam of tests and benchmarks */
 
+/* Threads of a drive that wait for requests: of the backends that have no ring. `run` gets the
+ * drive. inf_threads_wake is called under the lock. */
+int32_t inf_threads_start(inf_drive *drive, int32_t count, void *(*run)(void *));
+void inf_threads_wake(inf_drive *drive);
+void inf_threads_stop(inf_drive *drive);
+
 /* The section with the chunk's spilled gradients, as a mask; 0 = it has none. */
 static inline uint32_t inf_grad_mask(const inf_chunk *chunk) {
     return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE

@@ -7,9 +7,6 @@
  */
 #include "executor.h"
 
-#include <errno.h>
-#include <stdlib.h>
-
 #define BATCH_MAX 64 /* as many as a ring reaps at once */
 
 /* [locked] */
@@ -45,34 +42,8 @@ static void *null_main(void *argument) {
     return NULL;
 }
 
-static void null_wake(inf_drive *drive) {
-    drive->kicks++;
-    pthread_cond_signal(&drive->wake);
-}
-
-static void null_stop(inf_drive *drive) {
-    if (drive->threads == NULL) return;
-    pthread_mutex_lock(&drive->ex->lock);
-    null_wake(drive);
-    pthread_mutex_unlock(&drive->ex->lock);
-    if (drive->thread_count > 0) pthread_join(drive->threads[0], NULL);
-    pthread_cond_destroy(&drive->wake);
-    free(drive->threads);
-    drive->threads = NULL;
-    drive->thread_count = 0;
-}
-
 static int32_t null_start(inf_drive *drive) {
-    int32_t error = inf_cond_init(&drive->wake);
-    if (error != 0) return error;
-    drive->threads = calloc(1, sizeof *drive->threads);
-    if (drive->threads == NULL) {
-        pthread_cond_destroy(&drive->wake);
-        return -ENOMEM;
-    }
-    error = inf_thread_start(&drive->threads[0], null_main, drive);
-    if (error == 0) drive->thread_count = 1;
-    return error; /* the caller stops what was started */
+    return inf_threads_start(drive, 1, null_main);
 }
 
-const inf_backend inf_backend_null = {"null", null_start, null_wake, null_stop};
+const inf_backend inf_backend_null = {"null", null_start, inf_threads_wake, inf_threads_stop};

@@ -38,26 +38,26 @@ static void *thread_main(void *argument) {
     return NULL;
 }
 
-static void threads_wake(inf_drive *drive) {
+void inf_threads_wake(inf_drive *drive) {
     drive->kicks++;
     pthread_cond_signal(&drive->wake);
 }
 
-static void threads_stop(inf_drive *drive) {
+void inf_threads_stop(inf_drive *drive) {
     struct inf_executor *ex = drive->ex;
+    if (drive->threads == NULL) return; /* never started: there is no condition either */
     pthread_mutex_lock(&ex->lock);
     drive->kicks++;
     pthread_cond_broadcast(&drive->wake);
     pthread_mutex_unlock(&ex->lock);
     for (int32_t i = 0; i < drive->thread_count; i++) pthread_join(drive->threads[i], NULL);
-    if (drive->threads != NULL) pthread_cond_destroy(&drive->wake);
+    pthread_cond_destroy(&drive->wake);
     free(drive->threads);
     drive->threads = NULL;
     drive->thread_count = 0;
 }
 
-static int32_t threads_start(inf_drive *drive) {
-    int32_t count = drive->ex->config.threads_per_drive;
+int32_t inf_threads_start(inf_drive *drive, int32_t count, void *(*run)(void *)) {
     drive->threads = calloc((size_t)count, sizeof *drive->threads);
     if (drive->threads == NULL) return -ENOMEM;
     int32_t error = inf_cond_init(&drive->wake);
@@ -67,10 +67,15 @@ static int32_t threads_start(inf_drive *drive) {
         return error;
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
-        error = inf_thread_start(&drive->threads[i], thread_main, drive);
+        error = inf_thread_start(&drive->threads[i], run, drive);
         if (error == 0) drive->thread_count++;
     }
     return error; /* the caller stops what was started */
 }
 
-const inf_backend inf_backend_threads = {"threads", threads_start, threads_wake, threads_stop};
+static int32_t threads_start(inf_drive *drive) {
+    return inf_threads_start(drive, drive->ex->config.threads_per_drive, thread_main);
+}
+
+const inf_backend inf_backend_threads = {"threads", threads_start, inf_threads_wake,
+                                         inf_threads_stop};

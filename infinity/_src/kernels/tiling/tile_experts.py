@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiling.tile_model import check_unhooked, matches, put
+from infinity._src.kernels.tiling.tile_model import check_unhooked, choose_by_name, put
 from infinity._src.kernels.tiling.tiled_experts import (
     ExpertFunction,
     TiledExperts,
     check_eager,
 )
-from infinity._src.kernels.tiling.tiled_module import EXPERT_STACKS
+from infinity._src.kernels.tiling.tiled_module import EXPERT_STACKS, STACK_WEIGHTS
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -92,29 +92,13 @@ def _chosen(model: nn.Module, names: Sequence[str] | None) -> dict[str, nn.Modul
                 "have them; lists of linears are cut by inf.tile_linears"
             )
         return stacks
-    chosen: dict[str, nn.Module] = {}
-    for wanted in names:
-        found = {name: module for name, module in stacks.items() if matches(name, wanted)}
-        if not found:
-            others = [
-                f"{name} is a {type(module).__name__}, not a stack of experts"
-                for name, module in model.named_modules()
-                if matches(name, wanted)
-            ]
-            what = "; ".join(others[:3]) if others else "the model has no such module"
-            raise ValueError(
-                f"names={wanted!r}: {what}; stacks of experts are {', '.join(stacks) or 'none'}"
-            )
-        chosen.update(found)
-    return chosen
+    hint = f"stacks of experts are {', '.join(stacks) or 'none'}"
+    return choose_by_name(stacks, dict(model.named_modules()), names, hint)
 
 
 def is_stack(module: nn.Module) -> bool:
     """Check whether a module's parameters are those of a stack of experts."""
-    ups = [
-        module._parameters.get(name)
-        for name in ("gate_up_proj", "up_proj", "down_proj")
-    ]
+    ups = [module._parameters.get(name) for name in STACK_WEIGHTS]
     found = [parameter for parameter in ups if parameter is not None]
     return len(found) == 2 and ups[2] is not None and all(one.dim() == 3 for one in found)
 

@@ -8,7 +8,7 @@ A weight that several modules share stays shared: all of them get modules on the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -147,9 +147,31 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
             for name, linear in linears.items()
             if linear.out_features >= rows and linear.in_features >= columns
         }
-    chosen: dict[str, nn.Linear] = {}
+    hint = (
+        "give the names of torch.nn.Linear modules, or ends of them, as model.named_modules() "
+        "lists them"
+    )
+    return choose_by_name(linears, modules, names, hint)
+
+
+def choose_by_name(
+    offered: Mapping[str, M],
+    modules: Mapping[str, nn.Module],
+    names: Iterable[str],
+    hint: str,
+) -> dict[str, M]:
+    """Choose those of the offered modules that have one of these names, or end in it.
+
+    modules: all of the model. Raises: ValueError naming a name that no offered module has, what has
+    it, and the hint.
+    """
+
+    def matches(name: str, wanted: str) -> bool:
+        return name == wanted or name.endswith(f".{wanted}")
+
+    chosen: dict[str, M] = {}
     for wanted in names:
-        found = {name: linear for name, linear in linears.items() if matches(name, wanted)}
+        found = {name: module for name, module in offered.items() if matches(name, wanted)}
         if not found:
             others = [
                 f"{name} is a {type(module).__name__}"
@@ -157,17 +179,9 @@ def _chosen(model: nn.Module, tiles: Tiles, names: Iterable[str] | None) -> dict
                 if matches(name, wanted)
             ]
             what = "; ".join(others[:3]) if others else "the model has no such module"
-            raise ValueError(
-                f"names={wanted!r}: {what}; give the names of torch.nn.Linear modules, or ends of "
-                "them, as model.named_modules() lists them"
-            )
+            raise ValueError(f"names={wanted!r}: {what}; {hint}")
         chosen.update(found)
     return chosen
-
-
-def matches(name: str, wanted: str) -> bool:
-    """Check whether a qualified name is the wanted one, or ends in it."""
-    return name == wanted or name.endswith(f".{wanted}")
 
 
 def _plan(model: nn.Module, tiles: Tiles, chosen: dict[str, nn.Linear]) -> Iterator[_Group]:

@@ -44,14 +44,11 @@ fastest on aligned slices.
 
 _TENSOR: Any = torch.Tensor
 
-EXPERT_STACKS = (
-    "gate_up_proj",
-    "gate_up_proj_bias",
-    "up_proj",
-    "up_proj_bias",
-    "down_proj",
-    "down_proj_bias",
-)
+STACK_WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the weights [experts, rows, columns] of fused experts, as transformers >= 5 has them: of
+the first two one, and the last."""
+
+EXPERT_STACKS = tuple(f"{name}{end}" for name in STACK_WEIGHTS for end in ("", "_bias"))
 """Names of the parameters [experts, ...] that fused experts may have."""
 
 # Tiles are known by the names of their parameters: names are all that exports and loads have.

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from infinity._src.config import Policy
+from infinity._src.kernels.tiling.tiled_module import STACK_WEIGHTS
 from infinity._src.memory.device_room import UnitBytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.discover import UnitSpec, find_units
@@ -306,11 +307,6 @@ def _layers(config: Any) -> int:
     return _number(config, "num_hidden_layers", "n_layer", "num_layers")
 
 
-STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of parameters that hold all experts of a layer, as models of transformers >= 5 have them.
-"""
-
-
 def _unit(
     spec: UnitSpec, linears: set[str], embeddings: set[str], frozen: bool, experts: int
 ) -> UnitShape:
@@ -333,7 +329,7 @@ def _unit(
                 )
             )
         *_, last = entry.names[0].split(".")
-        if experts and parameter.dim() == 3 and len(parameter) == experts and last in STACKS:
+        if experts and parameter.dim() == 3 and len(parameter) == experts and last in STACK_WEIGHTS:
             stacks.append(StackShape(list(groups).index(key), parameter.numel(), experts))
         numels.append(parameter.numel())
     flats = tuple(
