@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_path  # noqa: F401 - the scripts below are found by it
+import forecast
 import harness
 import meter
 import torch
@@ -34,6 +35,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE, DeepseekV3RMSNorm
 
 import infinity as inf
+from infinity._src.perf.plan.workload import shape_of
 
 HIDDEN, INTERMEDIATE, CHOSEN = 7168, 2048, 8
 INIT_STD = 0.006
@@ -53,8 +55,10 @@ class Layer(nn.Module):
             num_experts_per_tok=min(CHOSEN, experts),
             n_group=1,
             topk_group=1,
+            num_hidden_layers=1,
             experts_implementation="eager",
         )
+        self.config = config  # the plan reads it
         self.norm = DeepseekV3RMSNorm(HIDDEN)
         self.mlp = DeepseekV3MoE(config)
 
@@ -80,8 +84,14 @@ def values_of(layer: nn.Module, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def offloaded(args: argparse.Namespace, swap: Path) -> tuple[nn.Module, Any]:
-    """The layer, filled, with its optimizer."""
+def policy_of(args: argparse.Namespace, swap: Path) -> inf.Policy:
+    return inf.Policy(
+        params="nvme", optim="nvme", nvme=swap, ram="min", state=args.state, update="backward"
+    )
+
+
+def empty(args: argparse.Namespace) -> Layer:
+    """The layer on the meta device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -89,28 +99,39 @@ def offloaded(args: argparse.Namespace, swap: Path) -> tuple[nn.Module, Any]:
             layer = Layer(args.experts)
     finally:
         torch.set_default_dtype(before)
+    return layer
+
+
+def offloaded(args: argparse.Namespace, layer: nn.Module, swap: Path) -> Any:
+    """Fill the layer; returns its optimizer."""
     values = values_of(layer, args.seed)
     if args.tile:
         inf.tile_experts(layer, experts=args.tile)
-    policy = inf.Policy(
-        params="nvme",
-        optim="nvme",
-        nvme=swap,
-        ram="min",
-        state=args.state,
-        update="backward",
-    )
-    inf.offload(layer, policy, load=values)
-    return layer, inf.AdamW(layer.parameters(), lr=1e-5, weight_decay=0.01)
+    inf.offload(layer, policy_of(args, swap), load=values)
+    return inf.AdamW(layer.parameters(), lr=1e-5, weight_decay=0.01)
 
 
 def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     """Train, and return the record."""
-    start = time.perf_counter()
-    layer, opt = offloaded(args, swap)
+    layer = empty(args)
+    planned = shape_of(layer)
+    matrix = nn.Linear(HIDDEN, INTERMEDIATE, bias=False, dtype=torch.bfloat16)
+    # A token in each: that of a step has its experts to itself, or nearly.
+    rates = forecast.measure_rates(args.dir, matrix, 1)
+    harness.note(f"rates: {rates}; setting up")
+    meter.reset_peak_rss()
+    start, io = time.perf_counter(), meter.io_bytes()
+    optimizer = offloaded(args, layer, swap)
     handle: Any = inf.handle(layer)
     gc.collect()
-    set_up = {"seconds": time.perf_counter() - start, "peak_rss_bytes": meter.peak_rss_bytes()}
+    set_up = {
+        "s": time.perf_counter() - start,
+        "read_bytes": meter.io_bytes()[0] - io[0],
+        "written_bytes": meter.io_bytes()[1] - io[1],
+        "peak_rss_bytes": meter.peak_rss_bytes(),
+        "file_bytes": meter.tree_bytes(swap),
+    }
+    parameters = handle.stats().params
     generator = torch.Generator().manual_seed(args.seed)
     shape = (1, args.tokens, HIDDEN)
     x, target = (torch.randn(shape, generator=generator).bfloat16() for _ in range(2))
@@ -122,16 +143,17 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
         begun = time.perf_counter()
         loss = layer(x, target)
         loss.backward()
-        opt.step()
-        opt.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         handle.flush()
         after = handle.stats()
         steps.append(
             {
                 "loss": loss.item(),
-                "seconds": time.perf_counter() - begun,
-                "bytes_read": after.bytes_read - before.bytes_read,
-                "bytes_written": after.bytes_written - before.bytes_written,
+                "s": time.perf_counter() - begun,
+                "read_bytes_per_param": (after.bytes_read - before.bytes_read) / parameters,
+                "written_bytes_per_param": (after.bytes_written - before.bytes_written)
+                / parameters,
                 "gathered_bytes_peak": handle.unsharder.gathered_bytes_peak,
                 "demands": after.demands - before.demands,
                 "peak_rss_bytes": meter.peak_rss_bytes(),
@@ -139,10 +161,15 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
         )
         print(report(steps[-1]), flush=True)
     stats = handle.stats()
+    said = forecast.forecast(
+        planned, policy_of(args, swap), forecast.machine_of(rates, stats.ram_bytes), args.tokens,
+        checkpointing=False, expert_tile=args.tile,
+    )  # fmt: skip
     record = {
         "experts": args.experts, "tile": args.tile, "tokens": args.tokens, "state": args.state,
-        "parameters": stats.params, "ram_bytes": stats.ram_bytes, "set_up": set_up,
-        "fresh_grad_bytes_peak": stats.fresh_grad_bytes_peak, "steps": steps,
+        "parameters": parameters, "ram_bytes": stats.ram_bytes, "set_up": set_up,
+        "fresh_grad_bytes_peak": stats.fresh_grad_bytes_peak, "steps": steps, "rates": rates,
+        "forecast": said,
     }  # fmt: skip
     handle.close()
     return record
@@ -151,8 +178,8 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
 def report(step: dict[str, Any]) -> str:
     """One step, for people."""
     return (
-        f"loss {step['loss']:.4f}, {step['seconds']:.1f} s, "
-        f"{step['bytes_read'] / 1e9:.2f} GB read, {step['bytes_written'] / 1e9:.2f} GB written, "
+        f"loss {step['loss']:.4f}, {step['s']:.1f} s, {step['read_bytes_per_param']:.2f} B/param "
+        f"read, {step['written_bytes_per_param']:.2f} written, "
         f"{step['gathered_bytes_peak'] / 1e9:.2f} GB gathered at once, "
         f"peak RSS {step['peak_rss_bytes'] / 1e9:.2f} GB"
     )
@@ -189,10 +216,11 @@ def main() -> int:
             **train(args, swap),
         }  # fmt: skip
     harness.append_line(args.results, record)
+    forecast.show(record)
     set_up = record["set_up"]
     print(
         f"{record['parameters'] / 1e9:.2f}B parameters, {args.experts} experts in tiles of "
-        f"{args.tile or args.experts}; set-up {set_up['seconds']:.1f} s, its peak RSS "
+        f"{args.tile or args.experts}; set-up {set_up['s']:.1f} s, its peak RSS "
         f"{set_up['peak_rss_bytes'] / 1e9:.2f} GB; fresh gradients at most "
         f"{record['fresh_grad_bytes_peak'] / 1e9:.2f} GB"
     )

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_path  # noqa: F401 - the scripts below are found by it
+import forecast
 import harness
 import meter
 import numpy as np
@@ -37,9 +38,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import infinity as inf
 from infinity._src.build import EngineParts
-from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.predict import predict
-from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
+from infinity._src.perf.plan.workload import shape_of
 from infinity.aio import IoSettings, Seam
 
 LAYERS = 126
@@ -160,22 +159,6 @@ def places(parts: EngineParts) -> dict[str, int]:
     }
 
 
-def forecast(shape: ModelShape, plan: inf.Policy, ram_bytes: int) -> dict[str, float]:
-    """Return what the planner says of steps after the first, which reads no moments."""
-    machine = describe_machine(
-        gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, drives=len(plan.nvme),
-        read_bytes_per_s=_BANDWIDTH, write_bytes_per_s=_BANDWIDTH,
-    )  # fmt: skip
-    job = Job(plan, tokens=TOKENS, sequence=TOKENS, checkpointing=False)
-    found = predict(shape, machine, job)
-    return {
-        "read_bytes": found.moved.total.read,
-        "written_bytes": found.moved.total.written,
-        "file_bytes": found.nvme.bytes,
-        "ram_bytes": found.ram.bytes,
-    }
-
-
 def train(args: argparse.Namespace, directories: list[Path]) -> dict[str, Any]:
     """Set up, take the steps, close; returns the record of the run."""
     phases = Phases()
@@ -220,11 +203,14 @@ def train(args: argparse.Namespace, directories: list[Path]) -> dict[str, Any]:
     stats = handle.stats()
     gc.collect()
     outside = meter.rss_bytes() - before - stats.ram_bytes
+    rates = {"read_bytes_per_s": _BANDWIDTH, "write_bytes_per_s": _BANDWIDTH}
+    machine = forecast.machine_of(rates, stats.ram_bytes, len(directories))
+    said = forecast.forecast(shape, plan, machine, TOKENS, checkpointing=False)
     record = {
         "layers": args.layers, "vocab": args.vocab, "parameters": parameters, "units": units,
         "drives": len(directories), "computes": args.computes, "state": args.state, **at,
         "ram_bytes": stats.ram_bytes, "set_up_rss_outside_ram_bytes": set_up,
-        "rss_outside_ram_bytes": outside, "forecast": forecast(shape, plan, stats.ram_bytes),
+        "rss_outside_ram_bytes": outside, "forecast": said,
         "bytes_read": moved(handle)[0], "bytes_written": moved(handle)[1],
         "updates": handle.parts.tiers.executor.stats().updates, "phases": phases.found,
     }  # fmt: skip

@@ -8,7 +8,8 @@ Parameters and states rest on NVMe (`state="compact"`), are updated in backward,
 model's own rules (`init=`), so that it is never in RAM as a whole. Blocks are checkpointed. Weights
 are bf16 and matrices are multiplied in fp32 (`Fp32Matmul` says why). Each step says its loss, time,
 bytes and peak RSS. It fails unless the loss falls: the mean of the last quarter of the steps below
-that of the first, and RSS stays below `--rss-max`. One JSON line is added to
+that of the first, and RSS stays below `--rss-max`. What the plan says, from rates that are measured
+first, stands beside what was measured. One JSON line is added to
 bench/results/rehearsal_train_8b.jsonl.
 """
 
@@ -24,12 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import bench_path  # noqa: F401 - the scripts below are found by it
+import forecast
 import harness
 import llama
 import meter
 import torch
 
 import infinity as inf
+from infinity._src.perf.plan.workload import shape_of
 from infinity._src.sizes import parse_size
 
 LAYERS = 32
@@ -60,7 +63,15 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
         params="nvme", optim="nvme", nvme=swap, ram=args.ram, state="compact", update="backward",
         on_nonfinite="ignore",
     )  # fmt: skip
-    harness.note(f"{parameters / 1e9:.2f}B parameters; setting up")
+    planned = shape_of(model)
+    sizes = shape(args)
+    matrix = llama.Fp32Linear(
+        sizes["hidden_size"], sizes["intermediate_size"], bias=False, dtype=torch.bfloat16
+    )
+    rates = forecast.measure_rates(args.dir, matrix, args.batch * args.tokens)
+    del matrix
+    harness.note(f"{parameters / 1e9:.2f}B parameters; setting up. Rates: {rates}")
+    meter.reset_peak_rss()
     began, before = time.perf_counter(), meter.io_bytes()
     torch.manual_seed(0)
     inf.offload(model, policy, init=lambda: llama.build(shape(args)))
@@ -77,9 +88,13 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     found = list(llama.steps(model, optimizer, batches, warm))
     ram_bytes = inf.handle(model).stats().ram_bytes
     inf.handle(model).close()
+    said = forecast.forecast(
+        planned, policy, forecast.machine_of(rates, ram_bytes), args.batch * args.tokens,
+        checkpointing=True,
+    )  # fmt: skip
     return {
         "parameters": parameters, "layers": args.layers, "tokens": args.batch * args.tokens,
-        "ram_bytes": ram_bytes, "set_up": set_up, "steps": found,
+        "ram_bytes": ram_bytes, "rates": rates, "forecast": said, "set_up": set_up, "steps": found,
     }  # fmt: skip
 
 
@@ -119,6 +134,7 @@ def main() -> int:
     quarter = max(1, len(losses) // 4)
     first, last = statistics.fmean(losses[:quarter]), statistics.fmean(losses[-quarter:])
     peak = max(record["set_up"]["peak_rss_bytes"], *(s["peak_rss_bytes"] for s in record["steps"]))
+    forecast.show(record)
     print(
         f"{record['parameters'] / 1e9:.2f}B parameters: loss {first:.3f} -> {last:.3f} in "
         f"{len(losses)} steps, {statistics.median(s['s'] for s in record['steps']):.1f} s a step, "

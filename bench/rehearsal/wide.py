@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import bench_path  # noqa: F401 - the scripts below are found by it
+import forecast
 import harness
 import llama
 import meter
 import torch
 
 import infinity as inf
+from infinity._src.perf.plan.workload import shape_of
 
 DISK_BYTES_PER_PARAM = 7.3
 
@@ -43,24 +45,28 @@ def shape(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
+def policy_of(args: argparse.Namespace, swap: Path) -> inf.Policy:
+    return inf.Policy(
+        params="nvme", optim="nvme", nvme=swap, ram=args.ram, state="compact", update="backward",
+        on_nonfinite="ignore", unit_bytes_max="2GiB",
+    )  # fmt: skip
+
+
 def offloaded(
     args: argparse.Namespace, swap: Path, *, learns: bool, **source: Any
 ) -> tuple[Any, dict[str, Any]]:
     """The model with values from this source, and what that took. learns: with room for states."""
     with torch.device("meta"):
         model = llama.build(shape(args)).requires_grad_(learns)
-    policy = inf.Policy(
-        params="nvme", optim="nvme", nvme=swap, ram=args.ram, state="compact", update="backward",
-        on_nonfinite="ignore", unit_bytes_max="2GiB",
-    )  # fmt: skip
     meter.reset_peak_rss()
     began, before = time.perf_counter(), meter.io_bytes()
-    inf.offload(model, policy, **source)
+    inf.offload(model, policy_of(args, swap), **source)
     took = {
         "s": time.perf_counter() - began,
         "read_bytes": meter.io_bytes()[0] - before[0],
         "written_bytes": meter.io_bytes()[1] - before[1],
         "peak_rss_bytes": meter.peak_rss_bytes(),
+        "file_bytes": meter.tree_bytes(swap),
     }
     harness.note(f"{took['s']:.0f} s, peak RSS {took['peak_rss_bytes'] / 1e9:.2f} GB")
     return model, took
@@ -72,8 +78,13 @@ def train(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     batches = (llama.text(args.tokens, args.steps) % args.vocab).split(1)
     swap, files = place / "swap", place / "files"
     swap.mkdir()
+    with torch.device("meta"):
+        planned = shape_of(llama.build(shape(args)))
+    matrix = llama.Fp32Linear(args.hidden, args.hidden * 13 // 4, bias=False, dtype=torch.bfloat16)
+    rates = forecast.measure_rates(place, matrix, args.tokens)
+    del matrix
     torch.manual_seed(0)
-    harness.note("from scratch")
+    harness.note(f"rates: {rates}; from scratch")
     model, began = offloaded(args, swap, learns=False, init=lambda: llama.build(shape(args)))
     parameters = sum(p.numel() for p in model.parameters())
     with torch.no_grad():
@@ -87,15 +98,18 @@ def train(args: argparse.Namespace, place: Path) -> dict[str, Any]:
     model, loaded = offloaded(args, swap, learns=True, load=files)
     optimizer = inf.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
     handle = inf.handle(model)
-    rates = [args.lr] * args.steps
-    steps = list(llama.steps(model, optimizer, itertools.cycle(batches), rates))
+    schedule = [args.lr] * args.steps
+    steps = list(llama.steps(model, optimizer, itertools.cycle(batches), schedule))
+    machine = forecast.machine_of(rates, handle.stats().ram_bytes)
     record = {
         "parameters": parameters, "layers": args.layers, "hidden": args.hidden,
         "largest_unit_bytes": max(unit.size_bytes for unit in handle.units),
         "largest_tensor": max(p.numel() for p in model.parameters()),
         "ram_bytes": handle.stats().ram_bytes, "exported_loss": exported, "from_scratch": began,
-        "export_s": export_s, "files_bytes": meter.tree_bytes(files), "loaded": loaded,
-        "steps": steps,
+        "export_s": export_s, "files_bytes": meter.tree_bytes(files), "set_up": loaded,
+        "steps": steps, "rates": rates, "forecast": forecast.forecast(
+            planned, policy_of(args, swap), machine, args.tokens, checkpointing=True
+        ),
     }  # fmt: skip
     handle.close()
     return record
@@ -133,6 +147,7 @@ def main() -> int:
     harness.append_line(args.results, {
         "run": harness.now(), "commit": harness.commit(), "machine": harness.machine(), **record,
     })  # fmt: skip
+    forecast.show(record)
     first = record["steps"][0]["loss"]
     peak = max(step["peak_rss_bytes"] for step in record["steps"])
     print(
