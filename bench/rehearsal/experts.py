@@ -129,7 +129,7 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
         "read_bytes": meter.io_bytes()[0] - io[0],
         "written_bytes": meter.io_bytes()[1] - io[1],
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        "file_bytes": meter.tree_bytes(swap),
+        "file_bytes": handle.stats().nvme_bytes,
     }
     parameters = handle.stats().params
     generator = torch.Generator().manual_seed(args.seed)

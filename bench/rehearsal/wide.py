@@ -66,7 +66,7 @@ def offloaded(
         "read_bytes": meter.io_bytes()[0] - before[0],
         "written_bytes": meter.io_bytes()[1] - before[1],
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        "file_bytes": meter.tree_bytes(swap),
+        "file_bytes": inf.handle(model).stats().nvme_bytes,
     }
     harness.note(f"{took['s']:.0f} s, peak RSS {took['peak_rss_bytes'] / 1e9:.2f} GB")
     return model, took
