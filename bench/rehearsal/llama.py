@@ -21,8 +21,8 @@ import infinity as inf
 from infinity._src.cli.corpus import windows
 from infinity._src.cli.hf_model import find_pretrained
 
-_FP32_BYTES = 64 << 20
-"""The most that a weight takes in fp32 at a time."""
+_FP32_BYTES = 8 << 20
+"""The most that a weight takes in fp32 at a time: as much as caches hold."""
 
 
 class Fp32Matmul(torch.autograd.Function):
