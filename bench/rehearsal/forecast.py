@@ -1,4 +1,4 @@
-"""What `infinity plan` says of a rehearsal, from rates that were measured just before it."""
+"""Forecasts of `infinity plan` for a rehearsal, from rates that were measured just before it."""
 
 from __future__ import annotations
 
