@@ -36,6 +36,23 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
     return found
 
 
+def alternating(*axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations of values, one of each axis, as parameters (of one axis, its values).
+    Quick is every second one, so that each value of an axis meets half of the others; the rest are
+    slow."""
+    found = []
+    for places in itertools.product(*(enumerate(axis) for axis in axes)):
+        values = [value for _, value in places]
+        quick = sum(place for place, _ in places) % 2 == 0
+        found.append(pytest.param(*values, marks=() if quick else pytest.mark.slow))
+    return found
+
+
+def every_second(*values: Any) -> list[Any]:
+    """Mark every second value as slow: those of the same kind are beside each other."""
+    return alternating(values)
+
+
 def mostly_ranks(values: Iterable[Any], *quick: Any) -> list[Any]:
     """Mark all values but the quick ones for `make ranks`: jobs of several ranks that take long."""
     return [

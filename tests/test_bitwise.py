@@ -15,6 +15,7 @@ import infinity as inf
 from infinity.aio import Seam
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import alternating
 
 TWENTY, SIX = (Training(models.llama, steps=steps) for steps in (20, 6))
 
@@ -71,7 +72,7 @@ def run(training: Training, chosen: inf.Policy, seam: Seam | None = None) -> har
         raise
 
 
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize("name", alternating(PLACEMENTS))
 def test_many_steps_are_the_reference_loops_bits_wherever_states_rest(
     name: str, tmp_path: Path
 ) -> None:

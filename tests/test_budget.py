@@ -146,7 +146,6 @@ def test_peak_memory_keeps_to_every_budget(tmp_path: Path) -> None:
         "spilling": {"spill": True},
         "a third": {"more": 1 / 3},
         "all": {"more": 2},
-        "backward": {"update": "backward"},
     }
     records = measured(tmp_path, cases, **TIGHT)
     check(records)

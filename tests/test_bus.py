@@ -20,10 +20,7 @@ from tests.device import simulated
 from tests.marks import mostly_slow
 from tests.test_device import NVME, POLICIES, alike, train
 
-QUICK = (
-    *("device", "min", "spilled", "backward", "speculative", "delayed"),
-    *("updated there, compact", "updated there, spilled"),
-)
+QUICK = ("device", "spilled", "speculative", "delayed", "updated there, compact")
 
 
 @pytest.mark.parametrize("name", mostly_slow(POLICIES, *QUICK))

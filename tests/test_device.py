@@ -19,6 +19,7 @@ from infinity.aio import Seam
 from infinity.errors import DeviceCopyError, RankFailed
 from tests import harness, models
 from tests.device import simulated
+from tests.marks import alternating
 from tests.simulated import Simulated
 
 NVME = {"params": "nvme", "optim": "nvme"}
@@ -64,7 +65,7 @@ def alike(given: dict[str, Any]) -> harness.Training:
     return harness.Training(models.llama, steps=3, **options)
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", alternating(POLICIES))
 def test_the_same_bits_as_on_the_cpu(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

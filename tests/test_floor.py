@@ -1,7 +1,7 @@
 """The byte floor: what a step moves is what the formulas of `infinity._src.perf.roofline` say, to
 the byte, by the engine's counters and by the kernel's.
 
-The cases train one after the other in a process of their own, so that /proc/self/io counts nobody
+Each case trains in a process of its own, so that /proc/self/io counts nobody
 else, past the page cache (O_DIRECT), between two moments at which nothing is pending. The formulas
 leave out two things, which are computed here from the units alone:
 
@@ -19,7 +19,6 @@ begins, and none may escape.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import sys
@@ -38,6 +37,7 @@ from infinity._src.perf.roofline import AtRest, traffic
 from infinity._src.sizes import round_up
 from infinity.aio._records import ALIGNMENT_BYTES
 from tests import forks, models
+from tests.marks import mostly_slow, pairwise
 from tests.turning import turning_bytes_max
 
 KERNEL_SLACK_BYTES = 1 << 20
@@ -225,12 +225,11 @@ def run(directory: str, case: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-@functools.cache
-def measurements() -> dict[str, list[dict[str, Any]]]:
-    """The records of every case, by position in its `micro_batches`."""
+def measurements(case: str) -> list[dict[str, Any]]:
+    """The records of a case, by position in its `micro_batches`."""
     with tempfile.TemporaryDirectory() as directory:
-        output = forks.in_a_fork("tests.test_floor", directory, json.dumps(CASES))
-    found: dict[str, list[dict[str, Any]]] = json.loads(output.strip().splitlines()[-1])
+        output = forks.in_a_fork("tests.test_floor", directory, json.dumps(CASES[case]))
+    found: list[dict[str, Any]] = json.loads(output.strip().splitlines()[-1])
     return found
 
 
@@ -249,10 +248,9 @@ def check(found: dict[str, Any]) -> None:
     assert found["written"] <= found["kernel_written"] <= found["written"] + KERNEL_SLACK_BYTES
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize(("state", "update"), pairwise(STATES, UPDATES))
 def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
-    for found in measurements()[f"{state} {update}"]:
+    for found in measurements(f"{state} {update}"):
         # Nothing is resident, and what rests is what the format says: padding costs less than one
         # part in a hundred.
         assert found["resident"] == 0
@@ -261,30 +259,30 @@ def test_a_step_moves_what_the_formula_says(state: str, update: str) -> None:
         check(found)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", mostly_slow(OTHERS, "fp16", "Lion"))
 def test_so_it_does_with_other_dtypes_and_optimizers(name: str) -> None:
     sigma = OTHERS[name][0]
-    for found in measurements()[name]:
+    for found in measurements(name):
         assert found["resident"] == 0
         assert sigma <= found["states_per_param"] < sigma * 1.01
         check(found)
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "backward"))
 def test_a_second_generation_moves_nothing_more(update: str) -> None:
-    for found in measurements()[f"two generations {update}"]:
+    for found in measurements(f"two generations {update}"):
         assert found["resident"] == 0
         check(found)
 
 
 def test_spilled_gradients_move_once_in_each_direction_per_micro_batch() -> None:
-    for found in measurements()["spilled"]:
+    for found in measurements("spilled"):
         assert found["grads"] >= found["spilled"] > 5 * found["staging"]
         check(found)
 
 
 def test_activations_move_once_in_each_direction_per_micro_batch() -> None:
-    for micro_batches, found in zip([1, 2], measurements()["activations"], strict=True):
+    for micro_batches, found in zip([1, 2], measurements("activations"), strict=True):
         assert (
             found["activations"]
             == STEPS * micro_batches * (LAYERS - HELD_CALLS) * ROWS * LENGTH * HIDDEN * 2
@@ -292,9 +290,9 @@ def test_activations_move_once_in_each_direction_per_micro_batch() -> None:
         check(found)
 
 
-@pytest.mark.parametrize("shares", SHARES, ids=str)
+@pytest.mark.parametrize("shares", mostly_slow(SHARES, SHARES[-1]), ids=str)
 def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
-    for found in measurements()[f"resident {shares}"]:
+    for found in measurements(f"resident {shares}"):
         # Whole chunks rest here or there, so a share is kept as nearly as that allows.
         wanted = 12 - 2 * shares["params"] - 10 * shares["optim"]
         assert found["states_per_param"] == pytest.approx(wanted, abs=1.0)
@@ -302,6 +300,4 @@ def test_what_is_resident_is_not_moved(shares: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    print(
-        json.dumps({name: run(sys.argv[1], case) for name, case in json.loads(sys.argv[2]).items()})
-    )
+    print(json.dumps(run(sys.argv[1], json.loads(sys.argv[2]))))

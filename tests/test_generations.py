@@ -17,7 +17,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import NonFiniteGradient, StepUndone
 from tests import harness, models
 from tests.harness import Training
-from tests.marks import mostly_slow
+from tests.marks import alternating, mostly_slow
 
 PLACEMENTS = {
     "nvme min": {"params": "nvme", "optim": "nvme", "ram": "min"},
@@ -41,15 +41,15 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
     return inf.Policy(**{"generations": 2, **values})
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize(
+    ("update", "placement"), alternating(["deferred", "backward"], PLACEMENTS)
+)
 def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
     ours = harness.offloaded(LLAMA, policy(tmp_path, update=update, **PLACEMENTS[placement]))
     harness.assert_equal(ours, harness.reference(LLAMA))
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("clip", "accumulation"), alternating(CLIPS, [1, 2]))
 def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, clip, accumulation):
     max_norm = CLIPS[clip] * (0.75 if clip == "sometimes" and accumulation == 2 else 1.0)
     training = dataclasses.replace(
@@ -323,8 +323,7 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
     assert 0 < stats.updates_withdrawn <= 2 * stats.units
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
-@pytest.mark.parametrize("nth", [0, 7, 15])
+@pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 7, 15]))
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
     reference, its_optimizer = plain(tmp_path)
     wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]

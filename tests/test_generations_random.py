@@ -253,7 +253,7 @@ def explore(max_examples: int) -> Any:
     )
 
 
-@explore(8)
+@explore(5)
 @given(**LOOPS)
 def test_any_loop_gives_the_plain_one_s_bits(tmp_path, program, kind, optimizers, delay, mode):
     check(program, tmp_path, kind, optimizers, delay, mode)

@@ -19,7 +19,7 @@ import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio import Seam
 from tests import harness, models, reference
-from tests.marks import pairwise
+from tests.marks import alternating, pairwise
 from tests.test_update_modes import set_values, values_of
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -160,15 +160,15 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("update", UPDATES)
-@pytest.mark.parametrize("place", range(len(PLACEMENTS)), ids=list(PLACEMENTS))
-def test_other_placements_with_delays_are_ram(place: int, update: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("update", "place"), alternating(UPDATES, PLACEMENTS))
+def test_other_placements_with_delays_are_ram(update: str, place: str, tmp_path: Path) -> None:
     """Every placement with every update mode and with every state format; every mode with every
     format."""
-    state = STATES[(place + UPDATES.index(update)) % len(STATES)]
-    chosen = list(PLACEMENTS.values())[place]
+    number = list(PLACEMENTS).index(place)
+    state = STATES[(number + UPDATES.index(update)) % len(STATES)]
+    chosen = PLACEMENTS[place]
     policy = inf.Policy(state=state, update=update, delayed_warmup=WARMUP, nvme=tmp_path, **chosen)
-    seam = Seam(delay_us_max=1500, seed=place)
+    seam = Seam(delay_us_max=1500, seed=number)
     assert_same(
         train(wide_llama, "AdamW", policy, seam), in_ram(wide_llama, "AdamW", state, update)
     )

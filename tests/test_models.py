@@ -13,6 +13,7 @@ from torch import nn
 import infinity as inf
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import alternating
 
 BATCH = models.token_batches(1, seed=99)[0]
 
@@ -34,9 +35,10 @@ def test_models_train_as_the_plain_loop_does(case: models.Case, nvme: inf.Policy
     check(Training(case.factory, groups=case.name != "lora"), nvme)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(
-    "case", [case for case in models.CASES if case.checkpoints], ids=lambda case: case.name
+    ("use_reentrant", "case"),
+    alternating([False, True], [case for case in models.CASES if case.checkpoints]),
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_models_train_with_checkpointing(
     case: models.Case, use_reentrant: bool, nvme: inf.Policy
@@ -135,8 +137,11 @@ FAILING = [
 ]
 
 
-@pytest.mark.parametrize("before", [fail_in_forward, fail_in_backward])
-@pytest.mark.parametrize("case", FAILING, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("before", "case"),
+    alternating([fail_in_forward, fail_in_backward], FAILING),
+    ids=lambda value: getattr(value, "name", value.__class__.__name__),
+)
 def test_exceptions_leave_a_clean_state(
     case: models.Case, before: harness.Between, nvme: inf.Policy
 ) -> None:

@@ -20,7 +20,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import StateInvalid
 from tests import harness, models, test_spill
 from tests.harness import Training
-from tests.marks import mostly_slow
+from tests.marks import alternating, mostly_slow
 from tests.test_bitwise import MixedDtypes, policy, wide_llama
 
 MIN = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -64,8 +64,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACEMENTS)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("place", "name"), alternating(PLACEMENTS, ALGORITHMS))
 def test_exact_states_are_the_reference_loops_bits(name: str, place: str, tmp_path: Path) -> None:
     chosen = training(name)
     result = harness.offloaded(chosen, policy(tmp_path, **PLACEMENTS[place]))

@@ -16,6 +16,7 @@ from tests import harness, models
 from tests.delayed import DelayedReference, assert_same_states, opened, reference_of, take_step
 from tests.distributed.test_two_ranks import on_two_ranks
 from tests.harness import Training
+from tests.marks import alternating
 from tests.reference import ReferenceScaler
 from tests.test_bitwise import wide_llama
 from tests.test_fp16 import assert_equal_but_nan
@@ -291,16 +292,16 @@ SKIPPED = {
 
 
 @pytest.mark.parametrize(
-    ("when", "place"),
+    ("means", "when", "place"),
     [
-        *((when, "nvme") for when in SKIPPED),
+        *alternating(("GradScaler", "on_nonfinite"), SKIPPED, ("nvme",)),
         *(
-            pytest.param("in the middle", place, marks=pytest.mark.slow)
+            pytest.param(means, "in the middle", place, marks=pytest.mark.slow)
+            for means in ("GradScaler", "on_nonfinite")
             for place in ("cpu", "device")
         ),
     ],
 )
-@pytest.mark.parametrize("means", ["GradScaler", "on_nonfinite"])
 def test_a_delayed_loop_without_the_steps_that_are_skipped(
     means: str, when: str, place: str, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ from infinity.errors import AioError, ParameterReleased
 from infinity.ops import LinearCrossEntropy
 from tests import harness, models
 from tests.harness import Training
-from tests.marks import mostly_slow
+from tests.marks import alternating, mostly_slow
 from tests.test_bitwise import PLACEMENTS, policy
 
 RAM = "64MiB"
@@ -97,7 +97,8 @@ LLAMA = Training(llama, steps=3)
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in PLACEMENTS if name not in ("nvme measured", "nvme io_uring")]
+    "name",
+    alternating(name for name in PLACEMENTS if name not in ("nvme measured", "nvme io_uring")),
 )
 def test_wherever_tiles_rest_the_bits_are_those_of_the_plain_loop(
     name: str, tmp_path: Path

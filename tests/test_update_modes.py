@@ -18,6 +18,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import BudgetError, NonFiniteGradient, StateInvalid
 from tests import harness, models
 from tests.harness import Training
+from tests.marks import alternating
 from tests.reference import ReferenceAdamW
 
 PLACEMENTS = {
@@ -157,8 +158,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("update", ["backward", "delayed"])
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("update", "name"), alternating(["backward", "delayed"], VARIANTS))
 def test_models_and_loops_keep_their_bits(name: str, update: str, tmp_path: Path) -> None:
     training = VARIANTS[name]
     chosen = policy(
@@ -304,8 +304,7 @@ def test_no_sync_wants_room_for_gradients(tmp_path: Path) -> None:
 # -- delayed ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("warmup", [0, 2])
-@pytest.mark.parametrize("name", PLACEMENTS)
+@pytest.mark.parametrize(("warmup", "name"), alternating([0, 2], PLACEMENTS))
 def test_the_delayed_update_is_the_delayed_reference_loops_bits(
     name: str, warmup: int, tmp_path: Path
 ) -> None:

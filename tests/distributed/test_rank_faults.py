@@ -27,6 +27,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, RankFailed
 from tests.crashes import Net, Rooted, digest, step
 from tests.distributed.ranks import Outcome, ends_of, on_ranks
+from tests.marks import mostly_ranks
 
 STRUCK_IN = 2  # the step
 STAGE3: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -172,9 +173,9 @@ def survivors(outcomes: list[Outcome], victim: int, directory: Path) -> list[End
         ("forward", 1, 3, STAGE3),
         ("backward", 2, 3, SPECULATING),
         ("step", 1, 3, STAGE3),
-        ("after", 1, 2, STAGE3),
+        pytest.param("after", 1, 2, STAGE3, marks=pytest.mark.ranks),
         ("backward", 0, 3, STAGE2),  # where the store is
-        ("forward", 0, 2, STAGE3),
+        pytest.param("forward", 0, 2, STAGE3, marks=pytest.mark.ranks),
     ],
 )
 def test_a_rank_that_is_killed_is_named_by_all_others_which_end(
@@ -208,7 +209,7 @@ def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
             assert "out of luck" in ended.text
 
 
-@pytest.mark.parametrize("values", [STAGE3, STAGE2, SPECULATING])
+@pytest.mark.parametrize("values", mostly_ranks([STAGE3, STAGE2, SPECULATING], STAGE3))
 def test_a_drive_that_fails_on_one_rank_ends_the_others_with_its_name(
     tmp_path: Path, values: dict[str, Any]
 ) -> None:

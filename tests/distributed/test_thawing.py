@@ -20,6 +20,7 @@ from tests import harness, models
 from tests.distributed.plain_ranks import Rules, assert_modelled
 from tests.distributed.ranks import assert_ranks_agree, named, on_ranks, shard_of
 from tests.harness import Result, Training
+from tests.marks import mostly_ranks
 
 CPU: dict[str, Any] = {"params": "cpu", "optim": "cpu"}
 DEVICE: dict[str, Any] = {"params": "device", "optim": "cpu"}
@@ -300,43 +301,62 @@ THAWS: list[Callable[[Any, int], Any]] = [
 ]
 
 
-def thaw_apart(rank: int, _place: Path) -> list[tuple[str, bool]]:
+EARLY = {"update": "backward", "on_nonfinite": "ignore"}
+APART: dict[str, tuple[dict[str, Any], list[Callable[[Any, int], Any]]]] = {
+    "whole": ({}, THAWS),
+    "stage 1": ({**DEVICE, "zero": 1}, THAWS[:2]),
+    "stage 2": ({**DEVICE, "zero": 2}, THAWS[:1]),
+    "early": (EARLY, THAWS[1:]),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart:
+    """Ranks thaw other parameters, in the ways of these cases."""
+
+    cases: tuple[str, ...]
+
+    def __call__(self, rank: int, place: Path) -> list[tuple[str, bool]]:
+        return [found for case in self.cases for found in thaw_apart(rank, *APART[case])]
+
+
+def thaw_apart(
+    rank: int, chosen: dict[str, Any], thaws: list[Callable[[Any, int], Any]]
+) -> list[tuple[str, bool]]:
     found = []
-    early, local = {"update": "backward", "on_nonfinite": "ignore"}, {**DEVICE, "zero": 1}
-    for chosen, thaws in (
-        ({}, THAWS),
-        (local, THAWS[:2]),
-        ({**DEVICE, "zero": 2}, THAWS[:1]),
-        (early, THAWS[1:]),
-    ):
-        for of in thaws:
-            model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
-            optimizer = inf.AdamW(
-                [each for each in model.parameters() if each.requires_grad], lr=1e-2
-            )
-            of(model, rank).requires_grad_(True)
-            try:
-                if of is not THAWS[-1]:  # where each rank has some to hold
-                    with pytest.raises(
-                        ValueError, match="building an optimizer: all ranks do the same"
-                    ):
-                        inf.AdamW(
-                            set(model.parameters()) - set(optimizer.param_groups[0]["params"]),
-                            lr=1e-2,
-                        )
-                with pytest.raises(RankFailed) as caught:
-                    with handle.no_sync():
-                        backward(model, 0)
-                    backward(model, 1)
-                    optimizer.step()
-                found.append((str(caught.value), isinstance(caught.value, RanksDiverged)))
-            finally:
-                handle.close()
+    for of in thaws:
+        model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
+        optimizer = inf.AdamW(
+            [each for each in model.parameters() if each.requires_grad], lr=1e-2
+        )
+        of(model, rank).requires_grad_(True)
+        try:
+            if of is not THAWS[-1]:  # where each rank has some to hold
+                with pytest.raises(
+                    ValueError, match="building an optimizer: all ranks do the same"
+                ):
+                    inf.AdamW(
+                        set(model.parameters()) - set(optimizer.param_groups[0]["params"]),
+                        lr=1e-2,
+                    )
+            with pytest.raises(RankFailed) as caught:
+                with handle.no_sync():
+                    backward(model, 0)
+                backward(model, 1)
+                optimizer.step()
+            found.append((str(caught.value), isinstance(caught.value, RanksDiverged)))
+        finally:
+            handle.close()
     return found
 
 
-def test_ranks_that_thaw_other_parameters_are_told_so(tmp_path: Path) -> None:
-    for told in zip(*on_ranks(thaw_apart, tmp_path / "run", 2), strict=True):
+@pytest.mark.parametrize(
+    "cases", mostly_ranks([("stage 2", "early"), ("whole", "stage 1")], ("stage 2", "early")), ids=str
+)
+def test_ranks_that_thaw_other_parameters_are_told_so(
+    cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    for told in zip(*on_ranks(Apart(cases), tmp_path / "run", 2), strict=True):
         assert any(diverged for _, diverged in told) or all(
             "has come to" in text for text, _ in told
         ), told

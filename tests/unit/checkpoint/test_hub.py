@@ -26,6 +26,7 @@ from infinity._src.checkpoint.hub_files import HubTensors
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names
+from tests.marks import alternating
 
 CPU = inf.Policy(params="cpu", optim="cpu")
 
@@ -49,8 +50,9 @@ def meta_mixtral(mixtral: Path) -> Iterator[Any]:
         handle.close()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("family", hub_models.QUICK)
+@pytest.mark.parametrize(
+    ("dtype", "family"), alternating([torch.bfloat16, torch.float32], hub_models.QUICK), ids=str
+)
 def test_a_checkpoint_gives_what_from_pretrained_gives_and_is_written_back(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
@@ -363,6 +365,7 @@ torch.set_num_threads(1)
 import infinity as inf
 from infinity._src import build
 from tests import hub_models
+from tests.marks import alternating
 
 def anonymous():
     lines = open("/proc/self/status").read().splitlines()

@@ -137,7 +137,10 @@ def test_the_tier_does_not_change_a_bit_of_the_result(
     "chosen",
     [
         ["--state", "bf16", "--update", "delayed", "--delayed-warmup", "2"],
-        ["--state", "compact", "--update", "backward", "--clip", "0", "--accumulate", "2"],
+        pytest.param(
+            ["--state", "compact", "--update", "backward", "--clip", "0", "--accumulate", "2"],
+            marks=pytest.mark.slow,
+        ),
         [
             "--state",
             "bf16",
@@ -148,7 +151,10 @@ def test_the_tier_does_not_change_a_bit_of_the_result(
             "--accumulate",
             "2",
         ],
-        ["--activations", "nvme", "--checkpointing", "--seq", "128", "--batch", "4"],
+        pytest.param(
+            ["--activations", "nvme", "--checkpointing", "--seq", "128", "--batch", "4"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.marks import alternating
 from tests.unit.hooks import models
 from tests.unit.hooks.both_models import both, run_both, stack_rig
 from tests.unit.hooks.rig import Rig
@@ -20,8 +21,10 @@ from tests.unit.hooks.rig import Rig
 
 
 @both
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("case", ["llama", "gpt2_tied", "t5_shared", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("reentrant", "case"),
+    alternating([False, True], ["llama", "gpt2_tied", "t5_shared", "qwen3_moe"]),
+)
 def test_gradient_checkpointing_of_both_kinds_is_bit_equal(
     case: str, reentrant: bool, eager: bool
 ) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from infinity._src.kernels import choice
 from infinity._src.kernels.update import UpdatePlan
 from infinity.aio._records import HYPER, SEG, Format, GradDtype, GradSection, Master, Moments
+from tests.marks import alternating
 from tests.oracle import update_sections
 from tests.unit.native.test_update_kernels import CASES, ROWS, as_bf16, assert_same_sections, states
 
@@ -107,20 +108,22 @@ def ours(
     ]
 
 
-@pytest.mark.parametrize("which", choice.IMPLEMENTATIONS)
 @pytest.mark.parametrize(
-    ("name", "state_format"), CASES, ids=[f"{name} {fmt}" for name, fmt in CASES]
+    ("which", "case"),
+    alternating(choice.IMPLEMENTATIONS, CASES),
+    ids=lambda value: value if isinstance(value, str) else f"{value[0]} {value[1]}",
 )
 def test_every_algorithm_on_every_format_gives_the_bits_of_the_reference(
-    device: torch.device, which: str, name: str, state_format: Format
+    device: torch.device, which: str, case: tuple[str, Format]
 ) -> None:
+    name, state_format = case
     hypers = np.array([ROWS[name][1]], HYPER)
     for seed, (numel, odd) in enumerate(
         [(1000, True), (1, False), (64, True), (2048 + 17, False), (1024, True)]
     ):
         sections, grad = states(state_format, numel, seed, odd=odd)
         segs = segs_of((0, numel, 64 * seed, 0))
-        gradient = grads_of(grad)[CASES.index((name, state_format)) % 3]
+        gradient = grads_of(grad)[CASES.index(case) % 3]
         expected = [section.copy() for section in sections]
         reference(state_format, expected, gradient, segs, hypers)
         assert_same_sections(
