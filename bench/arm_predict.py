@@ -26,6 +26,7 @@ import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.predict import Prediction, predict
+from infinity._src.perf.plan.ram_beside import ram_beside
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity.aio import Seam
 
@@ -71,7 +72,8 @@ def budget_of(shape: ModelShape, machine: Machine, job: Job, ram: str) -> int | 
     take."""
     if ram == "min":
         return ram
-    whole = predict(shape, machine, job).ram.bytes
+    found = predict(shape, machine, job)
+    whole = found.ram.bytes - found.ram_beside.peak
     return int(float(ram) * whole) + 1
 
 
@@ -136,7 +138,8 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     )
     stats = handle.stats()
     handle.close()
-    found = predict(shape, describe(machine, stats.ram_bytes), job)
+    beside = ram_beside(shape, machine, job).peak
+    found = predict(shape, describe(machine, stats.ram_bytes + beside), job)
     return {
         **record,
         **told(found, workload),
@@ -146,7 +149,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
 
 
 def describe(machine: Machine, ram_bytes: int) -> Machine:
-    """The machine with the budget that the engine used."""
+    """The machine with so much RAM."""
     return describe_machine(
         gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, read_bytes_per_s=machine.read_bytes_per_s,
         write_bytes_per_s=machine.write_bytes_per_s, dram_bytes_per_s=machine.dram_bytes_per_s,
@@ -164,7 +167,7 @@ def told(found: Prediction, workload: r1.Workload) -> dict[str, Any]:
         "predicted_read_bytes_per_param": total.read / workload.parameters,
         "predicted_write_bytes_per_param": total.written / workload.parameters,
         "predicted_nvme_bytes": found.nvme.bytes,
-        "predicted_ram_bytes": found.ram.bytes,
+        "predicted_ram_bytes": found.ram.bytes - found.ram_beside.peak,
         "predicted_fits": found.fits,
     }
 

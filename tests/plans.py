@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from infinity import Policy
-from infinity._src.perf.plan.workload import Job
+from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.ram_beside import ram_beside
+from infinity._src.perf.plan.workload import Job, ModelShape
 
 
 def job_of(tokens: int, sequence: int, **fields: Any) -> Job:
     """Make a job with all states on NVMe. fields: of the job, or of its policy."""
     policy = Policy(params="nvme", optim="nvme", nvme=["."])
     return Job(policy, tokens=tokens, sequence=sequence).replace(**fields)
+
+
+def with_budget(machine: Machine, shape: ModelShape, job: Job, budget_bytes: float) -> Machine:
+    """Give the machine RAM for so large a budget of each rank, and for what lies beside it."""
+    beside = ram_beside(shape, machine, job).peak
+    return dataclasses.replace(machine, ram_bytes=machine.ranks * budget_bytes + beside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from torch import nn
 
 import infinity as inf
+from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.outside import outside
 from infinity._src.perf.plan.predict import predict
+from infinity._src.perf.plan.ram_beside import ram_beside
 from infinity._src.perf.plan.workload import Job, ModelShape
 
 COPY_BYTES = 256 << 20
@@ -84,6 +87,9 @@ def forecast(
         policy, tokens=tokens, sequence=tokens, checkpointing=checkpointing,
         expert_tile=expert_tile,
     )  # fmt: skip
+    # Of `machine_of`: a plan's machine has room for what lies beside the budget, too.
+    beside = ram_beside(cut_experts(shape, expert_tile), machine, job).peak
+    machine = dataclasses.replace(machine, ram_bytes=machine.ram_bytes + beside)
     found = predict(shape, machine, job)
     besides = outside(shape, found)
     total, set_up = found.moved.total, besides.set_up
@@ -94,8 +100,8 @@ def forecast(
         "read_bytes": total.read,
         "written_bytes": total.written,
         "file_bytes": found.nvme.bytes,
-        "ram_bytes": found.ram.bytes,
-        "beside_ram_bytes": besides.ram.peak,
+        "ram_bytes": found.ram.bytes - beside,
+        "beside_ram_bytes": beside,
         "set_up": {"s": set_up.seconds, "read_bytes": set_up.read, "written_bytes": set_up.written},
     }
 

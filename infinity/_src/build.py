@@ -45,6 +45,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
+from infinity._src.memory import footprint
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
 from infinity._src.memory.device_room import Passes, beside_bytes
@@ -204,8 +205,13 @@ def build_engine(
     source = open_source(model, load, init)
     # Also where no part can be read: every rank holds this round.
     in_parts = split.resources.are_alike(_read_alike(split, source))
+    if source.files and split.comm.world > 1 and not in_parts and split.comm.rank == 0:
+        log.info(
+            "each of %d ranks reads all parameters: they do not read the same files of one machine",
+            split.comm.world,
+        )
     # The source was opened before: a missing file is found before drives are written.
-    tiers = open_tiers(split, seam, owner, undo)
+    tiers = open_tiers(split, seam, owner, undo, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
@@ -273,10 +279,15 @@ def take_apart(
 
 
 def open_tiers(
-    split: Split, seam: Seam | None, owner: EngineHandle, undo: contextlib.ExitStack
+    split: Split,
+    seam: Seam | None,
+    owner: EngineHandle,
+    undo: contextlib.ExitStack,
+    *,
+    in_parts: bool,
 ) -> Tiers:
-    """Plan the budget and open the storage of values; it is empty yet. Raises: BudgetError,
-    MemoryLimitError, SwapFullError, OSError.
+    """Plan the budget and open the storage of values; it is empty yet. in_parts: how it will be
+    filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
     # Room for the gradients of a few units on their way.
@@ -297,10 +308,13 @@ def open_tiers(
     plan = planner.first()
     # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
     shards = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
+    filling, running = _beside_bytes(split, in_parts=in_parts)
     split.resources.check_memory(
         plan,
         # Pools, and parameters that stay in RAM, beside the values that the model holds until then.
         begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
+        filling_bytes=filling,
+        running_bytes=running,
         freed_bytes=_held_bytes(split.params),
     )
     storage = Storage(
@@ -330,6 +344,24 @@ def _read_alike(split: Split, source: OpenSource) -> str:
         for flat in split.flats
     ]
     return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"
+
+
+def _beside_bytes(split: Split, *, in_parts: bool) -> tuple[int, int]:
+    """Bytes that this rank takes beside its plan: while it is filled, and in a step. A save finds
+    out by itself whether there is memory for it."""
+    policy = split.policy
+    layouts = [flat.layout for flat in split.flats]
+    chunks = sum(len(layout.chunks) for layout in layouts)
+    sizes = [(each.numel * each.itemsize, each.shard_numel * each.itemsize) for each in layouts]
+    held = footprint.held_bytes(chunks, len(split.units), policy.generations)
+    passing = footprint.passing_bytes(
+        chunks,
+        all_at_once=not policy.consumes_grads,
+        durable=bool(policy.durable),
+        drives=len(policy.directories),
+        fill=footprint.fill_bytes(sizes, in_parts=in_parts),
+    )
+    return held + passing["fill"], held + passing["step"]
 
 
 def _held_bytes(params: Sequence[Param]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import io
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -104,9 +106,9 @@ def test_tiles_are_filled_in_parts(tmp_path: Path) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class OtherValues:
-    """Files of other values for each rank. Returns the error of the rank."""
+    """Files of other values for each rank. Returns the error of the rank, and what was logged."""
 
-    def __call__(self, rank: int, place: Path) -> str:
+    def __call__(self, rank: int, place: Path) -> tuple[str, str]:
         torch.manual_seed(rank)
         model = models.llama()
         file = place / f"{rank}.safetensors"
@@ -114,13 +116,22 @@ class OtherValues:
             {name: torch.randn(value.shape) for name, value in model.named_parameters()}, file
         )
         dist.barrier()
+        log, lines = logging.getLogger("infinity"), io.StringIO()
+        handler, level = logging.StreamHandler(lines), log.level
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
         with pytest.raises(ValueError, match="are not the same on all ranks") as caught:
             filled(models.llama, file, 1)
-        return str(caught.value)
+        log.removeHandler(handler)
+        log.setLevel(level)
+        return str(caught.value), lines.getvalue()
 
 
 def test_copies_with_other_values_are_compared(tmp_path: Path) -> None:
-    assert len(set(on_ranks(OtherValues(), tmp_path / "ranks", 2))) == 1
+    (zero, told), (one, _) = on_ranks(OtherValues(), tmp_path / "ranks", 2)
+    assert zero == one
+    # They may as well be the same: nobody knows before all are read.
+    assert "each of 2 ranks reads all parameters" in told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,4 +269,5 @@ def test_a_plan_beyond_the_cgroups_limit_is_refused_before_memory_is_taken(tmp_p
     assert text.startswith("this process would hold")
     assert f"the limit of cgroup {place} (320 MiB) leaves" in text
     assert "choose Policy(ram=" in text
-    assert held <= left <= limit < needed <= 400 << 20
+    # The plan has all that is given; beside it are records, and few on this model.
+    assert held <= left <= limit < needed <= 401 << 20

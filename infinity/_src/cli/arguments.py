@@ -331,7 +331,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         # The plan may be for another machine, so there is nothing to take a share of.
         required=True,
         metavar="SIZE",
-        help="CPU memory that offloading may hold, all ranks together",
+        help="CPU memory of the node: the budgets of all ranks, and what they take beside them",
     )
     _add_drives(machine)
     _add_links(machine)
@@ -386,7 +386,7 @@ def _add_links(machine: argparse._ArgumentGroup) -> None:
     )
     machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
     machine.add_argument(
-        "--cores", type=int, help="physical cores of a node's CPUs, which update beside GPUs (32)"
+        "--cores", type=int, help="physical cores of a node's CPUs, which update (32)"
     )
     machine.add_argument(
         "--adam",

@@ -504,8 +504,10 @@ def _outside(shape: ModelShape, found: Prediction) -> Table:
     costs, ranks = outside(shape, found), found.machine.ranks
     table = _table("Besides", "", "")
     table.show_header = False
-    each = f", {costs.ram.chunks:,} chunks{' on each rank' if ranks > 1 else ''}"
-    table.add_row("RAM beside --ram", f"{format_size(costs.ram.held)} of records{each}")
+    on_each = " on each rank" if ranks > 1 else ""
+    each = f", {costs.ram.chunks:,} chunks{on_each}"
+    table.add_row("Policy(ram=...)", f"at most {format_size(found.policy_ram)}{on_each}")
+    table.add_row("RAM beside it", f"{format_size(costs.ram.held)} of records{each}")
     for phase, size in costs.ram.passing.items():
         if size:
             table.add_row(f"  more in a {phase}", format_size(size))
@@ -667,6 +669,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "job": _job(found),
         "gpu": _need(found.gpu),
         "ram": _need(found.ram),
+        "policy_ram_bytes": found.policy_ram,
         "nvme": _need(found.nvme),
         "at_rest": dataclasses.asdict(found.at_rest),
         "on_nvme": dataclasses.asdict(found.on_nvme),

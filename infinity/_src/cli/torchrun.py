@@ -73,7 +73,7 @@ class Joined:
             return True
         try:
             # These are this rank's own. Any other error may only mean that another rank has gone.
-            if not isinstance(error, (ValueError, AioError, KeyboardInterrupt)):
+            if not isinstance(error, (ValueError, AioError, MemoryError, KeyboardInterrupt)):
                 deadline = time.monotonic() + _PATIENCE_S
                 while time.monotonic() < deadline and not self.store.check([_STOPPED]):
                     time.sleep(0.05)

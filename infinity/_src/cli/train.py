@@ -61,6 +61,8 @@ from infinity.aio._swap_file import resolve_directories
 from infinity.errors import InfinityError
 
 SCHEMA = "infinity.train/1"
+_FORESEEN = (ValueError, InfinityError, OSError, MemoryError)
+"""Errors that are told in one line."""
 _BENCH_BYTES = 512 * MIB
 _ALONE_STEP = 3
 """The step that begins with no update pending, so that its first forward is measured alone: late
@@ -106,7 +108,7 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                 raise
     except KeyboardInterrupt:
         return 130
-    except (ValueError, InfinityError, OSError, *lost) as error:
+    except (*_FORESEEN, *lost) as error:
         if not reported and ranks.tells(error):
             _say_error(console, error, options, ranks)
         return 2 if isinstance(error, ValueError) else 1
@@ -126,7 +128,7 @@ def _say_error(
         console.print("interrupted; what was measured so far is in " + str(options.out))
         return
     several = ranks is not None and ranks.world > 1
-    if not isinstance(error, (ValueError, InfinityError, OSError)):
+    if not isinstance(error, _FORESEEN):
         if not several:
             # The error goes on to the caller, and is shown there with its traceback.
             return
@@ -139,6 +141,13 @@ def _say_error(
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
     # Some exceptions have no text at all.
     text = str(error) or type(error).__name__
+    # A MemoryLimitError names its fix, and others know of no option.
+    if isinstance(error, MemoryError) and not isinstance(error, InfinityError):
+        ram = getattr(options, "ram", None) or "half of what the machine leaves"
+        text = (
+            f"there is not enough memory: {text}. The budget is --ram {ram}: give a smaller one, "
+            "shorter sequences (--seq) or fewer (--batch), or raise the machine's or cgroup's limit"
+        )
     console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
 
 

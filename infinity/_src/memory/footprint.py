@@ -3,10 +3,13 @@
 A chunk is 4.5 MiB of states, so these are one part in a thousand or two of them; of a model of 400
 billion parameters, with a million chunks, they are gigabytes. Checksums are in the budget
 (`memory.placement`), and not here. All were measured on 64-bit Linux with CPython and glibc, and
-tests/unit/memory/test_footprint.py holds them against the engine.
+tests/unit/memory/test_footprint.py holds them against the engine. Values on their way while a model
+is filled are no records: they have the size of its flats.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 CHUNK_BYTES = 1700
 """A chunk while its model is offloaded: the executor's record (988), the same in numpy (316), and
@@ -19,8 +22,9 @@ UNIT_BYTES = 16_000
 """A unit of one parameter and its optimizer's entry: modules, hooks, layouts, records."""
 
 STEP_CHUNK_BYTES = 776
-"""A chunk whose update is on its way: a job of the executor (736) and its segment. With
-update="deferred" these are all chunks of the rank, else those of a few units."""
+"""A chunk whose update is on its way: a job of the executor (736) and its segment. These are all
+chunks of the rank where `opt.step()` submits all updates; where backward uses up the gradients,
+those of a few units."""
 
 SAVE_BYTES = 30 << 20
 """Any save: chunks that are written, slots of the data file's executor, its records."""
@@ -43,14 +47,37 @@ def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
-def passing_bytes(chunks: int, *, deferred: bool, durable: bool, drives: int = 1) -> dict[str, int]:
-    """Compute the most bytes beside those of `held_bytes` in each phase: step, save, commit,
-    restore. deferred: updates of all units wait for one step. drives: that states are read from.
-    Phases do not overlap, but for a save that goes on beside steps.
+def fill_bytes(flats: Iterable[tuple[int, int]], *, in_parts: bool) -> int:
+    """Compute the most bytes of values on their way to their tiers while a rank is filled: one flat
+    is read while the shard of the one before is written.
+
+    flats: bytes of each and of its shard, in order. in_parts: no more than the shard is read; else
+    the shard is copied from the whole, unless it is that.
+    """
+    most = before = 0
+    for whole, shard in flats:
+        if in_parts:
+            most = max(most, shard + before)
+        else:
+            most = max(most, whole + max(before, shard if shard < whole else 0))
+        before = shard
+    return most
+
+
+def passing_bytes(
+    chunks: int, *, all_at_once: bool, durable: bool, drives: int, fill: int
+) -> dict[str, int]:
+    """Compute the most bytes beside those of `held_bytes` in each phase: fill, step, save, commit,
+    restore. Phases do not overlap, but for a save that goes on beside steps.
+
+    all_at_once: a step may have the updates of all units on their way. drives: that states are read
+    from. fill: bytes of `fill_bytes`.
     """
     return {
-        "step": chunks * STEP_CHUNK_BYTES if deferred else 0,
-        "save": SAVE_BYTES + drives * SAVE_DRIVE_BYTES + chunks * SAVE_CHUNK_BYTES,
+        "fill": fill,
+        "step": chunks * STEP_CHUNK_BYTES if all_at_once else 0,
+        # A pipeline without drives reads ahead as if there were one.
+        "save": SAVE_BYTES + max(drives, 1) * SAVE_DRIVE_BYTES + chunks * SAVE_CHUNK_BYTES,
         "commit": chunks * COMMIT_CHUNK_BYTES if durable else 0,
         "restore": chunks * RESTORE_CHUNK_BYTES,
     }

@@ -127,18 +127,28 @@ class NodeResources:
             found.append(max(taken // self.sharers(file.directory), min(taken, DEPTH_MIN)))
         return found
 
-    def check_memory(self, plan: PlacementPlan, *, begun_bytes: int, freed_bytes: int) -> None:
-        """Check that what the plans of all ranks hold fits into memory. Collective.
+    def check_memory(
+        self,
+        plan: PlacementPlan,
+        *,
+        begun_bytes: int,
+        filling_bytes: int,
+        running_bytes: int,
+        freed_bytes: int,
+    ) -> None:
+        """Check that what all ranks hold, by their plans and beside them, fits into memory.
+        Collective.
 
-        begun_bytes: what this rank takes before it gives back anything. freed_bytes: memory of the
-        model's values, which it gives back when they are at rest. Raises: MemoryLimitError on all
-        ranks if those under one limit want more than it leaves.
+        begun_bytes: what this rank takes of its plan before it gives back anything. filling_bytes,
+        running_bytes: what it takes beside the plan until then, and from then on. freed_bytes:
+        memory of the model's values, which it gives back when they are at rest. Raises:
+        MemoryLimitError on all ranks if those under one limit want more than it leaves.
         """
         assert self._rendezvous is not None
         everyone = self._rendezvous.all_gather_object(
             {
-                "size": plan.ram_bytes,
-                "begun": begun_bytes,
+                "begun": (begun_bytes, filling_bytes),
+                "size": (plan.ram_bytes, running_bytes),
                 "freed": freed_bytes,
                 "least": plan.min_bytes,
                 "memory": memory_seen(),
@@ -152,10 +162,12 @@ class NodeResources:
             freed = sum(everyone[rank]["freed"] for rank in ranks)
             # First beside the model's values, then in their place.
             for name, room in (("begun", left), ("size", left + freed)):
-                wanted = sum(everyone[rank][name] for rank in ranks)
-                if wanted > room:
+                planned, beside = (
+                    sum(everyone[rank][name][part] for rank in ranks) for part in (0, 1)
+                )
+                if planned + beside > room:
                     least = max(everyone[rank]["least"] for rank in ranks)
-                    raise _beyond(limit, wanted, room, ranks, least=least)
+                    raise _beyond(limit, planned + beside, room, ranks, least=least, beside=beside)
 
     def check_room(self, files: Sequence[SwapFile], sizes: Sequence[int]) -> None:
         """Check that the file systems have room for all ranks: `sizes` more bytes in this rank's
@@ -264,24 +276,25 @@ class NodeResources:
 
 
 def _beyond(
-    limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int
+    limit: str, wanted: int, left: int, ranks: Sequence[int], *, least: int, beside: int
 ) -> MemoryLimitError:
     """Return the error for ranks that want more memory than a limit leaves. least: the smallest
-    `Policy.ram` that works for each of them.
+    `Policy.ram` that works for each of them. beside: bytes of `wanted` that no budget has.
     """
     who, name = "this process", describe_limit(limit)
     if len(ranks) > 1:
         who = f"{_ranks(ranks)} together"
-    part = left // len(ranks)
+    part = (left - beside) // len(ranks)
     fix = (
         f"choose Policy(ram={format_size(part)!r}) or less ({format_size(least)} is the least that "
         "works)"
         if least <= part
         else f"this policy needs {format_size(least)} for each rank at least: let states rest on a "
-        "lower tier (optim='nvme', grads='nvme')"
+        "lower tier (optim='nvme', grads='nvme'), make units smaller (unit_bytes_max)"
     )
     return MemoryLimitError(
-        f"{who} would hold {format_size(wanted)}, and {name} leaves {format_size(left)}: "
+        f"{who} would hold {format_size(wanted)}, {format_size(beside)} of it beside Policy.ram, "
+        f"and {name} leaves {format_size(left)}: "
         f"{format_size(wanted - left)} are missing, and the kernel would end the process; {fix}, "
         "or raise the limit",
         limit=name,

@@ -80,7 +80,7 @@ MACHINE = [
 def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_would_help(
     small: Path,
 ) -> None:
-    status, shown = plan(small, *MACHINE, "--ram", "256MiB", "--gpus", "2", "--gpu-mem", "24GiB")
+    status, shown = plan(small, *MACHINE, "--ram", "384MiB", "--gpus", "2", "--gpu-mem", "24GiB")
     assert status == 0, shown
     for wanted in (
         "It fits",
@@ -103,6 +103,8 @@ def test_the_answer_says_what_fits_where_it_rests_how_long_it_takes_and_what_wou
         "assumed",
         "tbw",
         "--drives: 1, assumed",
+        "Policy(ram=...)",
+        "more in a fill",
         "sequences of 2,048, checkpointed",
     ):
         assert wanted in shown, wanted
@@ -229,6 +231,13 @@ def test_the_json_holds_the_same_figures(
     found = record["plan"]
     assert found["fits"]
     assert found["ram"]["bytes"] <= 256 * MIB
+    beside = found["ram"]["parts"]["beside the budget"]
+    assert found["ram"]["bytes"] == sum(found["ram"]["parts"].values())
+    assert found["policy_ram_bytes"] == 256 * MIB - beside
+    assert record["outside"]["ram_peak_bytes"] == beside
+    # Two blocks are on their way.
+    block = 2 * (4 * 512 * 512 + 3 * 512 * 1408 + 2 * 512)
+    assert record["outside"]["ram_passing_bytes"]["fill"] == pytest.approx(2 * block, rel=0.01)
     assert found["step_s"] == pytest.approx(found["limit_schedule_s"] / EFFICIENCY)
     assert found["written_bytes_per_day"] == pytest.approx(
         found["written_bytes"] / found["step_s"] * 86400

@@ -21,6 +21,8 @@ from infinity._src.bench.swap import measure_swap  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
+from infinity.aio import _memory_limits as memory_limits  # noqa: E402
+from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 
@@ -283,6 +285,21 @@ def test_a_mistake_is_one_line_that_names_the_fix(
     assert status == 2
     assert shown.startswith("error:") or "\nerror:" in shown
     assert message in shown
+
+
+def test_memory_that_is_not_there_is_one_line_that_names_the_fix(
+    model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Another process takes it between the check of the plan and the first slab.
+    limit = CgroupLimit("/a/job", 1 << 30, (1 << 30) - 4096)
+    monkeypatch.setattr(memory_limits, "cgroup_limits", lambda: [limit])
+    out = ("--out", tmp_path / "out")
+    status, shown = train(model_directory, "--text", text, *out, *SMALL, "--ram", "64MiB")
+    assert status == 1
+    assert "error: there is not enough memory: a slab of" in shown
+    assert "the limit of cgroup /a/job (1 GiB) leaves 4 KiB" in shown
+    assert "The budget is --ram 64MiB: give a smaller one" in shown
+    assert "Traceback" not in shown
 
 
 def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:

@@ -15,8 +15,10 @@ import pytest
 import torch
 
 import infinity as inf
-from infinity._src.memory import footprint
+from infinity._src.memory import footprint, ledger
 from infinity.aio import CHUNK, JOB, SEG, Executor, JobKind, PoolSpec, Priority
+from infinity.aio._memory_limits import CgroupLimit
+from infinity.errors import MemoryLimitError
 from tests import forks, slopes
 from tests.marks import mostly_slow
 
@@ -91,8 +93,54 @@ def test_a_model_beside_its_budget(chunks: int, tmp_path: Path) -> None:
         assert by_chunk["restore"] == pytest.approx(footprint.RESTORE_CHUNK_BYTES, rel=TOLERANCE)
     # The sums of it all, as a plan adds them up.
     assert footprint.held_bytes(10, 2, 2) == 10 * (held + RECORD_BYTES) + 2 * footprint.UNIT_BYTES
-    passing = footprint.passing_bytes(10, deferred=True, durable=True)
+    passing = footprint.passing_bytes(10, all_at_once=True, durable=True, drives=1, fill=7)
     assert passing["commit"] == 10 * footprint.COMMIT_CHUNK_BYTES
+
+
+def test_two_flats_are_on_their_way_at_most() -> None:
+    assert footprint.fill_bytes([], in_parts=False) == 0
+    # One rank: the shard is the whole, and is not copied.
+    alone = [(100, 100), (300, 300), (200, 200), (10, 10), (400, 400)]
+    assert footprint.fill_bytes(alone, in_parts=False) == 500
+    assert footprint.fill_bytes(alone[-1:], in_parts=False) == 400
+    ranks = [(100, 50), (300, 150), (200, 100), (10, 5), (400, 200)]
+    assert footprint.fill_bytes(ranks, in_parts=True) == 250
+    # A shard is copied from the whole, when the one before is written.
+    assert footprint.fill_bytes(ranks, in_parts=False) == 600
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_memory_beside_the_plan_is_refused_before_anything_is_taken(
+    learns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offloaded(left_bytes: int) -> tuple[int, int, int]:
+        """The bytes of the plan, chunks and units of a model under a limit."""
+        limit = CgroupLimit("/job", 1 << 40, (1 << 40) - left_bytes)
+        monkeypatch.setattr(ledger, "cgroup_limits", lambda: [limit])
+        with torch.device("meta"):
+            layers = (torch.nn.Linear(2048, 2048, bias=False).bfloat16() for _ in range(3))
+            model = torch.nn.Sequential(*layers).requires_grad_(learns)
+        policy = inf.Policy(
+            params="nvme", optim="nvme", nvme=tmp_path, ram="min", units=["Linear"],
+            unit_bytes_max="8MiB",
+        )  # fmt: skip
+        inf.offload(model, policy, load=lambda _name, tensor: tensor.fill_(0.01))
+        handle = inf.handle(model)
+        chunks = sum(len(flat.layout.chunks) for unit in handle.units for flat in unit.flats)
+        found = handle.parts.tiers.planner.plan.ram_bytes, chunks, len(handle.units)
+        handle.close()
+        return found
+
+    plan, chunks, units = offloaded(4 << 30)
+    held = footprint.held_bytes(chunks, units)
+    running = held + footprint.STEP_CHUNK_BYTES * chunks
+    # Two flats of 8 MiB are on their way. With gradients the plan has room for them then.
+    need = plan + running if learns else plan + held + (16 << 20)
+    with pytest.raises(MemoryLimitError, match="of it beside Policy") as caught:
+        offloaded(need - 1)
+    assert (caught.value.needed_bytes, caught.value.left_bytes) == (need, need - 1)
+    assert list(tmp_path.iterdir()) == []
+    assert offloaded(need) == (plan, chunks, units)
 
 
 def _taken(action: Any) -> int:

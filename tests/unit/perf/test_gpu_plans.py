@@ -35,7 +35,7 @@ from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
-from tests.plans import job_of  # noqa: E402
+from tests.plans import job_of, with_budget  # noqa: E402
 from tests.turning import turning_bytes_max  # noqa: E402
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -530,8 +530,8 @@ def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
         "delayed_warmup": 0,
     }
     stats, shape, kept = on_device(monkeypatch, tmp_path, job, **given_)
-    found = predict(shape, describe_machine(ram_bytes=64 * MIB), job)
-    assert stats.ram_bytes == found.ram.bytes
+    found = predict(shape, with_budget(describe_machine(), shape, job, 64 * MIB), job)
+    assert stats.ram_bytes == found.ram.bytes - found.ram_beside.peak
     assert stats.gathered_bytes_peak <= found.gpu.parts["gathered units"]
     assert stats.fresh_grad_bytes_peak <= found.gpu.parts["fresh gradients"]
     assert stats.terms is not None
@@ -570,7 +570,7 @@ def test_the_engine_copies_what_the_plan_says_of_an_update_on_the_device(
         "resident": NOTHING,
     }
     stats, shape, kept = on_device(monkeypatch, tmp_path, job, **given_)
-    found = predict(shape, describe_machine(ram_bytes=64 * MIB), job)
+    found = predict(shape, with_budget(describe_machine(), shape, job, 64 * MIB), job)
     assert stats.terms is not None
     copied, edge = stats.terms.copied.total, kept / stats.terms.steps
     # kernels read gradients where they wait, which the executor does not count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.memory import footprint
 from infinity._src.memory.footprint import held_bytes, passing_bytes
 from infinity._src.perf.plan.machine import describe_machine
 from infinity._src.perf.plan.outside import Outside, outside
@@ -29,11 +31,14 @@ def large() -> Any:
     return models.llama(layers=4, hidden=512).bfloat16()
 
 
-def planned(shape: ModelShape, *, gpus: int = 0, **fields: Any) -> tuple[Outside, Prediction]:
+def planned(
+    shape: ModelShape, *, gpus: int = 0, nodes: int = 1, drives: int = 1, **fields: Any
+) -> tuple[Outside, Prediction]:
     fields = {"params": "nvme", "optim": "nvme", "nvme": ["."], **fields}
     machine = describe_machine(
-        gpus=gpus, ram_bytes=4 * GIB, read_bytes_per_s=2e9, write_bytes_per_s=1e9
-    )
+        gpus=gpus, ram_bytes=4 * GIB, read_bytes_per_s=2e9, write_bytes_per_s=1e9, nodes=nodes,
+        drives=drives,
+    )  # fmt: skip
     job = Job(inf.Policy(**fields), tokens=64, sequence=64)
     found = predict(shape, machine, job)
     return outside(shape, found), found
@@ -136,9 +141,65 @@ def test_ranks_share_set_up_and_each_has_records_of_its_own() -> None:
     assert one.ram.chunks / 2 <= chunks < one.ram.chunks
     assert two.ram.held == 2 * held_bytes(chunks, len(shape.units))
     # A save may go on beside a step.
-    passing = passing_bytes(one.ram.chunks, deferred=True, durable=False)
+    fill = one.ram.passing["fill"]
+    passing = passing_bytes(one.ram.chunks, all_at_once=True, durable=False, drives=1, fill=fill)
+    assert one.ram.passing == passing
     assert one.ram.peak == one.ram.held + passing["step"] + passing["save"]
     # RAM is pinned for GPUs.
     assert one.set_up.seconds > alone.ram.bytes * 1e-10
     backward, _ = planned(shape, gpus=1, resident=NONE, update="backward")
     assert backward.ram.passing["step"] == 0
+
+
+def shape_of_large(layers: int = 4) -> ModelShape:
+    with torch.device("meta"):
+        return shape_of(models.llama(layers=layers, hidden=512).bfloat16(), nested=False)
+
+
+def test_a_save_reads_ahead_on_every_drive() -> None:
+    for gpus in (1, 2):
+        one, four = (
+            planned(shape_of_large(), gpus=gpus, drives=drives)[0].ram.passing["save"]
+            for drives in (1, 4)
+        )
+        assert four - one == gpus * 3 * footprint.SAVE_DRIVE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("update", "generations", "all_at_once"),
+    [
+        ("deferred", 1, True),
+        # After its warm-up every step starts all units; during it, it is a deferred one.
+        ("delayed", 1, True),
+        # What ran ahead of a step may be withdrawn, and made anew by the step.
+        ("backward", 2, True),
+        ("backward", 1, False),
+    ],
+)
+def test_a_step_has_the_jobs_of_all_chunks_where_it_submits_them_at_once(
+    update: str, generations: int, all_at_once: bool
+) -> None:
+    ram = planned(shape_of_large(), update=update, generations=generations)[0].ram
+    assert ram.passing["step"] == all_at_once * ram.chunks * footprint.STEP_CHUNK_BYTES
+
+
+def test_a_fill_has_two_flats_on_their_way() -> None:
+    shape = shape_of_large()
+    wholes = [flat.numel * 2 for flat in shape.flats]
+    most = max(a + b for a, b in itertools.pairwise(wholes))
+    alone, parts, nodes = (
+        planned(shape, gpus=gpus, nodes=count)[0].ram.passing["fill"]
+        for gpus, count in ((1, 1), (2, 1), (2, 2))
+    )
+    assert most <= alone < most * 1.001 + 8192
+    # Ranks of one node read their parts; both are counted.
+    assert alone <= parts < alone * 1.001 + 65536
+    # On several nodes each of two ranks reads the whole of a flat, and copies a quarter.
+    assert 2 * (max(wholes) * 5 / 4) <= nodes < 2 * (most + 65536)
+
+
+def test_ranks_of_several_nodes_each_read_the_whole_source() -> None:
+    shape = shape_of_large()
+    one, two = (planned(shape, gpus=2, nodes=nodes)[0].set_up for nodes in (1, 2))
+    assert (one.read, two.read) == (shape.params, 2 * shape.params)
+    assert two.seconds > one.seconds

@@ -27,7 +27,7 @@ from infinity._src.perf.plan.machine import (  # noqa: E402
     describe_machine,
     read_updates,
 )
-from infinity._src.perf.plan.predict import predict  # noqa: E402
+from infinity._src.perf.plan.predict import PASS_SHARE, predict  # noqa: E402
 from infinity._src.perf.plan.workload import (  # noqa: E402
     FlatShape,
     Job,
@@ -38,7 +38,7 @@ from infinity._src.perf.plan.workload import (  # noqa: E402
 from infinity._src.sizes import GIB, MIB, parse_size  # noqa: E402
 from tests import models  # noqa: E402
 from tests.marks import mostly_slow  # noqa: E402
-from tests.plans import job_of  # noqa: E402
+from tests.plans import job_of, with_budget  # noqa: E402
 
 
 def machine_of(ram_bytes: float, gpus: int = 1) -> Machine:
@@ -114,9 +114,11 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     stats, disk_bytes = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     size = stats.ram_min_bytes if ram == "min" else parse_size(ram)
-    machine = describe_machine(gpus=0, ram_bytes=size, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
-    found = predict(shape, machine, job_of(tokens=64, sequence=64, state=state))
-    assert found.ram.bytes == stats.ram_bytes
+    machine = describe_machine(gpus=0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
+    job = job_of(tokens=64, sequence=64, state=state)
+    found = predict(shape, with_budget(machine, shape, job, size), job)
+    assert found.policy_ram == size
+    assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
     # blocks are rounded up to 4096 bytes on the drive
     assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)
     assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
@@ -144,12 +146,31 @@ def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str
     job = job_of(
         tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"}
     )
-    found = predict(shape, machine_of(values["ram"], gpus=0), job)
-    assert found.ram.bytes == stats.ram_bytes
+    machine = with_budget(machine_of(GIB, gpus=0), shape, job, values["ram"])
+    found = predict(shape, machine, job)
+    assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
     assert bool(stats.spilled_bytes) == ("grads" in values)
     assert found.on_nvme.grads == pytest.approx(stats.spilled_bytes, rel=0.01)
     assert found.nvme.bytes - found.on_nvme.grads == pytest.approx(stats.nvme_bytes, rel=0.01)
     assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_node_has_room_for_what_lies_beside_the_budgets(gpus: int) -> None:
+    least = predict(shape_1b(), machine_of(1, gpus), JOB)
+    assert not least.fits
+    beside = least.ram_beside.peak
+    assert least.ram.parts["beside the budget"] == beside > 0
+    assert least.ram.bytes == sum(least.ram.parts.values())
+    assert least.ram.bytes == gpus * least.policy_ram + beside
+    assert predict(shape_1b(), machine_of(least.ram.bytes, gpus), JOB).fits
+    # The budgets alone are not enough.
+    assert not predict(shape_1b(), machine_of(gpus * least.policy_ram, gpus), JOB).fits
+    assert not predict(shape_1b(), machine_of(least.ram.bytes - gpus, gpus), JOB).fits
+    # What does not rest in RAM goes through it: a plan that uses all of it leaves room for both.
+    full = predict(shape_1b(), machine_of(least.ram.bytes + GIB, gpus), JOB)
+    assert full.ram.bytes <= full.machine.ram_bytes
+    assert full.ram.parts["resident states"] > 0
 
 
 def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
@@ -435,6 +456,24 @@ def test_a_machine_of_few_cores_is_bound_by_its_kernels() -> None:
 def test_updates_on_a_gpu_or_beside_passes_of_the_cpu_have_no_such_term() -> None:
     assert "update kernels" not in terms(JOB.replace(update_on="device"))
     assert "update kernels" not in terms(JOB, gpus=0)
+
+
+def test_the_slower_of_kernels_and_memory_is_the_time_of_an_update_on_a_cpu() -> None:
+    job = JOB.replace(verify="off", update_threads=4)
+
+    def compute_s(rate: float, **fields: Any) -> float:
+        rates = {**UPDATES_PER_CORE, "exact": rate}
+        found = terms(job.replace(**fields), gpus=0, cores=4, updates_per_core=rates)
+        return found["compute"]
+
+    # 12 bytes of states are read and written, and 2 of a gradient read.
+    memory_s = 26 * (1 << 30) / (PASS_SHARE * 1e11)
+    kernels_s = (1 << 30) / (4 * 1e7)
+    for update in ("deferred", "backward", "delayed"):
+        more_s = compute_s(1e7, update=update) - compute_s(1e15, update=update)
+        assert more_s == pytest.approx(kernels_s - memory_s)
+    # The default there are a quarter of the processors.
+    assert compute_s(1e7, update_threads=None) - compute_s(1e7) == pytest.approx(3 * kernels_s)
 
 
 def test_the_rate_of_kernels_is_that_of_a_record(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
     workload   the model (units and flats as the engine finds them, on the meta device) and the job
                (a policy, and the tokens of a step)
     memory     placement of the states, which is the engine's own, and the memory of a GPU
+    ram_beside what the ranks of a node take beside their budgets
     ranks      exchanges of several ranks, and what each of them holds
     predict    needs and time of a step (`perf.roofline`, `perf.pcie`)
     changes    the same with one thing changed

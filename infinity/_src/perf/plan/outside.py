@@ -1,28 +1,23 @@
 """Costs of a plan that no budget has: RAM beside `Policy.ram`, the drives' peak, and set-up.
 
-RAM beside     records of chunks and units, and what a step, a save, a commit and a restore have
-               for each chunk (`memory.footprint`). Not the interpreter, torch, CUDA's host
-               memory, or what a loop holds itself
+RAM beside     `perf.plan.ram_beside`
 drives         the states, and checkpoints that lie on the same drives
 set-up         parameters are read from their source and written to the drives. Moments that
-               begin as zeros are not written. Ranks that see the same files each read a part
+               begin as zeros are not written. The ranks of one node each read a part; of several
+               nodes each rank reads the whole, since nothing says that their files are the same
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from infinity._src.memory.footprint import held_bytes, passing_bytes
-from infinity._src.memory.layout import plan_flat
-from infinity._src.memory.planner import state_format
 from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import Need
 from infinity._src.perf.plan.predict import Prediction
+from infinity._src.perf.plan.ram_beside import RamBeside, reads_in_parts
 from infinity._src.perf.plan.workload import Job, ModelShape
 from infinity._src.perf.roofline import AtRest, Moved
-from infinity.aio import Format
-from infinity.aio._records import chunk_numel
 
 PIN_S_PER_BYTE = 0.1e-9
 """Seconds in which a GPU's driver pins a byte of RAM: 0.1 s for a GB (assumed, from reports)."""
@@ -30,26 +25,6 @@ PIN_S_PER_BYTE = 0.1e-9
 CHUNK_S = 60e-6
 """Processor seconds that set-up takes for a chunk, I/O apart: 32e-6 for the model and 29e-6 for its
 optimizer (tests/slopes.py, states in RAM, 2 cores)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RamBeside:
-    """RAM of all ranks of a node beside the budget, in bytes. chunks: of one rank.
-
-    held: from set-up on. passing: the most in each phase. peak: of these that may come together, a
-    step beside a save.
-    """
-
-    chunks: int
-    held: int
-    passing: dict[str, int]
-
-    @property
-    def peak(self) -> int:
-        """The most at any time."""
-        phases = dict(self.passing)
-        together = phases.pop("step") + phases.pop("save")
-        return self.held + max(together, *phases.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,34 +51,10 @@ def outside(shape: ModelShape, found: Prediction) -> Outside:
     """Count what a predicted job takes besides. Pure."""
     machine, job = found.machine, found.job
     shape = cut_experts(shape, job.expert_tile)
-    ram = _ram_beside(shape, machine, job)
     return Outside(
-        ram,
+        found.ram_beside,
         _disk_peaks(found.nvme, found.at_rest, job),
-        _set_up(shape, machine, ram.chunks, found.on_nvme, found.ram.bytes),
-    )
-
-
-def chunk_count(shape: ModelShape, world: int, state: str) -> int:
-    """Count the chunks of one rank, as the engine cuts them."""
-    found = 0
-    for flat in shape.flats:
-        held = state_format(state, flat.dtype) if flat.trainable else None
-        size = chunk_numel(held or Format.RAW)
-        found += len(plan_flat(flat.numels, flat.dtype.itemsize, world, size).chunks)
-    return found
-
-
-def _ram_beside(shape: ModelShape, machine: Machine, job: Job) -> RamBeside:
-    ranks, policy = machine.ranks, job.policy
-    chunks = chunk_count(shape, machine.world, policy.state)
-    passing = passing_bytes(
-        chunks, deferred=policy.update == "deferred", durable=bool(policy.durable)
-    )
-    return RamBeside(
-        chunks,
-        ranks * held_bytes(chunks, len(shape.units), policy.generations),
-        {name: ranks * size for name, size in passing.items()},
+        _set_up(shape, machine, found),
     )
 
 
@@ -119,17 +70,16 @@ def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
     }
 
 
-def _set_up(
-    shape: ModelShape, machine: Machine, chunks: int, on_nvme: AtRest, ram_bytes: float
-) -> SetUp:
-    # on_nvme, ram_bytes: of a node; chunks: of a rank. The source is taken to be on these drives.
-    # Each value of the model is read once, by one of the ranks.
-    read = sum(flat.numel * flat.dtype.itemsize for flat in shape.flats) / machine.world
-    written = (on_nvme.params + on_nvme.frozen) / machine.ranks
+def _set_up(shape: ModelShape, machine: Machine, found: Prediction) -> SetUp:
+    # What is found is of a node, but chunks, which are of a rank. The source is taken to be on
+    # these drives.
+    whole = sum(flat.numel * flat.dtype.itemsize for flat in shape.flats)
+    read = whole / (machine.world if reads_in_parts(machine) else 1)
+    written = (found.on_nvme.params + found.on_nvme.frozen) / machine.ranks
     drives = machine.bandwidths
     moved = Moved(machine.ranks * read, machine.ranks * written)
     seconds = drives.io_s(moved) if drives is not None else 0.0
-    seconds += CHUNK_S * chunks
+    seconds += CHUNK_S * found.ram_beside.chunks
     if machine.gpus:
-        seconds += PIN_S_PER_BYTE * ram_bytes
+        seconds += PIN_S_PER_BYTE * (found.ram.bytes - found.ram_beside.peak)
     return SetUp(read, written, seconds)

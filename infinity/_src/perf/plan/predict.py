@@ -22,6 +22,7 @@ from infinity._src.perf.plan.memory import (
     place_states,
     ways_to_fit,
 )
+from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside, ram_beside
 from infinity._src.perf.plan.ranks import Exchanges, exchanges
 from infinity._src.perf.plan.workload import Job, ModelShape
 from infinity._src.perf.roofline import (
@@ -54,6 +55,8 @@ class Prediction:
     """Needs and times of one job on one machine. Bytes over all ranks of a node, but gpu: of
     one GPU. Seconds per step.
 
+    ram: also what lies beside the budgets, `ram_beside`. policy_ram: what each rank may have as
+    `Policy.ram`; where that is too little, the least that works.
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
     model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
     exchanged: bytes that each rank receives from the others. touched: share of the parameters that
@@ -67,6 +70,8 @@ class Prediction:
     machine: Machine
     gpu: Need
     ram: Need
+    ram_beside: RamBeside
+    policy_ram: int
     nvme: Need
     at_rest: AtRest
     on_nvme: AtRest
@@ -134,9 +139,9 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     spilled = boundary if policy.activations == "nvme" else 0
     beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
     # The ranks of a node share its memory evenly, after what activations and other parts take.
-    needs, plan = place_states(
-        shape, machine, job, int(machine.ram_bytes - waiting) // ranks - int(sum(beside.values()))
-    )
+    outside, held = ram_beside(shape, machine, job), int(sum(beside.values()))
+    left = int(machine.ram_bytes - waiting - outside.peak) // ranks
+    needs, plan = place_states(shape, machine, job, left - held)
     found_bytes = [
         bytes_at_rest(need, row, found)
         for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)
@@ -144,7 +149,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
     moved = _without_untouched(_traffic(on_nvme, job, spilled), job, touched)
-    compute = _compute(shape, machine, job, at_rest.states)
+    compute = _compute(shape, machine, job, at_rest.states, on_nvme)
     sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled, touched)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
@@ -167,13 +172,15 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         others=busy.values(),
         apart=policy.update_on == "device",
     )
-    ram, gpu = _ram(plan, machine, beside, waiting), gpu_need(shape, machine, job)
-    nvme = _nvme(on_nvme, machine, job, spilled)
+    ram = _ram(plan, machine, beside, {"activations": waiting, BESIDE_BUDGET: outside.peak})
+    gpu, nvme = gpu_need(shape, machine, job), _nvme(on_nvme, machine, job, spilled)
     return Prediction(
         job=job,
         machine=machine,
         gpu=gpu,
         ram=ram,
+        ram_beside=outside,
+        policy_ram=max(left, plan.ram_bytes + held),
         nvme=nvme,
         at_rest=at_rest,
         on_nvme=on_nvme,
@@ -233,7 +240,9 @@ def _check(job: Job, machine: Machine) -> None:
 # -- Time ------------------------------------------------------------------------------------------
 
 
-def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Compute:
+def _compute(
+    shape: ModelShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
+) -> Compute:
     """Return the times of the passes. The engine's own work takes its time from them where the CPU
     computes (`_beside`).
     """
@@ -241,6 +250,8 @@ def _compute(shape: ModelShape, machine: Machine, job: Job, states: float) -> Co
     if machine.gpus:
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
+    # The same cores compute and move: the slower of the two is the time of both.
+    update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
     # The update's CPU time falls on the pass that it runs beside.
     between_s = (job.micro_batches - 1) * (forward_s + backward_s)
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
@@ -265,12 +276,13 @@ def _beside(shape: ModelShape, machine: Machine, states: float) -> tuple[float, 
 
 
 def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -> float:
-    """Return the time of the update's kernels on a node's cores beside its GPUs, and of the
-    checksums of what they read and write.
+    """Return the time of the update's kernels on a node's cores, beside its GPUs or beside the
+    passes of the CPU, and of the checksums of what they read and write.
     """
     policy = job.policy
+    # A core is counted as one processor.
     threads = policy.update_threads or update_threads(
-        machine.cores, machine.cores, machine.ranks, on_gpu=True
+        machine.cores, machine.cores, machine.ranks, on_gpu=bool(machine.gpus)
     )
     trained = sum(flat.numel for flat in shape.flats if flat.trainable) / machine.nodes
     summed = {"full": 2.0, "sample": 1.0 + 1 / 16, "off": 0.0}[policy.verify] * on_nvme.states
@@ -470,15 +482,17 @@ def _busy_beside(
 
 
 def _ram(
-    plan: PlacementPlan, machine: Machine, beside: Mapping[str, float], waiting: float
+    plan: PlacementPlan,
+    machine: Machine,
+    beside: Mapping[str, float],
+    of_node: Mapping[str, float],
 ) -> Need:
-    # Parts are those of one rank, and the memory is the node's.
+    # Other parts are those of one rank, and the memory is the node's.
     ranks = machine.ranks
     found = {
         name: float(ranks * size) for name, size in {**plan.ram_parts, **beside}.items() if size
     }
-    if waiting:
-        found["activations"] = waiting
+    found |= {name: float(size) for name, size in of_node.items() if size}
     return Need(sum(found.values()), machine.ram_bytes, found)
 
 

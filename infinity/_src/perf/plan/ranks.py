@@ -47,6 +47,7 @@ from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import TierBytes, beside_placement, gathered_bytes, place_states
+from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, ram_beside
 from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
 
 # -- Traffic of a rank -----------------------------------------------------------------------------
@@ -226,9 +227,10 @@ def bytes_of_rank(
     # Memory that other parts hold is not there for the placement.
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
-    needs, plan = place_states(
-        shape, machine, job, int(machine.ram_bytes - waiting) // machine.ranks - held
-    )
+    outside = ram_beside(shape, machine, job).peak
+    left = int(machine.ram_bytes - waiting - outside) // machine.ranks
+    needs, plan = place_states(shape, machine, job, left - held)
+    beside[BESIDE_BUDGET] = TierBytes(cpu=outside / machine.ranks)
     return RankBytes(job.policy.zero, _states(shape, machine, job, needs, plan) | beside)
 
 

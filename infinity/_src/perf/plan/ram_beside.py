@@ -1,0 +1,90 @@
+"""RAM that the ranks of a node take beside their budgets, `Policy.ram`: records of chunks and
+units, and more in each phase (`memory.footprint`).
+
+A node needs room for whole budgets and the peak of this. That is conservative for a fill, which
+comes before gradients. Not counted: the interpreter, torch, CUDA's host memory, what a loop
+holds itself, and what a source holds that converts tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from infinity._src.memory.footprint import fill_bytes, held_bytes, passing_bytes
+from infinity._src.memory.layout import plan_flat
+from infinity._src.memory.planner import state_format
+from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.workload import Job, ModelShape
+from infinity.aio import Format
+from infinity.aio._records import chunk_numel
+
+BESIDE_BUDGET = "beside the budget"
+"""Name of these bytes among the parts of a node's RAM."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RamBeside:
+    """RAM of all ranks of a node beside the budget, in bytes. chunks: of one rank.
+
+    held: from set-up on. passing: the most in each phase. peak: of these that may come together, a
+    step beside a save.
+    """
+
+    chunks: int
+    held: int
+    passing: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        phases = dict(self.passing)
+        together = phases.pop("step") + phases.pop("save")
+        return self.held + max(together, *phases.values())
+
+
+def ram_beside(shape: ModelShape, machine: Machine, job: Job) -> RamBeside:
+    """Count the bytes for a model whose experts are cut already. Pure; does not depend on
+    `machine.ram_bytes`.
+    """
+    ranks, policy = machine.ranks, job.policy
+    chunks, flats = 0, []
+    for flat in shape.flats:
+        held = state_format(policy.state, flat.dtype) if flat.trainable else None
+        size = chunk_numel(held or Format.RAW)
+        count, whole, shard = _measure(flat.numels, flat.dtype.itemsize, machine.world, size)
+        chunks += count
+        flats.append((whole, shard))
+    passing = passing_bytes(
+        chunks,
+        # A speculative update that is withdrawn comes with the step, with all others.
+        all_at_once=not policy.consumes_grads,
+        durable=bool(policy.durable),
+        drives=machine.drives,
+        fill=fill_bytes(flats, in_parts=reads_in_parts(machine)),
+    )
+    return RamBeside(
+        chunks,
+        ranks * held_bytes(chunks, len(shape.units), policy.generations),
+        {name: ranks * size for name, size in passing.items()},
+    )
+
+
+def reads_in_parts(machine: Machine) -> bool:
+    """Return whether each rank reads its own part of the source: all of them see the same files,
+    which the engine knows within a node alone.
+    """
+    return machine.nodes == 1
+
+
+@functools.lru_cache(maxsize=4096)
+def _measure(
+    numels: tuple[int, ...], itemsize: int, world: int, size: int
+) -> tuple[int, int, int]:
+    """Count the chunks of a flat on one rank, the flat's bytes and those of the rank's shard."""
+    # Layers repeat: most flats of a model are alike.
+    layout = plan_flat(numels, itemsize, world, size)
+    return len(layout.chunks), layout.numel * itemsize, layout.shard_numel * itemsize
+
+
+__all__ = ["BESIDE_BUDGET", "RamBeside", "ram_beside", "reads_in_parts"]
