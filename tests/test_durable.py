@@ -133,7 +133,7 @@ def test_a_commit_says_what_the_executor_knows(tmp_path: Path, drives: int) -> N
             inf.save(model, optimizer, places[0] / "linked").wait()
         inf.handle(model).flush()
         (found,) = newest_generation(home)
-        rows, sums = run._rows()
+        rows, sums = run._table.live_rows()
         entries = [found.files[number].name for number in found.rows["file"]]
         drive = [divmod(int(number), 1 << 16) for number in rows["file"]]
         assert entries == [run.files.name(*each) for each in drive]

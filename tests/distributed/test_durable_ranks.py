@@ -41,7 +41,7 @@ class Ranks:
         top = self.top / "run"
         with pytest.MonkeyPatch.context() as patch:
             # The next commit tries the clean-up again, when ranks name tables of this one.
-            patch.setattr(durable, "read_generation", read_only)
+            patch.setattr(durable, "read_heads", read_only)
             model, optimizer = self.begin(top)
             step(model, optimizer, 0, rank)
         found = [digest(model)]

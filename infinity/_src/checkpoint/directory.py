@@ -12,22 +12,32 @@ once it has had one. The bytes of a file reach the drive before its name does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
-from infinity._src.checkpoint.manifest import FileEntry, Manifest, check_manifest, manifest_name
+from infinity._src.checkpoint.manifest import (
+    FileEntry,
+    Head,
+    Manifest,
+    check_head,
+    check_manifest,
+    manifest_name,
+)
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity")
 
 _NAME = re.compile(r"(manifest|table|data\d*|buffers|extra)-(\d{8,})\.rank(\d+)(\.partial)?")
+_Kind = TypeVar("_Kind", bound=Head)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -83,12 +93,27 @@ def read_generation(directory: Path, generation: int) -> list[Manifest]:
     Raises: AioError (ENOENT) for one that is missing or of another save, ChecksumError for a
     damaged one; both name it.
     """
+    return _of_all_ranks(directory, generation, read_manifest)
+
+
+def read_heads(directory: Path, generation: int) -> list[Head]:
+    """Read the heads of all ranks' manifests of one generation: a fraction of the memory, and no
+    tables of chunks. `optimizers`, which all ranks have alike, are in the first alone.
+
+    Raises: as `read_generation`; damage inside of a table is not seen.
+    """
+    return _of_all_ranks(directory, generation, _read_lean)
+
+
+def _of_all_ranks(
+    directory: Path, generation: int, read: Callable[[Path], _Kind]
+) -> list[_Kind]:
     # Rank 0 is in every save; its manifest says how many ranks there are.
-    first = read_manifest(directory / manifest_name(generation, 0))
+    first = read(directory / manifest_name(generation, 0))
     manifests = [first]
     for rank in range(1, first.world):
         path = directory / manifest_name(generation, rank)
-        other = read_manifest(path)
+        other = read(path)
         # Two saves may have had one number: the first broke off, the second began anew.
         if (other.save, other.world, other.rank) != (first.save, first.world, rank):
             raise AioError(
@@ -105,13 +130,24 @@ def newest_generation(directory: Path) -> list[Manifest]:
     Raises: AioError (ENOENT) where there is none; ChecksumError for a manifest that is there and
     damaged: it is not passed over in silence.
     """
+    return _newest(directory, read_generation)
+
+
+def newest_heads(directory: Path) -> list[Head]:
+    """Read the heads of the newest whole generation, as `read_heads`. Raises: as
+    `newest_generation`; damage inside of a table is not seen.
+    """
+    return _newest(directory, read_heads)
+
+
+def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_Kind]:
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
     # A newer generation may lack manifests: its save is under way, or was broken off.
     for generation in generations(directory):
         try:
-            return read_generation(directory, generation)
+            return read(directory, generation)
         except AioError as error:
             # Damage is told, not stepped over: an older generation would lose steps in silence.
             if error.errno != errno.ENOENT:
@@ -134,10 +170,36 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
+def read_head(path: Path) -> Head:
+    """Read one manifest without its chunks; of its table, the length alone is checked. Raises:
+    AioError, ChecksumError, ValueError.
+    """
+    head = Head.decode(_read(path), str(path))
+    check_head(head, str(path))
+    if head.table is not None:
+        with _needed(path, head.table):
+            check_length(path.parent / head.table.name, head.table)
+    return head
+
+
+def _read_lean(path: Path) -> Head:
+    head = read_head(path)
+    # They have an entry for each parameter, and would be there once for each rank.
+    return head if head.rank == 0 else dataclasses.replace(head, optimizers=())
+
+
 def _named(manifest: Path, file: FileEntry) -> bytes:
-    """Read a file that a manifest needs. Without it the generation is damaged, not begun."""
-    try:
+    with _needed(manifest, file):
         return read_attachment(manifest.parent, file)
+
+
+@contextlib.contextmanager
+def _needed(manifest: Path, file: FileEntry) -> Iterator[None]:
+    """Raise another error than ENOENT for a file that a manifest needs and that is missing: the
+    generation is damaged, not begun.
+    """
+    try:
+        yield
     except AioError as error:
         if error.errno != errno.ENOENT:
             raise

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from infinity._src._torch_compat import dynamo_disable
@@ -30,7 +29,7 @@ from infinity._src.checkpoint.directory import (
     files_of,
     is_of,
     next_generation,
-    read_generation,
+    read_heads,
     remove,
     sync_directory,
     typed_errors,
@@ -45,18 +44,15 @@ from infinity._src.checkpoint.manifest import (
     table_parts,
 )
 from infinity._src.checkpoint.reader import ALGORITHM
-from infinity._src.checkpoint.rows import ROW
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.checkpoint.run_table import DRIVES_MAX, Described, RunTable
+from infinity._src.checkpoint.run_table import Described, RunTable, layer_and_drive
 from infinity._src.checkpoint.safe_pickle import extra_bytes
 from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.writer import StoredStates
 from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
-from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat
-from infinity.aio._records import PIECE_NUMEL
 from infinity.errors import AioError, PeerFailed
 
 log = logging.getLogger("infinity")
@@ -287,8 +283,9 @@ class DurableRun:
             return None
         # Before the attempt: another rank's may succeed, and then all meet in `make_way`.
         self._linked = True
-        rows, sums = self._rows()
-        used = _number_files(rows)
+        rows, sums = self._table.live_rows()
+        numbers, rows["file"] = np.unique(rows["file"], return_inverse=True)
+        used = [layer_and_drive(each) for each in numbers.tolist()]
         names = [
             file_name(f"data{index}", generation, self.files.rank) for index in range(len(used))
         ]
@@ -397,7 +394,7 @@ class DurableRun:
             layout = metadata.layout_of(self.flats, self._store, self._policy)
             parts = table_parts(layout, self._table.rows())
             table = write_attachment(home, file_name("table", generation, rank), *parts)
-        used = [divmod(each, DRIVES_MAX) for each in found.files]
+        used = [layer_and_drive(each) for each in found.files]
         manifest = Head(
             generation=generation,
             save=self._save,
@@ -428,22 +425,6 @@ class DurableRun:
         sync_directory(home)
         return manifest, found
 
-    def _rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-        """Return a row for every chunk's live place, and its checksums. rows["file"] has the layer
-        and the drive.
-        """
-        rows, sums, count = [], [], 0
-        for index, flat in enumerate(self.flats):
-            records = self._store[flat]
-            found, taken = _rows_of(records, self._executor.look(records.ids))
-            found["flat"] = index
-            # From the flat's own table of checksums to that of the manifest.
-            found["sums_at"] += count
-            count += len(taken)
-            rows.append(found)
-            sums.append(taken)
-        return np.concatenate(rows), np.concatenate(sums)
-
     def _remove_older(self, manifest: Head) -> None:
         """Remove this rank's part of older generations; and, the first time, the states of the run
         before.
@@ -469,8 +450,8 @@ class DurableRun:
         if everything:
             try:
                 # All ranks' manifests: a file that any of them names stays.
-                whole = read_generation(self.files.home, manifest.generation)
-                self.files.remove_strangers(entry.name for each in whole for entry in each.files)
+                heads = read_heads(self.files.home, manifest.generation)
+                self.files.remove_strangers(entry.name for head in heads for entry in head.files)
             except (OSError, AioError) as error:
                 log.warning(
                     "%s: states that nothing names could not be removed: %s", self.files.home, error
@@ -489,34 +470,3 @@ class DurableRun:
             remove(sorted(found, key=lambda path: not path.name.startswith("manifest-")))
         except OSError as error:
             log.warning("%s: an older generation could not be removed: %s", self.files.home, error)
-
-
-def _number_files(rows: npt.NDArray[np.void]) -> list[tuple[int, int]]:
-    """Number the files that rows point into, and return the (layer, drive) of each; rows["file"] is
-    a number from then on.
-    """
-    found, rows["file"] = np.unique(rows["file"], return_inverse=True)
-    return [divmod(int(each), DRIVES_MAX) for each in found]
-
-
-def _rows_of(
-    records: ShardRecords, now: npt.NDArray[np.void]
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
-    """Return the chunks of a flat as rows of a manifest, and the checksums of their live places."""
-    rows = np.zeros(len(now), dtype=ROW)
-    for name in ("numel", "key", "generation", "file_offset", "section_at"):
-        rows[name] = now[name]
-    # `other_bytes` counts the states alone; `run_bytes` of a chunk may hold gradients too.
-    rows["start"], rows["run_bytes"] = records.starts, now["other_bytes"]
-    # Gradients are no part of a run.
-    rows["section_at"][:, records.format.written_count :] = -1
-    rows["zeros"] = now["zeros"] & ((1 << records.format.written_count) - 1)
-    rows["file"] = now["file"] * DRIVES_MAX + now["drive"]
-    # Each place has its own table of checksums; the live one's is taken.
-    second = (now["sums_ptr"] != records.first_sums).astype(np.int64)
-    pieces = records.format.written_count * -(-now["numel"] // PIECE_NUMEL)
-    rows["sums_at"] = np.cumsum(pieces) - pieces
-    tables = records.sums[second, np.arange(len(now))]
-    # Chunk after chunk: those of a shorter one, and of gradients, end before the table's row does.
-    sums: npt.NDArray[np.uint32] = tables[np.arange(tables.shape[1]) < pieces[:, None]]
-    return rows, sums

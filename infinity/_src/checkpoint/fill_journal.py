@@ -101,8 +101,13 @@ class FillJournal:
         return different
 
     def take(self, index: int) -> FilledFlat | None:
-        """Return what is known of a flat that was filled before; None for one that was not."""
-        return self._filled.get(index)
+        """Return what is known of a flat that was filled before; None for one that was not. Once:
+        the caller keeps the checksums.
+        """
+        found = self._filled.get(index)
+        if found is not None:
+            self._filled[index] = found._replace(sums=b"")
+        return found
 
     def add(self, index: int, flat: FilledFlat) -> None:
         """Note a flat that is on the drives; kept with the next `flush`."""
@@ -122,8 +127,6 @@ class FillJournal:
     def end(self) -> None:
         """Note that all flats are on the drives; what is written from now on is not the fill's."""
         self._ended = True
-        # Checksums are with the chunks by now.
-        self._filled = {index: flat._replace(sums=b"") for index, flat in self._filled.items()}
 
     def before_write(self) -> None:
         """Forget the fill, if it has ended: states are about to be written. Blocks, once. Raises:

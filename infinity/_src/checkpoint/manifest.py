@@ -32,6 +32,7 @@ float, str and lists are plain (floats to the last bit); other types are tagged:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -216,6 +217,17 @@ class Head:
         state["optimizers"] = [vars(optimizer) for optimizer in self.optimizers]
         return _dumps(state)
 
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Head:
+        """Read a manifest from the bytes of its file, without its chunks. Raises: as
+        `Manifest.decode`.
+        """
+        _, layout_bytes, state_bytes, _, _ = _lengths(data, path)
+        at = _HEAD.size + layout_bytes
+        with _as_written(path):
+            state = _state(data[at : at + state_bytes])
+        return Head(**state)
+
     def parts_with(self, marks: Marks) -> list[Part]:
         """Return the bytes of a durable run's file, part by part."""
         assert self.table is not None
@@ -260,26 +272,9 @@ class Manifest(Head):
         Raises: ChecksumError naming `path` for damage, AioError for a file that is cut short or
         something else, ValueError for a later version.
         """
-        # The digest is of everything before it.
-        body = len(data) - _DIGEST_BYTES
-        # First: without a head there is no version to read.
-        if body < _HEAD.size or not data.startswith(_MAGIC):
-            raise AioError(
-                "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
-            )
-        _, version, layout_bytes, state_bytes, row_count, sum_count = _HEAD.unpack_from(data)
-        if version > VERSION:
-            raise ValueError(
-                f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
-                "use a later one"
-            )
-        # The version first: a later one may have another checksum.
-        if xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
-            raise ChecksumError(
-                "the manifest is not what was written", path=path, op="read", length=len(data)
-            )
+        version, layout_bytes, state_bytes, row_count, sum_count = _lengths(data, path)
         at = _HEAD.size + layout_bytes
-        try:
+        with _as_written(path):
             state = _state(data[at : at + state_bytes])
             at += state_bytes
             if version < VERSION:
@@ -293,10 +288,43 @@ class Manifest(Head):
             layout, table = _read_table(read(state["table"]))
             counts = [len(flat.sections) for flat in layout.flats]
             rows = joined(table, marks, counts, state["numbers"])
-            return cls(layout=layout, rows=rows, sums=marks.folded, **state)
-        # The digest is right, of something that no engine wrote.
-        except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
-            raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
+        return cls(layout=layout, rows=rows, sums=marks.folded, **state)
+
+
+def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
+    """Check the bytes of a manifest's file. Returns version, bytes of layout and of state, rows,
+    checksums.
+    """
+    # The digest is of everything before it.
+    body = len(data) - _DIGEST_BYTES
+    # First: without a head there is no version to read.
+    if body < _HEAD.size or not data.startswith(_MAGIC):
+        raise AioError(
+            "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
+        )
+    _, version, *lengths = _HEAD.unpack_from(data)
+    if version > VERSION:
+        raise ValueError(
+            f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
+            "use a later one"
+        )
+    # The version first: a later one may have another checksum.
+    if xxhash.xxh3_128_digest(memoryview(data)[:body]) != data[body:]:
+        raise ChecksumError(
+            "the manifest is not what was written", path=path, op="read", length=len(data)
+        )
+    layout_bytes, state_bytes, row_count, sum_count = lengths
+    return version, layout_bytes, state_bytes, row_count, sum_count
+
+
+@contextlib.contextmanager
+def _as_written(path: str) -> Iterator[None]:
+    """Raise ValueError naming `path` for values that no engine writes."""
+    try:
+        yield
+    # The digest is right, of something that no engine wrote.
+    except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
+        raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
 def table_parts(layout: Layout, table: npt.NDArray[np.void]) -> list[Part]:
@@ -415,8 +443,17 @@ def _file(entry: dict[str, Any]) -> FileEntry:
 
 def check_manifest(manifest: Manifest, path: str) -> None:
     """Raise ValueError naming `path` for a manifest that no engine writes."""
+    _refuse(_problems(manifest), path)
+
+
+def check_head(head: Head, path: str) -> None:
+    """Raise ValueError naming `path` for a head that no engine writes."""
+    _refuse(_wrong_head(head), path)
+
+
+def _refuse(problems: Iterator[str], path: str) -> None:
     try:
-        found = next(_problems(manifest), "")
+        found = next(problems, "")
     # Values of other types than they should be of.
     except (TypeError, AttributeError, KeyError, ValueError) as error:
         found = str(error) or type(error).__name__
@@ -425,19 +462,24 @@ def check_manifest(manifest: Manifest, path: str) -> None:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
+    yield from _wrong_head(manifest)
+    yield from _wrong_flats(manifest)
+    yield from _wrong_rows(manifest)
+
+
+def _wrong_head(head: Head) -> Iterator[str]:
     for name in ("generation", "save", "rank", "world", "step"):
-        if type(getattr(manifest, name)) is not int or getattr(manifest, name) < 0:
-            yield f"{name} is {getattr(manifest, name)!r}"
-    if not manifest.rank < manifest.world <= RANKS_MAX:
-        yield f"it is of rank {manifest.rank} of {manifest.world}"
-    files = (*manifest.files, *manifest.attached)
+        if type(getattr(head, name)) is not int or getattr(head, name) < 0:
+            yield f"{name} is {getattr(head, name)!r}"
+    if not head.rank < head.world <= RANKS_MAX:
+        yield f"it is of rank {head.rank} of {head.world}"
+    files = (*head.files, *head.attached)
     yield from (
         f"the file {file.name!r} has {file.size_bytes!r} bytes"
         for file in files
         if not _is_size(file)
     )
-    yield from _wrong_flats(manifest)
-    for entry in manifest.optimizers:
+    for entry in head.optimizers:
         if any(
             not isinstance(group["values"], dict) or not isinstance(group["params"], list)
             for group in entry.groups
@@ -448,7 +490,6 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             for kept in entry.params.values()
         ):
             yield f"a parameter of {entry.title} is damaged"
-    yield from _wrong_rows(manifest)
 
 
 def _is_size(file: FileEntry) -> bool:

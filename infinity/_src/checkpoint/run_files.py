@@ -1,7 +1,7 @@
 """The files of a durable run: their places, their locks, and the files that an earlier run left.
 
     <nvme[0]>/infinity-run/
-        manifest-<generation>.rank<r>, buffers-…, extra-…    (directory.py)
+        manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
         drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
         fill.rank<r>                             until the first commit (fill_journal.py)
@@ -12,9 +12,9 @@
 
 A run's states lie in two files on each drive, named anew for each process, so one that has just
 begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
-manifest names are removed when a step was committed. An id
-begins with a sum of the run's first directory: on other drives the files of other runs may lie
-beside these, also of the run that this one is a copy of.
+manifest names are removed: a rank's own when it begins, since their room is wanted, and all when a
+step was committed. An id begins with a sum of the run's first directory: on other drives the files
+of other runs may lie beside these, also of the run that this one is a copy of.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ import os
 import re
 import secrets
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from infinity._src.checkpoint.directory import (
+    files_of,
     generations,
-    newest_generation,
+    is_of,
+    newest_heads,
+    read_head,
     remove,
     sync_directory,
     typed_errors,
 )
 from infinity._src.checkpoint.fill_journal import FillJournal, described, states_of
-from infinity._src.checkpoint.manifest import Manifest
+from infinity._src.checkpoint.manifest import Head
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import lock
 from infinity.errors import AioError
@@ -105,6 +108,7 @@ class RunFiles:
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
+            self._remove_unnamed()
             self._undo = undo.pop_all()
 
     @property
@@ -175,9 +179,9 @@ class RunFiles:
         file = Path(self.layers[layer][drive].path).name
         return f"{self._links[drive - 1]}/{file}" if drive else file
 
-    def _newest(self, give_up: bool) -> list[Manifest] | None:
+    def _newest(self, give_up: bool) -> list[Head] | None:
         try:
-            return newest_generation(self.home)
+            return newest_heads(self.home)
         except (AioError, ValueError) as error:
             # A damaged run is never passed over: only no run at all is, or one that the user gives
             # up.
@@ -225,6 +229,48 @@ class RunFiles:
         if self.fill.head is not None:
             self.fill.remove()
 
+    def _remove_unnamed(self) -> None:
+        """Remove this rank's states files that no manifest names: the generation that a killed
+        process was about to write. The new process wants their room.
+        """
+        try:
+            # Each that is there, also one of a commit that broke off: another rank of the dead run
+            # may be about to write its part, and then that generation is whole. No more of this
+            # rank will come, as its lock is held here.
+            mine = [
+                read_head(path)
+                for path, _ in files_of(self.home)
+                if path.name.startswith("manifest-")
+                and path.suffix != ".partial"
+                and is_of(path, self.rank)
+            ]
+            keep = {(self.home / entry.name).resolve() for head in mine for entry in head.files}
+            gone = [
+                path
+                for path in self._states_here()
+                if path.suffix == f".rank{self.rank}"
+                # Those of a fill that goes on.
+                and not path.name.startswith(f"states-{self._id}-")
+                # Those of a run to which this directory was a further drive.
+                and (self._sum in path.name or not _home_link(path).is_symlink())
+                and path.resolve() not in keep
+            ]
+            # The file last: one that is there is found again.
+            remove([each for path in gone for each in (_sidecar(path), path)])
+        except (OSError, ValueError) as error:
+            # Nobody knows what a damaged manifest names; a run that is given up may have one.
+            log.warning(
+                "%s: states that nothing names stay until a commit: %s", self.home, error
+            )
+
+    def _states_here(self) -> Iterator[Path]:
+        """Yield the states files in these directories that are of this run."""
+        for directory in self.directories:
+            for path in directory.iterdir() if directory.is_dir() else ():
+                found = _STATES.fullmatch(path.name)
+                if found is not None and (directory == self.home or found.group(1) == self._sum):
+                    yield path
+
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier
         run, and of processes that died. Also remove links to drives on which no named file lies.
@@ -239,11 +285,7 @@ class RunFiles:
             for manifest in self.before or ()
             for entry in manifest.files
         }
-        for directory in self.directories:
-            for path in directory.iterdir():
-                found = _STATES.fullmatch(path.name)
-                if found is not None and (directory == self.home or found.group(1) == self._sum):
-                    gone.add(path.resolve())
+        gone |= {path.resolve() for path in self._states_here()}
         # A manifest names the files that it points into; beside them lie others of the same
         # process.
         gone |= {
@@ -292,7 +334,7 @@ class RunFiles:
             return False
         try:
             home = _home_link(path).readlink()
-            newest = newest_generation(home)
+            newest = newest_heads(home)
         except (OSError, ValueError) as error:
             # A run that cannot be read may name them; only one that is gone does not.
             return getattr(error, "errno", None) != errno.ENOENT

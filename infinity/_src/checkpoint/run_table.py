@@ -1,7 +1,7 @@
 """The chunks of a durable run as its commits describe them: what each commit says (`rows.Marks`),
-and whether the table of places must be written anew.
+whether the table of places must be written anew, and the rows of a checkpoint that links its files.
 
-Both are made from the executor's records, a few thousand chunks at a time.
+All are made from the executor's records. Files are numbers there, of layer and drive.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ import numpy.typing as npt
 import xxhash
 
 from infinity._src.checkpoint.manifest import FileEntry
-from infinity._src.checkpoint.rows import TABLE, Marks, marks_of
+from infinity._src.checkpoint.rows import ROW, TABLE, Marks, marks_of
 from infinity._src.params.state_store import ShardRecords, StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
 from infinity.aio._records import PIECE_NUMEL
 
-DRIVES_MAX = 1 << 16
-"""Layer and drive are one number in tables: layer * DRIVES_MAX + drive."""
+_DRIVES_MAX = 1 << 16
 BLOCK_CHUNKS = 4096
 
 
@@ -37,6 +36,11 @@ class Described:
     shards: tuple[ShardRecords, ...]
 
 
+def layer_and_drive(number: int) -> tuple[int, int]:
+    """Return the layer and the drive of a file, of its number in tables and rows."""
+    return divmod(number, _DRIVES_MAX)
+
+
 class RunTable:
     """The table of one rank's chunks. One thread uses it."""
 
@@ -44,7 +48,8 @@ class RunTable:
         self._executor = executor
         self._store = store
         self._flats = list(flats)
-        self._committed: tuple[FileEntry, Described] | None = None
+        # The file, with the places and the records that it is of.
+        self._committed: tuple[FileEntry, bytes, tuple[ShardRecords, ...]] | None = None
 
     @property
     def file(self) -> FileEntry | None:
@@ -73,9 +78,9 @@ class RunTable:
         """Return the file whose table has these places, if the last commit names one."""
         if self._committed is None:
             return None
-        file, before = self._committed
-        alike = before.digest == found.digest and all(
-            mine is other for mine, other in zip(before.shards, found.shards, strict=True)
+        file, digest, shards = self._committed
+        alike = digest == found.digest and all(
+            mine is other for mine, other in zip(shards, found.shards, strict=True)
         )
         return file if alike else None
 
@@ -85,28 +90,58 @@ class RunTable:
         for index, flat in enumerate(self._flats):
             shard = self._store[flat]
             now = self._executor.look(shard.ids)
-            table = np.zeros(len(now), dtype=TABLE)
-            table["flat"], table["start"] = index, shard.starts
-            # `other_bytes` counts the states alone; `run_bytes` may hold gradients too.
-            table["run_bytes"] = now["other_bytes"]
-            for name in ("numel", "key", "section_at"):
-                table[name] = now[name]
-            # Gradients are no part of a run.
-            table["section_at"][:, shard.format.written_count :] = -1
-            files, offsets = _places(now, now["sums_ptr"] != shard.first_sums)
-            table["file"], table["file_offset"] = files, offsets
+            table = _of_chunks(TABLE, index, shard, now)
+            table["file"], table["file_offset"] = _places(now, now["sums_ptr"] != shard.first_sums)
             parts.append(table)
         return np.concatenate(parts)
+
+    def live_rows(self) -> tuple[npt.NDArray[np.void], npt.NDArray[np.uint32]]:
+        """Return the live places as they are, ROW [chunks], and the checksums of their pieces.
+        rows["file"] are numbers (`layer_and_drive`).
+        """
+        parts, sums, count = [], [], 0
+        for index, flat in enumerate(self._flats):
+            shard = self._store[flat]
+            now = self._executor.look(shard.ids)
+            rows = _of_chunks(ROW, index, shard, now)
+            rows["generation"], rows["file_offset"] = now["generation"], now["file_offset"]
+            rows["zeros"] = now["zeros"] & ((1 << shard.format.written_count) - 1)
+            rows["file"] = _numbers(now, "file")
+            pieces = shard.format.written_count * -(-now["numel"] // PIECE_NUMEL)
+            rows["sums_at"] = count + np.cumsum(pieces) - pieces
+            # Each place has its own table of checksums; the live one's is taken.
+            second = (now["sums_ptr"] != shard.first_sums).astype(np.int64)
+            taken = shard.sums[second, np.arange(len(now))]
+            # Chunk after chunk: those of a shorter one, and of gradients, end before the table's
+            # row does.
+            sums.append(taken[np.arange(taken.shape[1]) < pieces[:, None]])
+            count += len(sums[-1])
+            parts.append(rows)
+        return np.concatenate(parts), np.concatenate(sums)
 
     def committed(self, file: FileEntry, found: Described) -> None:
         """Note that a commit of all ranks names this table, with these places in it."""
         # Without the marks, which are most of it.
-        nothing = Marks(*(each[:0].copy() for each in dataclasses.astuple(found.marks)))
-        self._committed = file, dataclasses.replace(found, marks=nothing)
+        self._committed = file, found.digest, found.shards
+
+
+def _of_chunks(
+    dtype: np.dtype[np.void], index: int, shard: ShardRecords, now: npt.NDArray[np.void]
+) -> npt.NDArray[np.void]:
+    """Make rows of a flat's chunks, with the columns that ROW and TABLE share."""
+    rows = np.zeros(len(now), dtype=dtype)
+    rows["flat"], rows["start"] = index, shard.starts
+    # `other_bytes` counts the states alone; `run_bytes` of a chunk may hold gradients too.
+    rows["run_bytes"] = now["other_bytes"]
+    for name in ("numel", "key", "section_at"):
+        rows[name] = now[name]
+    # Gradients are no part of a run.
+    rows["section_at"][:, shard.format.written_count :] = -1
+    return rows
 
 
 def _numbers(now: npt.NDArray[np.void], field: str) -> npt.NDArray[np.int32]:
-    numbers: npt.NDArray[np.int32] = now[field] * np.int32(DRIVES_MAX) + now["drive"]
+    numbers: npt.NDArray[np.int32] = now[field] * np.int32(_DRIVES_MAX) + now["drive"]
     return numbers
 
 

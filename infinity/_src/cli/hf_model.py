@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import infinity as inf
+from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
+from infinity._src.params.materialize import Faults, NamedTensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +63,74 @@ def find_pretrained(path: Path) -> Pretrained:
 
 
 def offload_pretrained(
-    source: Pretrained, policy: inf.Policy, dtype: torch.dtype, *, checkpointing: bool = False
+    source: Pretrained,
+    policy: inf.Policy,
+    dtype: torch.dtype,
+    *,
+    checkpointing: bool = False,
+    read: bool = True,
 ) -> torch.nn.Module:
     """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest.
 
+    read: False leaves the values unread, for a restore that brings them; until then they are zeros.
     Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
     """
     model = _on_meta(source, dtype)
     _prepare(model, checkpointing)
-    gguf = None if source.gguf is None else source.directory / source.gguf
-    return inf.offload(model, policy, load=gguf or source.directory)
+    path = source.directory if source.gguf is None else source.directory / source.gguf
+    if read:
+        return inf.offload(model, policy, load=path)
+    # The model is prepared for these files all the same, in its dtypes say.
+    with hub_checkpoint(model, path) as found:
+        tensors = found if isinstance(found, NamedTensors) else open_weights(model, path)
+        return inf.offload(model, policy, load=_Unread(tensors))
+
+
+class _Unread(NamedTensors):
+    """Tensors of which no value is read: all are zeros."""
+
+    def __init__(self, tensors: NamedTensors) -> None:
+        self._tensors = tensors
+
+    @property
+    def label(self) -> str:
+        """The name that they have."""
+        return self._tensors.label
+
+    def names(self) -> Iterable[str]:
+        """Return all names."""
+        return self._tensors.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one tensor."""
+        return self._tensors.shape(name)
+
+    def is_floating_point(self, name: str) -> bool | None:
+        """Return whether one tensor is of a floating dtype."""
+        return self._tensors.is_floating_point(name)
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files, by which ranks know that they fill alike."""
+        files = self._tensors.files()
+        # One twice: no fill that broke off is taken for one of the values, nor the other way.
+        return (*files, *files[:1])
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return zeros, which take no memory."""
+        dtype = torch.int64 if self.is_floating_point(name) is False else torch.float32
+        return torch.zeros((), dtype=dtype).expand(self.shape(name))
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:  # noqa: ARG002
+        """Fill `out` with zeros."""
+        out.zero_()
+
+    def origin(self, name: str) -> str:
+        """Say where one tensor lies."""
+        return self._tensors.origin(name)
+
+    def explain(self, name: str) -> Faults:
+        """Say what is wrong with the tensors that one is made of."""
+        return self._tensors.explain(name)
 
 
 def _prepare(model: Any, checkpointing: bool) -> None:

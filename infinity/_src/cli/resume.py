@@ -23,12 +23,16 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.directory import newest_generation
+from infinity._src.checkpoint.directory import newest_heads
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY
 from infinity._src.cli.corpus import Corpus
+from infinity._src.config import Policy
 from infinity.errors import AioError
 
-RULES = ("steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype")
+RULES = (
+    "steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
+    "update", "delayed_warmup",
+)  # fmt: skip
 """Options that decide the losses of the steps to come, and that going on must not change."""
 
 
@@ -75,7 +79,7 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Pat
 def _newest_step(holder: Path) -> int | None:
     """Return the step of the newest whole generation there; None where there is none."""
     try:
-        return newest_generation(holder)[0].step
+        return newest_heads(holder)[0].step
     except AioError as error:
         # Ranks that were killed in their first commit leave parts of it. Damage is no such thing.
         if error.errno != errno.ENOENT:
@@ -87,6 +91,12 @@ def save_directory(options: argparse.Namespace) -> Path:
     """Return the place of checkpoints."""
     directory: Path = options.save_dir or options.out / "checkpoint"
     return directory
+
+
+def _value(options: argparse.Namespace, name: str) -> Any:
+    """Return the value of an option, or that of the policy where it was left out."""
+    given = getattr(options, name)
+    return getattr(Policy, name) if given is None else given
 
 
 class SmallState:
@@ -103,7 +113,9 @@ class SmallState:
     ) -> None:
         self._device = device
         self._place = [rank, world]
-        self._rules: dict[str, Any] = {f"--{name}": getattr(options, name) for name in RULES}
+        self._rules: dict[str, Any] = {
+            f"--{name.replace('_', '-')}": _value(options, name) for name in RULES
+        }
         # Ranks may be fewer or more, if together they take as many rows of a batch.
         self._rules["--batch times ranks"] = world * options.batch
         self._rules["training windows of the text"] = [
@@ -145,9 +157,10 @@ class SmallState:
                 "its step is; go on with it by inf.restore in the loop that wrote it"
             )
         changed = [
-            f"{name} was {extra['train'].get(name)} and is {now}"
+            f"{name} was {extra['train'][name]} and is {now}"
             for name, now in self._rules.items()
-            if extra["train"].get(name) != now
+            # An earlier release may have kept fewer.
+            if extra["train"].get(name, now) != now
         ]
         if changed:
             raise ValueError(

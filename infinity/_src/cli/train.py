@@ -204,7 +204,9 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         durable_every=options.durable_every,
         # The default of `Policy`. The argument's is None, by which `_check` sees whether it was
         # given.
-        delayed_warmup=40 if options.delayed_warmup is None else options.delayed_warmup,
+        delayed_warmup=inf.Policy.delayed_warmup
+        if options.delayed_warmup is None
+        else options.delayed_warmup,
         device=device,
         zero=options.zero,
         accumulate=options.accumulate_in,
@@ -318,6 +320,10 @@ class _Run:
         if options.durable and self.source is not None and self.source != self.directories[0]:
             # A checkpoint of a later step: the next commit replaces the run that is there.
             self.policy = dataclasses.replace(self.policy, durable="new")
+        # What is restored brings all values. A run that is new may be committed before that.
+        self.unread = self.source is not None and (
+            not options.durable or self.source == self.directories[0]
+        )
         self.metrics = _Metrics(
             options.out / "metrics.jsonl" if ranks.first else None, keeps=self.source is not None
         )
@@ -332,8 +338,10 @@ class _Run:
             self.policy,
             getattr(torch, options.dtype),
             checkpointing=options.checkpointing,
+            read=not self.unread,
         )
         self.handle = inf.handle(self.model)
+        self._check_run()
         self.device = torch.device(self.policy.device)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
@@ -395,6 +403,19 @@ class _Run:
         self.metrics.add("summary", summary.as_dict())
         show_summary(self.console, summary)
         return 0
+
+    def _check_run(self) -> None:
+        """Raise ValueError where the durable run that shall be restored has gone: `inf.restore`
+        would leave the model without its values.
+        """
+        run = self.handle.durable
+        if self.unread and run is not None and run.before is None:
+            # Here, before the first commit, and without one.
+            self.handle.end(commit=False)
+            raise ValueError(
+                f"{self.source} held a durable run a moment ago, and holds none now; without "
+                "--resume training begins anew"
+            )
 
     def _go_on(self) -> tuple[Earlier, list[StepRecord]]:
         """Restore what there is to go on from. Returns its small state and the records of its

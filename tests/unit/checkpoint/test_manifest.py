@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from infinity._src.checkpoint.directory import (
     generations,
     newest_generation,
+    newest_heads,
     next_generation,
     read_manifest,
 )
@@ -23,6 +24,7 @@ from infinity._src.checkpoint.manifest import (
     ROW,
     FileEntry,
     FlatEntry,
+    Head,
     Layout,
     Manifest,
     OptimizerEntry,
@@ -31,7 +33,13 @@ from infinity._src.checkpoint.manifest import (
     manifest_name,
     to_json,
 )
-from infinity._src.checkpoint.reader import DataReader, pieces
+from infinity._src.checkpoint.reader import (
+    Checkpoint,
+    ChunkReader,
+    ChunkRef,
+    DataReader,
+    pieces,
+)
 from infinity._src.checkpoint.writer import DataWriter
 from infinity._src.memory.layout import plan_flat
 from infinity.aio import CHUNK, JOB, Format, JobKind, PoolSpec, Priority, SwapFile, open_executor
@@ -81,17 +89,20 @@ def test_a_manifest_comes_back() -> None:
         given_.layout.flats,
         given_.layout.numerics,
     )
+    head = Head.decode(given_.encode(), "there")
+    assert vars(head) == {name: vars(given_)[name] for name in vars(head)}
 
 
 def test_no_damage_passes() -> None:
     whole = manifest().encode()
-    for at in range(0, len(whole), 7):
-        with pytest.raises((AioError, ValueError), match="there"):
-            Manifest.decode(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "there")
-    for length in (0, 10, len(whole) - 1):
-        with pytest.raises(AioError) as caught:
-            Manifest.decode(whole[:length], "there")
-        assert caught.value.path == "there"
+    for kind in (Manifest, Head):
+        for at in range(0, len(whole), 7):
+            with pytest.raises((AioError, ValueError), match="there"):
+                kind.decode(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :], "there")
+        for length in (0, 10, len(whole) - 1):
+            with pytest.raises(AioError) as caught:
+                kind.decode(whole[:length], "there")
+            assert caught.value.path == "there"
 
 
 def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
@@ -159,32 +170,33 @@ def test_a_manifest_that_no_engine_wrote_is_refused_whatever_its_checksum(
     assert read_manifest(path).world == 1
 
 
-def test_a_generation_is_whole_when_all_ranks_have_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("newest", [newest_generation, newest_heads])
+def test_a_generation_is_whole_when_all_ranks_have_it(tmp_path: Path, newest: Any) -> None:
     def put(one: Manifest) -> None:
         (tmp_path / one.name).write_bytes(one.encode())
 
     with pytest.raises(AioError) as caught:
-        newest_generation(tmp_path)
+        newest(tmp_path)
     assert caught.value.errno == errno.ENOENT
     assert next_generation(tmp_path) == 1
     put(manifest(0, 2, 4))
     with pytest.raises(AioError, match="rank1") as caught:
-        newest_generation(tmp_path)
+        newest(tmp_path)
     put(manifest(1, 2, 4))
     put(manifest(1, 2, 5))
     (tmp_path / "manifest-00000009.rank0.partial").write_bytes(b"")
     (tmp_path / "manifest-last").write_bytes(b"")
     assert generations(tmp_path) == [9, 5, 4]
-    assert [one.generation for one in newest_generation(tmp_path)] == [4, 4]
+    assert [one.generation for one in newest(tmp_path)] == [4, 4]
     assert next_generation(tmp_path) == 10
     put(manifest(0, 2, 5))
-    assert newest_generation(tmp_path)[0].generation == 5
+    assert newest(tmp_path)[0].generation == 5
     put(manifest(1, 2, 5, save=8))
     with pytest.raises(AioError, match="of another save"):
-        newest_generation(tmp_path)
+        newest(tmp_path)
     (tmp_path / manifest_name(5, 1)).write_bytes(b"inf-ckpt" * 9)
     with pytest.raises((AioError, ValueError)):  # damaged: not passed over for an older one
-        newest_generation(tmp_path)
+        newest(tmp_path)
 
 
 JSON = st.recursive(
@@ -332,6 +344,53 @@ def test_chunks_that_an_executor_wrote_are_read_in_place(tmp_path: Path) -> None
     reader.fetch(0, {2: back.ctypes.data}).wait()
     assert np.array_equal(back, values)
     reader.close()
+
+
+def test_a_rank_s_files_are_opened_once_whatever_the_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run in eight directories, of which any chunk is asked for after any other."""
+    drives, each, numel = 8, 5, 2048
+    flat = dataclasses.replace(EXACT, shard_numel=drives * each * numel, params=())
+    parts, sums, files = [], [], []
+    for drive in range(drives):
+        (tmp_path / f"drive{drive}").mkdir()
+        rows = np.zeros(each, dtype=ROW)
+        rows["numel"], rows["start"] = numel, numel * (drive + drives * np.arange(each))
+        rows["key"] = 8 * (1 + drive * each + np.arange(each))
+        writer = DataWriter(tmp_path / f"drive{drive}" / "data", rows, [flat], backend="auto")
+        held = [np.full(4096, drive + drives * row, dtype=np.uint8) for row in range(each)]
+        for row, memory in enumerate(held):
+            writer.store(row, {0: memory.ctypes.data}).wait()
+            zeros = np.zeros(8192, dtype=np.uint8)
+            writer.store(row, dict.fromkeys((1, 2, 3), zeros.ctypes.data)).wait()
+        writer.finish()
+        writer.close()
+        rows["file"] = drive
+        rows["sums_at"] += sum(map(len, sums))
+        parts.append(rows)
+        sums.append(writer.sums)
+        files.append(dataclasses.replace(writer.entry, name=f"drive{drive}/data"))
+    whole = dataclasses.replace(
+        manifest(),
+        layout=Layout((flat,), {}),
+        files=tuple(files),
+        rows=np.concatenate(parts),
+        sums=np.concatenate(sums),
+    )
+    opened, real = [], SwapFile.existing
+
+    def existing(path: Path) -> SwapFile:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr(SwapFile, "existing", existing)
+    with Checkpoint(tmp_path, [whole]) as checkpoint:
+        reader = ChunkReader(checkpoint, 4, (0,))
+        for chunk in (*range(drives * each), *reversed(range(drives * each))):
+            assert (reader.get(ChunkRef(0, 0, chunk))[0] == chunk).all()
+        reader.close()
+    assert sorted(opened) == [tmp_path / file.name for file in files]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from infinity._src import native
 from infinity._src.checkpoint.directory import (
     file_name,
     newest_generation,
+    newest_heads,
     read_manifest,
     write_attachment,
 )
@@ -29,6 +31,7 @@ from infinity._src.checkpoint.manifest import (
     table_parts,
 )
 from infinity._src.checkpoint.rows import FOLDED, TABLE, Marks, joined, marks_of
+from infinity._src.checkpoint.run_table import Described, RunTable
 from infinity.aio import CHUNK, Format
 from infinity.errors import AioError
 
@@ -125,10 +128,32 @@ def test_no_damage_of_either_part_passes(which: int, tmp_path: Path) -> None:
 
 def test_a_generation_without_its_table_is_damaged_not_begun(tmp_path: Path) -> None:
     put(tmp_path, 1)
-    put(tmp_path, 2)[1].unlink()
-    with pytest.raises(AioError, match="table-00000002") as caught:
-        newest_generation(tmp_path)
-    assert caught.value.errno != errno.ENOENT
+    table_file = put(tmp_path, 2)[1]
+    whole = table_file.read_bytes()
+    for left in (whole[:-1], b""):
+        table_file.write_bytes(left)
+        if not left:
+            table_file.unlink()
+        for read in (newest_generation, newest_heads):
+            with pytest.raises(AioError, match="table-00000002") as caught:
+                read(tmp_path)
+            assert caught.value.errno != errno.ENOENT
+
+
+def test_a_commit_is_remembered_without_its_marks() -> None:
+    count = 1 << 18
+    many = Marks(
+        np.zeros(count, np.uint64), np.zeros(count, np.uint8), np.zeros(4 * count, np.uint32)
+    )
+    known, file = RunTable(None, None, ()), FileEntry("table", 1)
+    found = Described(many, (7,), b"these places", ())
+    tracemalloc.start()
+    known.committed(file, found)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4096
+    assert known.file is known.known(found) is file
+    assert known.known(dataclasses.replace(found, digest=b"others")) is None
 
 
 def edited(name: str, value: object) -> npt.NDArray[np.void]:

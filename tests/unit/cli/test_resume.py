@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import itertools
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
+from infinity._src.checkpoint import run_fill  # noqa: E402
 from infinity._src.checkpoint.directory import newest_generation  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
@@ -31,10 +34,13 @@ from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, find_source  # noqa: E402
 from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
+from tests.reading import Counted  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.checkpoint.test_manifest import manifest  # noqa: E402
 
 STEPS = 6
+WEIGHTS_BYTES = 2 * 127_488
+"""Bytes of the model's tensors."""
 KILLED_IN = 5
 """The step whose record is the last that the killed process writes."""
 
@@ -71,6 +77,22 @@ def train_until_killed(arguments: list[str]) -> None:
     command._Metrics.add = counted  # type: ignore[method-assign]
     command.measure_swap = measured_in_no_time
     train(arguments)
+
+
+def train_until_killed_in_the_fill(arguments: list[str]) -> None:
+    """Kill this process when most of the model's bytes were read."""
+    torch.set_num_threads(1)
+    run_fill.NOTE_EVERY_S = 0
+    command.measure_swap = measured_in_no_time
+    with Counted(WEIGHTS_BYTES * 3 // 4, kills=True):
+        train(arguments)
+
+
+def killed(target: Any, arguments: list[str]) -> None:
+    process = FORKSERVER.Process(target=target, args=(arguments,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
 
 
 def records(out: Path, kind: str) -> list[dict[str, Any]]:
@@ -112,10 +134,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
     keeps = ["--durable", *on_nvme] if kept == "durable" else ["--save-every", "2"]
     arguments = [*common(place), "--out", str(out), *keeps]
-    process = FORKSERVER.Process(target=train_until_killed, args=(arguments,))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    killed(train_until_killed, arguments)
     assert [row["step"] for row in records(out, "step")] == [1, 2, 3, 4, 5]
     with (out / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "st')  # a line that the kill tore
@@ -123,8 +142,16 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     status, shown = train(arguments)
     assert status == 2
     assert "go on with it by --resume" in shown
-    status, shown = train([*arguments, "--resume"])
+    source = drive / "infinity-run" if kept == "durable" else out / "checkpoint"
+    with damaged(source) as file:
+        status, shown = train([*arguments, "--resume"])
+        assert status == 1
+        assert f"{file}" in shown
+    # Nothing was replaced by that, and no value is read that the restore brings.
+    with Counted() as counted:
+        status, shown = train([*arguments, "--resume"])
     assert status == 0, shown
+    assert counted.bytes == 0
     # Step 5 was submitted, and not committed. The save of step 4 may have been under way.
     goes_on = [4] if kept == "durable" else [2, 4]
     (committed,) = (step for step in goes_on if f"going on after step {step}, from" in shown)
@@ -150,6 +177,55 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
     assert status == 2
     assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
+
+
+@contextlib.contextmanager
+def damaged(source: Path) -> Iterator[Path]:
+    """Have another byte in the states of a checkpoint or a durable run."""
+    (found,) = newest_generation(source)
+    row = found.rows[0]
+    path = source / found.files[row["file"]].name
+    with path.open("r+b") as file:
+        at = file.seek(int(row["file_offset"] + row["section_at"][0]))
+        byte = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte[0] ^ 4]))
+        file.flush()
+        yield path
+        file.seek(at)
+        file.write(byte)
+
+
+def test_a_fill_that_was_killed_goes_on_to_the_same_bits(place: Path, tmp_path: Path) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    durable = f"--durable --params nvme --optim nvme --nvme {drive} --ram min".split()
+    arguments = [*common(place), "--out", str(out), *durable, "--resume"]
+    killed(train_until_killed_in_the_fill, arguments)
+    assert (drive / "infinity-run" / "fill.rank0").exists()
+    before = {path.name for path in (drive / "infinity-run").glob("states-*")}
+    with Counted() as counted:
+        status, shown = train(arguments)
+    assert status == 0, shown
+    assert "nothing was committed or saved yet: training begins" in shown
+    assert 0 < counted.bytes < WEIGHTS_BYTES
+    assert {path.name for path in (drive / "infinity-run").glob("states-*")} == before
+    losses = [[row["loss"] for row in records(each, "step")] for each in (place / "whole", out)]
+    assert losses[0] == losses[1]
+    weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_run_that_goes_away_leaves_no_run_without_values(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    durable = f"--durable --params nvme --optim nvme --nvme {tmp_path} --ram min --resume".split()
+    monkeypatch.setattr(command, "find_source", lambda _options, directories: directories[0])
+    status, shown = train([*common(place), "--out", str(tmp_path / "out"), *durable])
+    assert status == 2
+    assert f"{tmp_path} held a durable run a moment ago" in shown
+    names = {path.name for path in (tmp_path / "infinity-run").iterdir()}
+    assert names == {"lock.rank0"}
 
 
 def options(*arguments: str) -> argparse.Namespace:
@@ -193,6 +269,21 @@ def test_other_ranks_with_the_same_rows_go_on_with_generators_of_their_own() -> 
         assert rates.get_last_lr() == [0.5]
     with pytest.raises(ValueError, match="--batch times ranks was 4 and is 2"):
         small("--batch", "2").take_up(extra, 1, scheduler(), Path("here"))
+
+
+def test_options_that_decide_the_losses_stay_as_they_were() -> None:
+    delayed = ("--update", "delayed")
+    extra = small(*delayed).capture(scheduler(), [], "")
+    # As it is where it is left out.
+    small(*delayed, "--delayed-warmup", "40").take_up(extra, 1, scheduler(), Path("here"))
+    for changed, told in (
+        ((*delayed, "--delayed-warmup", "9"), "--delayed-warmup was 40 and is 9. Give"),
+        ((*delayed, "--state", "bf16"), "--state was exact and is bf16. Give"),
+        ((*delayed, "--weight-decay", "1"), "--weight-decay was 0.01 and is 1.0. Give"),
+        ((), "--update was delayed and is deferred. Give"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            small(*changed).take_up(extra, 1, scheduler(), Path("here"))
 
 
 @pytest.mark.parametrize("extra", [None, {"mine": 1}])

@@ -130,6 +130,22 @@ def test_a_linked_checkpoint_of_a_durable_run_costs_a_third_copy_with_the_next_s
     assert most == pytest.approx(costs.disk["with a checkpoint by links"], rel=0.01)
 
 
+def test_a_killed_run_that_is_restored_takes_a_third_copy(tmp_path: Path) -> None:
+    shape = shape_of(large())
+    for turn in range(2):
+        model = copy.deepcopy(large())
+        policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, durable=True)
+        inf.offload(model, policy)
+        optimizer = inf.AdamW(model.parameters())
+        most = on_drives(tmp_path, model)
+        if not turn:
+            step(model, optimizer)
+        # As a killed process: nothing more is committed.
+        inf.handle(model).end(commit=False)
+    costs, _ = planned(shape, durable=True)
+    assert most == pytest.approx(costs.disk["while a killed run is restored"], rel=0.01)
+
+
 def test_ranks_share_set_up_and_each_has_records_of_its_own() -> None:
     with torch.device("meta"):
         model = models.llama(layers=4, hidden=512).bfloat16()

@@ -61,8 +61,13 @@ def outside(shape: ModelShape, found: Prediction) -> Outside:
 def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
     states = at_rest.states + at_rest.frozen
     if job.policy.durable:
-        # A linked checkpoint takes nothing, and the next step leaves its places alone.
-        return {"training": nvme.bytes, "with a checkpoint by links": nvme.bytes + states}
+        # A linked checkpoint takes nothing, and the next step leaves its places alone. What a
+        # killed run has committed stays until the new process has, which keeps two generations.
+        return {
+            "training": nvme.bytes,
+            "while a killed run is restored": nvme.bytes + states,
+            "with a checkpoint by links": nvme.bytes + states,
+        }
     return {
         "training": nvme.bytes,
         "with a checkpoint": nvme.bytes + states,

@@ -1,0 +1,170 @@
+"""Room that a killed durable run leaves on the drives: the next process removes, before it takes
+room itself, the states that no commit names, and no others."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing as mp
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity as inf
+from infinity._src.checkpoint.directory import newest_generation, read_head
+from infinity._src.checkpoint.manifest import FileEntry, Head
+from infinity._src.checkpoint.run_files import RunFiles
+from tests.crashes import digest, step
+from tests.durable_runs import close, made, undisturbed
+from tests.unit.checkpoint.test_manifest import manifest
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[str]:
+    return undisturbed()
+
+
+def begun(*places: Path) -> tuple[Any, Any]:
+    """A run with as much on each drive."""
+    return made(*places, io={"bandwidths": {str(place): (1e9, 1e9) for place in places}})
+
+
+def die_at_removal(part: str, after: int = 0) -> None:
+    """Have this process killed instead of removing a file with `part` in its name, when so many
+    such files were removed."""
+    real, left = os.unlink, [after]
+
+    def unlink(path: Any, **values: Any) -> None:
+        if part in Path(path).name:
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left[0] -= 1
+        real(path, **values)
+
+    os.unlink = unlink
+
+
+def train_and_die(amid: str, *places: Path) -> None:
+    """Commit two steps, and be killed with the third one written, or amid its commit."""
+    torch.set_num_threads(1)
+    model, optimizer = begun(*places)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    step(model, optimizer, 2, 0)
+    inf.handle(model).pipeline.wait()
+    if amid == "commit":
+        die_at_removal("manifest-")
+        inf.handle(model).flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def open_and_die(after: int, *places: Path) -> None:
+    """Be killed amid the removal of states, at the beginning of a process."""
+    torch.set_num_threads(1)
+    die_at_removal("states-", after)
+    begun(*places)
+
+
+def killed(target: Any, *arguments: Any) -> None:
+    context = mp.get_context("forkserver")
+    # The same as in tests.crashes: there is one server.
+    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
+    process = context.Process(target=target, args=arguments)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def states(*places: Path) -> dict[Path, int]:
+    """Bytes that each states file takes."""
+    found = (path for place in places for path in (place / "infinity-run").glob("states-*"))
+    return {path: path.stat().st_blocks * 512 for path in found}
+
+
+def named(place: Path) -> set[Path]:
+    """States files that manifests name, of all generations."""
+    home = place / "infinity-run"
+    return {
+        (home / file.name).resolve()
+        for path in home.glob("manifest-*")
+        for file in read_head(path).files
+    }
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / "one", tmp_path / "two"]
+    for place in found:
+        place.mkdir()
+    return found
+
+
+@pytest.mark.parametrize("amid", ["step", "commit"])
+def test_a_killed_run_is_restored_beside_its_committed_states_alone(
+    places: list[Path], wanted: list[str], amid: str
+) -> None:
+    killed(train_and_die, amid, *places)
+    before, kept = states(*places), named(places[0])
+    # A commit that broke off has both generations, and either may be the newest.
+    assert (len(before), len(kept)) == (4, 2 if amid == "step" else 4)
+    model, optimizer = begun(*places)
+    assert states(*places).keys() & before.keys() == kept
+    both = sum(before.values())
+    beside = sum(before[path] for path in kept)
+    assert sum(states(*places).values()) == pytest.approx(both + beside, rel=0.01)
+    committed = 2 if amid == "step" else 3
+    assert inf.restore(model, optimizer, places[0]).step == committed
+    assert sum(states(*places).values()) == pytest.approx(both, rel=0.01)
+    assert digest(model) == wanted[committed]
+    step(model, optimizer, committed, 0)
+    assert digest(model) == wanted[committed + 1]
+    close(model)
+
+
+def test_a_kill_amid_the_removal_loses_nothing(tmp_path: Path, wanted: list[str]) -> None:
+    killed(train_and_die, "step", tmp_path)
+    before, kept = states(tmp_path), named(tmp_path)
+    for after in (0, 1):  # the word of its owner, and the file
+        killed(open_and_die, after, tmp_path)
+        assert kept < states(tmp_path).keys() == before.keys()
+    model, optimizer = begun(tmp_path)
+    assert states(tmp_path).keys() & before.keys() == kept
+    assert inf.restore(model, optimizer, tmp_path).step == 2
+    assert digest(model) == wanted[2]
+    close(model)
+    assert len(list((tmp_path / "infinity-run").glob("*states-*"))) == 2
+
+
+def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> None:
+    home = tmp_path / "infinity-run"
+    home.mkdir(0o700)
+    files = [f"states-{0:016x}-{layer}.rank{rank}" for rank in (0, 1) for layer in (1, 2, 3)]
+    # Of another run, to which this directory was a further drive.
+    files.append(f"states-1{0:015x}-1.rank0")
+    (home / "home-10000000").symlink_to("elsewhere")
+    for name in files:
+        (home / name).write_bytes(bytes(8192))
+
+    def put(generation: int, rank: int, name: str) -> None:
+        one = dataclasses.replace(manifest(rank, 2, generation), files=(FileEntry(name, 8192),))
+        (home / one.name).write_bytes(one.encode())
+
+    put(1, 0, files[0])
+    put(1, 1, files[3])
+    put(2, 0, files[1])
+    run = RunFiles([tmp_path], 0)
+    assert run.before is not None
+    # Rank 0's third has gone; those of rank 1 are for it to remove.
+    left = {path.name for path in states(tmp_path)}
+    assert left == {*files[:2], *files[3:]}
+    # What all ranks have alike is there once, and no chunks at all.
+    assert [type(one) for one in run.before] == [Head, Head]
+    assert [len(one.optimizers) for one in run.before] == [1, 0]
+    run.close()
+    put(2, 1, files[4])
+    assert [one.files[0].name for one in newest_generation(home)] == [files[1], files[4]]
+    assert all((home / one.files[0].name).exists() for one in newest_generation(home))
