@@ -241,7 +241,7 @@ def test_where_sums_are_exact_the_bits_are_the_untiled_models() -> None:
     assert torch.equal(inputs[0].grad, inputs[1].grad)  # type: ignore[arg-type]
     for tile, _, _ in model[0].tiles():  # type: ignore[operator]
         grad = inf.handle(model).full_grad(tile.weight)
-        assert torch.equal(grad, tile.place.of(plain.weight.grad).float())
+        assert torch.equal(grad, tile.places["weight"].of(plain.weight.grad).float())
 
 
 def test_the_losses_are_near_those_of_the_untiled_model(tmp_path: Path) -> None:

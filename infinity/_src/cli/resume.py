@@ -28,7 +28,10 @@ from infinity._src.checkpoint.run_files import RUN_DIRECTORY
 from infinity._src.cli.corpus import Corpus
 from infinity.errors import AioError
 
-RULES = ("steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype")
+RULES = (
+    "steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype",
+    "tile_linears", "tile_experts",
+)  # fmt: skip
 """Options that decide the losses of the steps to come, and that going on must not change."""
 
 
