@@ -13,7 +13,8 @@ from dataclasses import dataclass
 __all__ = ["Fault", "Seam"]
 
 NULL_BATCH_MAX = 64
-"""Requests that a null drive completes together at most: BATCH_MAX of native/ring_null.c."""
+"""Requests that a null drive completes together at most: INF_NULL_BATCH_MAX of
+native/executor.cdef.h."""
 
 
 @dataclass(frozen=True)

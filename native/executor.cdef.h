@@ -87,8 +87,11 @@ typedef struct {
     int64_t bytes;
 } inf_span;
 
+enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive gives back together at most */
+
 /* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip.
- * null_batch: 0 real drives, else null ones. null_computes: 0 no chunk, else one in so many. */
+ * null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX. null_computes: 0 no chunk,
+ * else one in so many. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;

@@ -5,15 +5,13 @@
  * one: it takes requests, lets the lock go where a ring's thread would be in the kernel, and gives
  * up to `seam.null_batch` of them back together.
  */
-#include "executor.h"
+#include <errno.h>
 
-#define BATCH_MAX 64 /* as many as a ring reaps at once */
+#include "executor.h"
 
 /* [locked] */
 static int32_t take_batch(inf_drive *drive, inf_request **batch) {
-    int32_t count_max = drive->ex->config.seam.null_batch;
-    if (count_max > BATCH_MAX) count_max = BATCH_MAX;
-    int32_t count = 0;
+    int32_t count = 0, count_max = drive->ex->config.seam.null_batch;
     while (count < count_max && (batch[count] = inf_drive_take(drive)) != NULL) count++;
     inf_pump(drive->ex); /* taking may have ended jobs by injected faults */
     return count;
@@ -22,7 +20,7 @@ static int32_t take_batch(inf_drive *drive, inf_request **batch) {
 static void *null_main(void *argument) {
     inf_drive *drive = argument;
     struct inf_executor *ex = drive->ex;
-    inf_request *batch[BATCH_MAX];
+    inf_request *batch[INF_NULL_BATCH_MAX];
     pthread_mutex_lock(&ex->lock);
     for (;;) {
         uint32_t kicks = drive->kicks;
@@ -43,6 +41,7 @@ static void *null_main(void *argument) {
 }
 
 static int32_t null_start(inf_drive *drive) {
+    if (drive->ex->config.seam.null_batch > INF_NULL_BATCH_MAX) return -EINVAL;
     return inf_threads_start(drive, 1, null_main);
 }
 

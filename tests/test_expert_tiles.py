@@ -4,7 +4,9 @@ no gather of experts that no token chose, whole stacks in every file, and refusa
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
-from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.manifest import FlatEntry, ParamEntry
+from infinity._src.checkpoint.reader import Checkpoint, SavedParam
 from infinity._src.checkpoint.safetensors import ExportJob
-from infinity._src.kernels.tiling.tiled_experts import TiledExperts
+from infinity._src.checkpoint.saved_weights import weights_by_name
+from infinity._src.kernels.tiling.tiled_experts import TiledExperts, route
+from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.memory.constants import AHEAD, UNITS_AHEAD
 from infinity._src.memory.device_room import Passes
 from infinity._src.params import deferred_init
@@ -222,10 +227,12 @@ class Experts(nn.Module):
                 continue
             places, tokens = torch.where(mask[expert])
             gate, up = nn.functional.linear(hidden[tokens], self.gate_up_proj[expert]).chunk(2, -1)
-            state = nn.functional.linear(self.act_fn(gate) * up, self.down_proj[expert])
-            state = state * weights[tokens, places, None]
+            state = self.down(self.act_fn(gate) * up, expert) * weights[tokens, places, None]
             out.index_add_(0, tokens, state.to(out.dtype))
         return out.to(hidden.dtype)
+
+    def down(self, state: torch.Tensor, expert: int) -> torch.Tensor:
+        return nn.functional.linear(state, self.down_proj[expert])
 
 
 class Net(nn.Module):
@@ -507,6 +514,115 @@ def test_files_hold_whole_stacks_and_fit_both_kinds_of_model(tmp_path: Path) -> 
     same(model.state_dict(), state)
 
 
+def test_a_checkpoint_is_restored_into_any_tiles_and_into_whole_stacks(tmp_path: Path) -> None:
+    def states(model: nn.Module) -> dict[str, torch.Tensor]:
+        handle, found = inf.handle(model), {}
+        for state in ("master", "exp_avg", "exp_avg_sq"):
+
+            def read(one: nn.Parameter, state: str = state) -> torch.Tensor:
+                return handle.optimizer_state(one)[state]
+
+            values = whole_grads(model, read)
+            found |= {f"{name} {state}": value for name, value in values.items()}
+        return found
+
+    def made(seed: int, tile: int | None) -> tuple[nn.Module, Any]:
+        torch.manual_seed(seed)
+        net = Net(5)
+        return start(net if tile is None else inf.tile_experts(net, experts=tile))
+
+    def learn(model: nn.Module, opt: Any) -> float:
+        torch.manual_seed(9)
+        loss = model(torch.randn(9, 6), torch.rand(9, 5).argsort(1)[:, :2])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        return loss.item()
+
+    first = made(0, 1)
+    for _ in range(2):
+        learn(*first)
+    expected = states(first[0])
+    given = first
+    for number, tile in enumerate((None, 2, 3, 1)):
+        inf.save(*given, tmp_path / f"{number}").wait()
+        given = made(number + 1, tile)
+        restored = inf.restore(*given, tmp_path / f"{number}")
+        assert restored.step == 2
+        assert any("experts.gate_up_proj" in note for note in restored.notes)
+        same(given[0].state_dict(), first[0].state_dict())
+        found = states(given[0])
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        if tile is None:
+            whole = given
+    losses = [[learn(*each) for _ in range(2)] for each in (first, whole, given)]
+    assert losses[0] == losses[1] == losses[2]
+    same(given[0].state_dict(), first[0].state_dict())
+    for other, _ in (first, whole, given):
+        inf.handle(other).close()
+
+
+def test_tiles_that_have_no_place_in_others_are_refused_with_both_ways_out(tmp_path: Path) -> None:
+    def made(tile: int, state: str = "exact") -> tuple[nn.Module, Any]:
+        # A row of gate_up_proj has 96 elements: one group of 64 moments, and a half.
+        net = inf.tile_experts(Net(4, 16, 3), experts=tile)
+        inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM, state=state))
+        return net, inf.AdamW(net.parameters(), lr=1e-2)
+
+    nets = []
+    for state, tile, message in (
+        ("compact", 1, "begin inside of a group of 64 moments"),
+        ("exact", 2, r"tile_0_0\.down_proj and .*tile_1_0\.down_proj of .* counts of steps differ"),
+    ):
+        saved, opt = made(2, state)
+        saved(torch.randn(9, 6), torch.rand(9, 4).argsort(1)[:, :2]).backward()
+        opt.step()
+        if state == "exact":
+            opt.state[saved.experts.tile_parameters("down_proj")[0]]["step"] = 5
+        inf.save(saved, opt, tmp_path / state).wait()
+        other, its = made(4 if state == "exact" else tile, state)
+        before = other.state_dict()
+        with pytest.raises(ValueError, match=f"(?s){message}.*Tile the model as it was .*export"):
+            inf.restore(other, its, tmp_path / state)
+        same(other.state_dict(), before)
+        nets += [saved, other]
+    for net in nets:
+        inf.handle(net).close()
+
+
+@given(
+    rows=st.integers(1, 12),
+    row=st.integers(1, 5),
+    before=st.integers(1, 13),
+    after=st.integers(1, 13),
+)
+def test_every_element_of_a_tile_is_found_once(
+    rows: int, row: int, before: int, after: int
+) -> None:
+    def ends(tile: int) -> list[int]:
+        return [*range(0, rows, tile), rows]
+
+    flat = FlatEntry("unit", "bfloat16", True, 0, 2048, ())
+    saved = [
+        SavedParam(ParamEntry((f"x.tile_{index}_0.weight",), (last - first, row), 0), index, flat)
+        for index, (first, last) in enumerate(itertools.pairwise(ends(before)))
+    ]
+    weight = weights_by_name(saved)["x.weight"]
+    assert weight.shape == (rows, row)
+    for first, last in itertools.pairwise(ends(after)):
+        place = TilePlace((first, last), (0, row), (rows, row))
+        numel = row * (last - first)
+        ranges: Any = weight.ranges_of(types.SimpleNamespace(place=place, numel=numel))
+        for begin in range(numel):
+            elements = [
+                before * row * each.saved.flat_index + each.start + at
+                for each in ranges.within(begin, numel - begin)
+                for at in range(each.numel)
+            ]
+            assert elements == list(range(first * row + begin, last * row))
+
+
 def test_a_callable_is_asked_for_each_stack_once() -> None:
     asked: list[str] = []
 
@@ -592,6 +708,19 @@ class Biased(Experts):
         self.scale = nn.Parameter(torch.ones(8))
 
 
+class DownBias(Experts):
+    """Adds a bias, which learns or not."""
+
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__(4, 8, 8)
+        self.down_proj_bias = nn.Parameter(torch.zeros(4, 8))
+        self.learns = learns
+
+    def down(self, state: torch.Tensor, expert: int) -> torch.Tensor:
+        bias = self.down_proj_bias if self.learns else self.down_proj_bias.detach()
+        return super().down(state, expert) + bias[expert]
+
+
 def holding(experts: nn.Module, change: Callable[[nn.Module], object] | None = None) -> nn.Module:
     model = nn.ModuleDict({"layer": nn.ModuleDict({"experts": experts})})
     if change is not None:
@@ -625,6 +754,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
         {},
         r"layer.experts \(OtherSum\) computes something else with its experts",
     ),
+    "a bias that does not learn": (
+        lambda: holding(DownBias(learns=False)),
+        {},
+        r"has other bits \(gradient of down_proj_bias\)",
+    ),
     "all tokens": (lambda: holding(Batched(4, 8, 8)), {}, "does not take .hidden_states, top_k_i"),
     "another parameter": (lambda: holding(Biased()), {}, "has scale besides stacks of experts"),
     "a gradient": (lambda: holding(small(), with_grad), {}, "down_proj has a gradient"),
@@ -648,6 +782,12 @@ def test_what_tiles_cannot_compute_is_refused_with_the_reason_and_nothing_change
     with pytest.raises(ValueError, match=message):
         inf.tile_experts(model, **{"experts": 2, **values})
     assert [(name, type(module)) for name, module in model.named_modules()] == before
+
+
+def test_stacks_of_biases_are_cut_beside_those_of_weights() -> None:
+    model = inf.tile_experts(holding(DownBias(learns=True)), experts=3)
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert shapes == [(3, 16, 8), (3, 8, 8), (3, 8), (1, 16, 8), (1, 8, 8), (1, 8)]
 
 
 def test_a_stack_too_large_for_the_device_is_told_how_many_experts_have_room() -> None:
@@ -703,8 +843,10 @@ def test_tiles_stay_as_they_were_made() -> None:
     net = inf.tile_experts(Net(), experts=5)
     with pytest.raises(ValueError, match="the down_proj of this TiledExperts is tiled"):
         net.experts.register_parameter("down_proj", nn.Parameter(torch.zeros(2)))
-    with pytest.raises(RuntimeError, match="an index of no expert: there are 12"):
-        net(torch.randn(1, 6), torch.tensor([[13]]))
+    with pytest.raises(RuntimeError, match="has 13, an index of no expert: there are 12"):
+        net(torch.randn(2, 6), torch.tensor([[3], [13]]))
+    with pytest.raises(RuntimeError, match="has -2, an index of no expert: there are 12"):
+        route(torch.tensor([[3], [-2]]), 12)
     start(net)
     with pytest.raises(ValueError, match=r"offloaded already; call inf.tile_experts"):
         inf.tile_experts(net, experts=2)

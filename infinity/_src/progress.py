@@ -1,5 +1,6 @@
-"""A progress line for work that may take long: shown on a terminal only, after a second, with an
-estimate of what is left; and taken away at the end.
+"""A progress line for work that may take long. On a terminal it is shown after a second, with an
+estimate of what is left, and taken away at the end. Elsewhere, as in the log of a job, a line of
+its own is written every half minute.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import final
 from infinity._src.sizes import format_size
 
 SHOWN_AFTER_S = 1.0
+LOGGED_EVERY_S = 30.0
 _EVERY_S = 0.2
 
 
@@ -23,32 +25,45 @@ def format_left(seconds: float) -> str:
 
 @final
 class ProgressLine:
-    """Bytes done of a total, on standard error. One thread uses it at a time."""
+    """Bytes done of a total, on standard error. One thread uses it at a time.
 
-    def __init__(self, title: str, total_bytes: int, *, shown: bool) -> None:
+    total_bytes: None where nobody knows it. shown: False writes nothing (ranks but the first).
+    """
+
+    def __init__(self, title: str, total_bytes: int | None, *, shown: bool) -> None:
         self._title = title
         self._total = total_bytes
+        self._shown = shown
+        # In a log file the carriage returns would make one endless line.
+        self._in_place = sys.stderr.isatty()
         self._done = 0
         self._start_s = time.monotonic()
-        self._next_s = self._start_s + SHOWN_AFTER_S
+        self._next_s = self._start_s + (SHOWN_AFTER_S if self._in_place else LOGGED_EVERY_S)
         self._width = 0
-        # In a log file the carriage returns would fill it with one endless line.
-        self._may_show = shown and sys.stderr.isatty()
 
     def advance(self, size_bytes: int) -> None:
         """Add bytes that are done."""
         self._done += size_bytes
         now = time.monotonic()
-        if self._may_show and now >= self._next_s:
-            self._next_s = now + _EVERY_S
-            rate = self._done / (now - self._start_s)
-            left = f", {format_left((self._total - self._done) / rate)} left" if rate else ""
-            text = (
-                f"{self._title}: {format_size(self._done)} of {format_size(self._total)}, "
-                f"{format_size(int(rate))}/s{left}"
-            )
+        if not self._shown or now < self._next_s:
+            return
+        self._next_s = now + (_EVERY_S if self._in_place else LOGGED_EVERY_S)
+        text = self._text(now - self._start_s)
+        if self._in_place:
             print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
             self._width = max(self._width, len(text))
+        else:
+            print(f"infinity: {text}", file=sys.stderr, flush=True)
+
+    def _text(self, seconds: float) -> str:
+        rate = self._done / seconds
+        done = f"{self._title}: {format_size(self._done)}"
+        if self._total is not None:
+            done += f" of {format_size(self._total)}"
+        done += f", {format_size(int(rate))}/s"
+        if self._total is None or not rate:
+            return done
+        return f"{done}, {format_left((self._total - self._done) / rate)} left"
 
     def end(self) -> None:
         """Take the line away. Idempotent."""

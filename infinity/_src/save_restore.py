@@ -53,8 +53,8 @@ def save(
 
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
-    """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives
-    and state format may differ.
+    """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
+    state format and tiles (but those of linears along their inputs) may differ.
 
     Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
     buffers, and drops gradients. Under the same numerics training goes on bit for bit as if nothing

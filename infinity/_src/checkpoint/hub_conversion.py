@@ -30,7 +30,9 @@ _NEEDED = (
     "Interleave", "Transpose", "rename_source_key", "apply_converters", "apply_renamings",
     "dot_natural_key", "build_glob_alternation",
 )  # fmt: skip
-"""Names of transformers.core_model_loading that are used here."""
+"""Names of transformers.core_model_loading that checkpoints of the hub need, here and in
+hub_files.py. A release without one of them cannot convert.
+"""
 
 Read = Callable[[str], torch.Tensor]
 

@@ -15,10 +15,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from infinity._src.distributed.communicator import Comm
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.unit import Param, Unit
 from infinity._src.params.unshard import Unsharder
+from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
 from infinity.aio import Format
 
@@ -29,6 +31,7 @@ class Receiver(Protocol):
     units: list[Unit]
     states: States
     unsharder: Unsharder
+    comm: Comm
 
 
 class Loaded(NamedTuple):
@@ -169,12 +172,15 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
 
     Raises: any error of reading or writing; then some tensors have been written and others not.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    sizes = {param: param.numel * param.dtype.itemsize for param, _ in matched.params}
+    line = ProgressLine("loading weights", sum(sizes.values()), shown=of.comm.rank == 0)
+    with torch.inference_mode(False), torch.no_grad(), line:
         read = LastRead(source.read)
         # By names: the tiles of a weight take their parts of one tensor, which is read once.
         order = {name: at for at, (_, name) in reversed(list(enumerate(matched.params)))}
         for param, name in sorted(matched.params, key=lambda match: order[match[1]]):
             place, value = param.place, read(name)
             write_param(of, param, value if place is None else place.of(value))
+            line.advance(sizes[param])
         for buffer, name in matched.buffers:
             buffer.copy_(source.read(name))

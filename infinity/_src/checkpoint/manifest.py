@@ -244,12 +244,8 @@ class Manifest(Head):
     rows: npt.NDArray[np.void]
     sums: npt.NDArray[np.uint32]
 
-    def encode(self) -> bytes:
-        """Return the bytes of a file that has all."""
-        return b"".join(self.parts())
-
     def parts(self) -> list[Part]:
-        """Return the bytes of `encode` part by part: they are many."""
+        """Return the bytes of a file that has all, part by part: they are many."""
         # Others would take its checksums for those of pieces.
         assert not (self.rows["padded"] == FOLDED).any(), "these rows want a table"
         # Encoded once for a run: a model of 20,000 parameters has a long layout.

@@ -1,5 +1,5 @@
-"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes and state formats of the two may
-differ.
+"""Restoring a checkpoint into a model. Ranks, tiers, chunk sizes, state formats and tiles of the
+two may differ.
 
     match     names, shapes, dtypes, optimizers
     compose   for each chunk of this rank's shards: read the saved chunks that hold its parameters,
@@ -21,14 +21,14 @@ import torch
 
 from infinity._src.checkpoint import metadata
 from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
+from infinity._src.checkpoint.saved_weights import SavedRanges, SavedWeight, weights_by_name
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.grads.reduce import GradReducer
-from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
@@ -39,42 +39,52 @@ from infinity._src.wording import listed
 from infinity.aio import Ticket
 from infinity.errors import AioError, StateInvalid
 
+_WAYS = (
+    "Tile the model as it was (inf.tile_linears, inf.tile_experts); or go by inf.export_dcp and "
+    "inf.load_dcp, or without optimizer states by `infinity checkpoint export` and load="
+)
 
-def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, SavedParam]:
-    """Find each parameter in a checkpoint, by any of its names.
 
-    Raises: ValueError naming parameters that are missing, unexpected, or of another shape or dtype.
+def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, SavedRanges]:
+    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts.
+
+    Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, or
+    in other tiles along columns.
     """
     # Under every name: a tied parameter may have another first name in another model.
-    by_name = {name: saved for saved in checkpoint.params.values() for name in saved.entry.names}
-    found: dict[Param, SavedParam] = {}
+    by_name = weights_by_name(checkpoint.params.values())
+    weights: dict[Param, SavedWeight] = {}
     for param in params:
-        saved = next((by_name[name] for name in param.names if name in by_name), None)
-        if saved is not None:
-            found[param] = saved
-    missing = [param.name for param in params if param not in found]
+        weight = next((by_name[name] for name in param.keys if name in by_name), None)
+        if weight is not None:
+            weights[param] = weight
+    missing = [param.name for param in params if param not in weights]
     # By identity: two names of one tied parameter are the same entry.
-    used = {id(saved.entry) for saved in found.values()}
+    distinct = {id(weight): weight for weight in weights.values()}.values()
+    used = {id(saved.entry) for weight in distinct for saved in weight.saved}
     unexpected = [name for name, saved in checkpoint.params.items() if id(saved.entry) not in used]
     if missing or unexpected:
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
-        tiles = any(whole_name(name) for name in (*missing, *unexpected))
-        hint = (
-            ". Tile the model as it was (inf.tile_linears, inf.tile_experts), or go by `infinity "
-            "checkpoint export` and load="
-            if tiles
-            else ""
-        )
         raise ValueError(
-            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}{hint}"
+            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}"
         )
-    for param, saved in found.items():
-        if tuple(param.shape) != saved.entry.shape:
-            raise ValueError(
-                f"{param.name} is of shape {saved.entry.shape} in {checkpoint.directory}; the "
-                f"model wants {tuple(param.shape)}"
-            )
+    return {param: _ranges_of(param, weight, checkpoint) for param, weight in weights.items()}
+
+
+def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> SavedRanges:
+    if param.whole_shape != weight.shape:
+        raise ValueError(
+            f"{param.keys[0]} is of shape {weight.shape} in {checkpoint.directory}; the model "
+            f"wants {param.whole_shape}"
+        )
+    ranges = weight.ranges_of(param)
+    if ranges is None:
+        raise ValueError(
+            f"{param.keys[0]} is in other tiles in {checkpoint.directory}, and tiles along columns "
+            f"(input features) are restored into the same alone. {_WAYS}"
+        )
+    for saved in ranges.saved:
         # A cast would change the numbers in silence; the user does it where it can be seen.
         if dtype_name(param.dtype) != saved.flat.dtype:
             raise ValueError(
@@ -82,21 +92,21 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
                 f"{dtype_name(param.dtype)} in the model: cast the model "
                 f"(model.to(torch.{saved.flat.dtype})) before inf.offload"
             )
-    return found
+    return ranges
 
 
 class MatchedOptimizer:
     """One optimizer and its saved state. `apply` sets all but the tensors.
 
     Raises: ValueError, naming both, for another class, other parameters or moments, and for groups
-    that join parameters which had different values.
+    or tiles that join parameters which had different values.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         entry: OptimizerEntry,
-        found: Mapping[Param, SavedParam],
+        found: Mapping[Param, SavedRanges],
         optimizer_of: Callable[[Param], object],
         directory: str,
     ) -> None:
@@ -107,9 +117,13 @@ class MatchedOptimizer:
                 f"{directory} has the states of {entry.title}, and the optimizer is "
                 f"{optimizer.title}: build that one, or give None to restore the parameters alone"
             )
-        saved_name = {param: found[param].entry.name for param in self.held}
-        missing = [param.name for param in self.held if saved_name[param] not in entry.params]
-        unexpected = sorted(set(entry.params) - set(saved_name.values()))
+        names = {param: _names_of(found[param]) for param in self.held}
+        missing = [
+            param.name
+            for param in self.held
+            if any(name not in entry.params for name in names[param])
+        ]
+        unexpected = sorted(set(entry.params).difference(*names.values()))
         if missing or unexpected:
             parts = (
                 [f"no states of {listed(missing)}, which the optimizer holds"] if missing else []
@@ -123,7 +137,7 @@ class MatchedOptimizer:
             )
         self._states: dict[Param, Any] = {}
         for param in self.held:
-            saved, mine = entry.params[saved_name[param]], list(optimizer.moments_of(param))
+            saved, mine = entry.params[names[param][0]], list(optimizer.moments_of(param))
             # SGD without momentum has none, say: a saved moment would have no place, or a place no
             # value.
             if saved["moments"] != mine:
@@ -131,6 +145,13 @@ class MatchedOptimizer:
                     f"{param.name} has the moments {saved['moments']} in {directory}, and {mine} "
                     "in the optimizer: build it with the same hyper-parameters (whether SGD has "
                     "momentum, say)"
+                )
+            # One parameter has one count of steps; which of the saved ones is right nobody knows.
+            other = next((name for name in names[param] if entry.params[name] != saved), None)
+            if other is not None:
+                raise ValueError(
+                    f"{param.name} has the states of {names[param][0]} and {other} of {directory}, "
+                    f"whose moments or counts of steps differ. {_WAYS}"
                 )
             self._states[param] = from_json(saved["state"])
         self._groups = [
@@ -141,7 +162,7 @@ class MatchedOptimizer:
         self,
         group: dict[str, Any],
         entry: OptimizerEntry,
-        found: Mapping[Param, SavedParam],
+        found: Mapping[Param, SavedRanges],
         directory: str,
     ) -> dict[str, Any]:
         """Return the values of the saved group of these parameters; none for a group without
@@ -152,9 +173,10 @@ class MatchedOptimizer:
         }
         records = [at_rest.infinity_link.param for at_rest in group["params"]]
         indices = {
-            where[found[record].entry.name]: record
+            where[name]: record
             for record in records
-            if found[record].entry.name in where
+            for name in _names_of(found[record])
+            if name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
         # One group has one value; the user has to say which of the saved ones is right.
@@ -181,6 +203,10 @@ class MatchedOptimizer:
             # In place, since the optimizer's own mapping is what steps and state_dict read.
             kept.clear()
             kept.update(state)
+
+
+def _names_of(ranges: SavedRanges) -> list[str]:
+    return [saved.entry.name for saved in ranges.saved]
 
 
 # -- restoring -------------------------------------------------------------------------------------
@@ -324,13 +350,14 @@ class RestoreJob:
 
     def _prepare(
         self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
-    ) -> tuple[dict[Param, SavedParam], list[MatchedOptimizer], dict[str, torch.Tensor], Any]:
+    ) -> tuple[dict[Param, SavedRanges], list[MatchedOptimizer], dict[str, torch.Tensor], Any]:
         """Check everything that may be refused, and read the small state."""
         saver, rank = self._saver, self._comm.rank
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
         checkpoint.check_files()
         found = match_params(checkpoint, [param for unit in saver.units for param in unit.params])
+        self._check_groups(found, str(checkpoint.directory))
         optimizers = metadata.optimizers_of(given, saver.units)
         matched = []
         if optimizers:
@@ -353,7 +380,21 @@ class RestoreJob:
         data = checkpoint.attachment("extra", rank)
         return found, matched, buffers, read_extra(data) if data is not None else None
 
-    def _notes(self, checkpoint: Checkpoint) -> tuple[str, ...]:
+    def _check_groups(self, found: Mapping[Param, SavedRanges], directory: str) -> None:
+        """Raise ValueError for ranges that begin inside of a group of quantized moments."""
+        for param, ranges in found.items():
+            forms = [self._states.store[param.flat].sections]
+            forms += [saved.flat.sections for saved in ranges.saved]
+            group = max(section.group_numel for form in forms for section in form)
+            if any(each.start % group or each.at % group for each in ranges.ranges):
+                raise ValueError(
+                    f"{param.name} is in other tiles in {directory}, which begin inside of a group "
+                    f"of {group} moments with one scale. {_WAYS}"
+                )
+
+    def _notes(
+        self, checkpoint: Checkpoint, found: Mapping[Param, SavedRanges]
+    ) -> tuple[str, ...]:
         here, notes = metadata.numerics_of(self._policy), []
         for name in metadata.NUMERICS:
             before = checkpoint.numerics.get(name, here[name])
@@ -364,6 +405,16 @@ class RestoreJob:
                 f"{checkpoint.world} ranks saved, {self._comm.world} train on: sums over ranks "
                 "round in another order"
             )
+        cut = [
+            param.keys[0]
+            for param, ranges in found.items()
+            if any(each.saved.entry.numel != param.numel for each in ranges.ranges)
+        ]
+        if cut:
+            notes.append(
+                f"{listed(list(dict.fromkeys(cut)))} in other tiles: norms, and sums over tiles, "
+                "round in another order"
+            )
         return tuple(notes)
 
     # -- the states --------------------------------------------------------------------------------
@@ -372,7 +423,7 @@ class RestoreJob:
         self,
         model: torch.nn.Module,
         checkpoint: Checkpoint,
-        found: Mapping[Param, SavedParam],
+        found: Mapping[Param, SavedRanges],
         optimizers: Sequence[MatchedOptimizer],
         buffers: dict[str, torch.Tensor],
         extra: Any,
@@ -421,7 +472,8 @@ class RestoreJob:
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
-        return Restored(checkpoint.step, extra, "; ".join(self._rounded), self._notes(checkpoint))
+        notes = self._notes(checkpoint, found)
+        return Restored(checkpoint.step, extra, "; ".join(self._rounded), notes)
 
     def _restored_bytes(self, flat: Flat) -> int:
         """Bytes of the chunks of a flat in which some parameter lies."""
@@ -434,17 +486,19 @@ class RestoreJob:
         sections = self._states.store[flat].sections
         return sum(int(section.size_bytes(numels).sum()) for section in sections)
 
-    def _turns(self, checkpoint: Checkpoint, found: Mapping[Param, SavedParam]) -> Iterator[_Chunk]:
+    def _turns(
+        self, checkpoint: Checkpoint, found: Mapping[Param, SavedRanges]
+    ) -> Iterator[_Chunk]:
         for flat in self._saver.flats:
             by_chunk: dict[int, list[Part]] = {}
             for param in flat.params:
                 for span in spans_of(param, self._comm.rank):
-                    pieces = tuple(checkpoint.pieces(found[param], span.element, span.numel))
                     # By chunk of this run: it is written once, whole, whatever saved chunks it
                     # comes from.
-                    by_chunk.setdefault(span.chunk, []).append(
-                        Part(span.start, found[param], pieces)
-                    )
+                    parts = by_chunk.setdefault(span.chunk, [])
+                    for each in found[param].within(span.element, span.numel):
+                        pieces = tuple(checkpoint.pieces(each.saved, each.start, each.numel))
+                        parts.append(Part(span.start + each.at, each.saved, pieces))
             for chunk, parts in sorted(by_chunk.items()):
                 yield _Chunk(self._states.store[flat], chunk, tuple(parts))
 

@@ -44,6 +44,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
+from infinity._src.progress import ProgressLine
 from infinity._src.sizes import format_size, parse_size, round_up
 from infinity.aio import Format
 from infinity.aio._records import Master, Moments
@@ -353,8 +354,9 @@ def write_safetensors(
     PeerFailed where another rank met an error.
     """
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
-    groups = group_units([part.size_bytes for part in parts], parse_size(shard_bytes_max))
-    with files:
+    sizes = [part.size_bytes for part in parts]
+    groups = group_units(sizes, parse_size(shard_bytes_max))
+    with files, ProgressLine("writing weights", sum(sizes), shown=comm.rank == 0) as line:
         # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
         # read.
         with Rendezvous(comm, f"making {directory}"):
@@ -364,6 +366,7 @@ def write_safetensors(
             for part in group:
                 # Outside of the rendezvous: reading is collective itself.
                 tensors.update(parts[part].read())
+                line.advance(sizes[part])
             file = shard_name(index, len(groups))
             with Rendezvous(comm, f"writing {file}"):
                 if tensors:

@@ -27,6 +27,7 @@ def add_train(parser: argparse.ArgumentParser) -> None:
     _add_text(parser)
     _add_placement(parser)
     _add_numerics(parser)
+    _add_tiles(parser)
     add_ranks(parser)
     _add_training(parser)
     _add_resume(parser)
@@ -205,6 +206,24 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="STEPS",
         help="steps that --update delayed takes as deferred first (40)",
+    )
+
+
+def _add_tiles(parser: argparse.ArgumentParser) -> None:
+    tiles = parser.add_argument_group("tiles, for what does not fit whole (part of the numerics)")
+    # None by default, and not a number: a checkpoint from before these options has neither.
+    tiles.add_argument(
+        "--tile-linears",
+        type=int,
+        metavar="N",
+        help="every linear in N tiles: inf.tile_linears (whole)",
+    )
+    tiles.add_argument(
+        "--tile-experts",
+        type=int,
+        metavar="K",
+        help="stacks of experts in tiles of K, which compute as the model's eager "
+        "implementation: inf.tile_experts (whole stacks)",
     )
 
 

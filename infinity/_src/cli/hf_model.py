@@ -69,14 +69,25 @@ def offload_pretrained(
     *,
     checkpointing: bool = False,
     read: bool = True,
+    tile_linears: int | None = None,
+    tile_experts: int | None = None,
 ) -> torch.nn.Module:
     """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest.
 
     read: False leaves the values unread, for a restore that brings them; until then they are zeros.
-    Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
+    tile_linears: tiles of every linear. tile_experts: experts of a tile. None: whole ones.
+
+    Raises: as `inf.offload`, `inf.tile_linears` and `inf.tile_experts`; ValueError for files that
+    cannot be read tensor by tensor.
     """
     model = _on_meta(source, dtype)
     _prepare(model, checkpointing)
+    if tile_experts is not None:
+        # As tiles compute. Of a model without experts this changes nothing.
+        model.set_experts_implementation("eager")
+        inf.tile_experts(model, experts=tile_experts)
+    if tile_linears is not None:
+        inf.tile_linears(model, tiles=tile_linears)
     path = source.directory if source.gguf is None else source.directory / source.gguf
     if read:
         return inf.offload(model, policy, load=path)

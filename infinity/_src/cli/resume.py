@@ -31,7 +31,7 @@ from infinity.errors import AioError
 
 RULES = (
     "steps", "seq", "accumulate", "lr", "warmup", "weight_decay", "clip", "seed", "dtype", "state",
-    "update", "delayed_warmup",
+    "update", "delayed_warmup", "tile_linears", "tile_experts",
 )  # fmt: skip
 """Options that decide the losses of the steps to come, and that going on must not change."""
 

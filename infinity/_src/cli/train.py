@@ -157,6 +157,10 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1"
             )
+    for name in ("tile_linears", "tile_experts"):
+        count = getattr(options, name)
+        if count is not None and count < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {count} must be at least 1")
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
         if getattr(options, name) < 0:
             raise ValueError(
@@ -339,6 +343,8 @@ class _Run:
             getattr(torch, options.dtype),
             checkpointing=options.checkpointing,
             read=not self.unread,
+            tile_linears=options.tile_linears,
+            tile_experts=options.tile_experts,
         )
         self.handle = inf.handle(self.model)
         self._check_run()

@@ -4,8 +4,8 @@ The user's function builds the model as it always does, with torch's own constru
 numbers, under a dispatch mode. A tensor of `DEFERRED_BYTES_MIN` or more gets no memory: it is a
 FakeTensor, and each operation on it is recorded. A random operation is also done once for real, on
 a scratch tensor that is dropped, so that the generator goes on as in RAM; the generator's state
-before it is recorded with it. Later `read` repeats the operations of one parameter, each from its
-own state of the generator: the same bits as in RAM, in any order.
+before it is recorded with it. Later `read_into` repeats the operations of one parameter, each from
+its own state of the generator: the same bits as in RAM, in any order.
 
 Cost: each random number is drawn twice, and once more wherever the function asks for a value that
 follows from it (rejection sampling of `trunc_normal_`). Memory: two of the largest tensors at a
@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity._src._torch_compat import FAKE_HAS_NO_VALUES, FakeTensor, FakeTensorMode
+from infinity._src.progress import ProgressLine
 
 DEFERRED_BYTES_MIN = 1 << 20
 """Smaller tensors are real: norms, rotary frequencies, tables whose values constructors read."""
@@ -49,8 +51,10 @@ class DeferredModel:
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         name = getattr(build, "__qualname__", None) or repr(build)
         self.label = f"the model that init={name} builds"
-        self._recorder = _Recorder()
-        with self._recorder:
+        # How much will be drawn is not known. Ranks build alike, and the first one tells of it.
+        line = ProgressLine("drawing initial values", None, shown=_is_first_rank())
+        self._recorder = _Recorder(line.advance)
+        with line, self._recorder:
             self.model = model = build()
         if not isinstance(model, nn.Module):
             raise ValueError(
@@ -84,6 +88,10 @@ class DeferredModel:
             tensor = self._recorder.replay(tensor, out)
         if tensor.data_ptr() != out.data_ptr():
             out.copy_(tensor)
+
+
+def _is_first_rank() -> bool:
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,10 +149,14 @@ class _Op:
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode under which large tensors have no memory and operations on them are kept."""
+    """Dispatch mode under which large tensors have no memory and operations on them are kept.
 
-    def __init__(self) -> None:
+    drawn: gets the bytes of large tensors whose random values were drawn.
+    """
+
+    def __init__(self, drawn: Callable[[int], object]) -> None:
         super().__init__()
+        self._drawn = drawn
         # Small tensors with memory may meet large ones without (`weight.mul_(scale)`).
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._ops: list[_Op] = []
@@ -241,6 +253,8 @@ class _Recorder(TorchDispatchMode):
             scratch[ref.storage] = self._scratch, 0
         args, kwargs = self._real((op.args, op.kwargs), scratch)
         op.func(*args, **kwargs)
+        refs = [leaf for leaf in pytree.tree_leaves(op.out) if isinstance(leaf, _Ref)]
+        self._drawn(sum(ref.size.numel() * ref.dtype.itemsize for ref in refs))
 
     def _ref(self, tensor: torch.Tensor) -> _Ref:
         storage = tensor.untyped_storage()

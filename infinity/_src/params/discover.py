@@ -13,15 +13,17 @@
     small      modules of less than SMALL_BYTES that are no blocks (a norm) go with the neighbour
                that is called next (`params.call_order`), else with the one before, in the same
                block.
-    tiles      every tile of a tiled linear or embedding is a unit of its own, whatever its size.
+    tiles      every tile of a tiled linear, a tiled embedding or a stack of experts is a unit of
+               its own, whatever its size.
 
 A parameter belongs to one unit: that of the first module, in registration order, that holds it.
 Other modules that hold it too (tied weights) are served by the same unit, which is unsharded for
 each of them. The module tree is read, never changed.
 
 A parameter that is too large for one unit cannot be split by the module tree; `inf.tile_linears`
-splits it. `check_gatherable` refuses or names linears that are too large to be unsharded whole, and
-says in how many tiles they would fit.
+and `inf.tile_experts` split it. `check_gatherable` refuses a model whose units the device has no
+room for (`memory/device_room.py`), and names the one of the two that makes room, with its number of
+tiles or of experts. Linears larger than `unit_bytes_max` that fit all the same are logged.
 """
 
 from __future__ import annotations
@@ -382,6 +384,7 @@ class _Finder:
         """
         calls, scopes = call_order(self._model), self._scopes()
         run: list[UnitSpec] = []
+        gone: set[int] = set()
         for spec in sorted(
             (spec for spec in self._specs if spec.modules[0] in calls),
             key=lambda spec: calls[spec.modules[0]].place,
@@ -392,30 +395,33 @@ class _Finder:
                 scopes[id(this)],
                 calls[this].looped,
             )
-            if not (same and self._is_piece(spec)):
-                self._fold(run)
+            is_piece = self._is_piece(spec)
+            if not (same and is_piece):
+                gone |= self._fold(run)
                 run = []
-            if self._is_piece(spec):
+            if is_piece:
                 run.append(spec)
-        self._fold(run)
+        gone |= self._fold(run)
+        # All at once: a model may have thousands of them.
+        self._specs = [spec for spec in self._specs if id(spec) not in gone]
 
-    def _fold(self, run: list[UnitSpec]) -> None:
+    def _fold(self, run: list[UnitSpec]) -> set[int]:
         """Fold the small ones of units that are called one after the other into the next large one,
-        or else into the last.
+        or else into the last. Returns the ids of those that were folded.
         """
-        large = [spec for spec in run if spec.size.gathered >= SMALL_BYTES]
-        host: UnitSpec | None = None
-        for spec in reversed(run):
-            if spec in large:
-                host = spec
-                continue
-            into = host or (large[-1] if large else None)
-            if into is not None:
-                self._specs.remove(spec)
-                into.modules[:0] = spec.modules
-                into.entries += spec.entries
-        for spec in large:
-            spec.entries.sort(key=lambda entry: self._order[id(entry)])
+        large = [index for index, spec in enumerate(run) if spec.size.gathered >= SMALL_BYTES]
+        gone: set[int] = set()
+        begin = 0
+        for index in large:
+            host, small = run[index], run[begin:index]
+            if index == large[-1]:
+                small += run[index + 1 :]
+            host.modules[:0] = [module for spec in small for module in spec.modules]
+            host.entries += [entry for spec in small for entry in spec.entries]
+            host.entries.sort(key=lambda entry: self._order[id(entry)])
+            gone.update(map(id, small))
+            begin = index + 1
+        return gone
 
     def _is_piece(self, spec: UnitSpec) -> bool:
         """True for a unit of one module, all of it, that is no block and no tile."""

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity import aio
+from infinity._src.native import lib
 from infinity.aio import _records as records
 from infinity.aio._executor import Executor
+from infinity.aio.testing import NULL_BATCH_MAX
 from tests.unit.aio.rig import NUMEL, RUN_BYTES, Rig, hyper_record, outcome, random_chunk, same
 
 FAR = (1 << 42) + (1 << 32)
@@ -188,6 +190,21 @@ def test_nothing_can_be_verified_on_null_drives(files):
     with pytest.raises(ValueError, match=r"Seam\(null=4\) moves nothing: use verify='off'"):
         Executor(
             files, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(1, 4096), seam=aio.Seam(null=4)
+        )
+
+
+def test_more_at_once_than_a_null_drive_gives_back_is_refused_by_c_too(files):
+    assert lib.INF_NULL_BATCH_MAX == NULL_BATCH_MAX
+    seam = aio.Seam(null=NULL_BATCH_MAX)
+    # Past the check of `Seam`: was cut to the most in silence.
+    object.__setattr__(seam, "null", NULL_BATCH_MAX + 1)
+    with pytest.raises(OSError, match="null: Invalid argument"):
+        Executor(
+            files,
+            small=aio.PoolSpec(0, 0),
+            large=aio.PoolSpec(1, 4096),
+            verify="off",
+            seam=seam,
         )
 
 

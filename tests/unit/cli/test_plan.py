@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
 from infinity._src.perf.plan.predict import EFFICIENCY  # noqa: E402
 from infinity._src.sizes import MIB  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[3]
 
 LLAMA_405B = {
     "vocab_size": 128256,
@@ -61,6 +64,13 @@ def plan(*arguments: str | Path) -> tuple[int, str]:
     assert isinstance(console.file, io.StringIO)
     return status, " ".join(console.file.getvalue().split())  # however it was wrapped
 
+
+DEEPSEEK = {
+    "one H200": ["--gpu", "h200"],
+    "eight H100": ["--gpu", "h100", "--gpus", "8"],
+    "one card of 24 GB": ["--gpu", "rtx4090"],
+}
+"""Machines of a table in docs/performance.md."""
 
 MACHINE = [
     "--ram",
@@ -592,3 +602,25 @@ def test_mistakes_about_ranks_name_the_fix(small: Path, change: list[str], messa
     )
     assert status == 2
     assert message in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", DEEPSEEK)
+def test_deepseek_v3_has_the_documented_answer(machine: str, tmp_path: Path) -> None:
+    """With nothing but the options of the table, and the change that it names."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {machine} \| `(.+)` \| it fits(.*) \|$", page, flags=re.MULTILINE)
+    options, change = row
+    model = write_config(tmp_path, transformers.DeepseekV3Config())
+    given = [model, *DEEPSEEK[machine], *options.split(), "--tokens-per-step", "262144"]
+    given += ["--seq", "4096", "--drives", "4", "--nvme-read", "27", "--nvme-write", "11"]
+    given += ["--nvme-size", "16TB", "--no-changes"]
+    status, shown = plan(*given)
+    assert "36.63 B compute for a token" in shown
+    if change:
+        (experts,) = re.findall(r"^ with `inf.tile_experts\(model, experts=(\d+)\)`$", change)
+        assert status == 1, shown
+        assert f"(inf.tile_experts(model, experts={experts}))" in shown
+        status, shown = plan(*given, "--tile-experts", experts)
+    assert status == 0, shown
+    assert "It fits." in shown

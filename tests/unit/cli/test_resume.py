@@ -36,7 +36,7 @@ from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
 from tests.reading import Counted  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
-from tests.unit.checkpoint.test_manifest import manifest  # noqa: E402
+from tests.unit.checkpoint.test_manifest import encoded, manifest  # noqa: E402
 
 STEPS = 6
 WEIGHTS_BYTES = 2 * 127_488
@@ -293,6 +293,15 @@ def test_states_of_another_loop_are_no_run_of_this_one(extra: Any) -> None:
     assert small().take_up(extra, 0, scheduler(), Path("here")).step == 0
 
 
+def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none() -> None:
+    extra = small().capture(scheduler(), [(0, 1.0)], "")
+    with pytest.raises(ValueError, match="--tile_experts was None and is 2"):
+        small("--tile-experts", "2").take_up(extra, 1, scheduler(), Path("here"))
+    for name in ("--tile_linears", "--tile_experts"):
+        del extra["train"][name]
+    assert small().take_up(extra, 1, scheduler(), Path("here")).step == 1
+
+
 def test_held_out_losses_of_other_windows_are_not_gone_on_with() -> None:
     extra = small().capture(scheduler(), [(0, 1.0)], "")
     device = torch.device("cpu")
@@ -308,7 +317,7 @@ def commit(holder: Path, step: int, generation: int = 1, ranks: Sequence[int] = 
     holder.mkdir(0o700, parents=True, exist_ok=True)
     for rank in ranks:
         one = dataclasses.replace(manifest(rank, 2, generation), step=step)
-        (holder / one.name).write_bytes(one.encode())
+        (holder / one.name).write_bytes(encoded(one))
 
 
 @pytest.mark.parametrize(

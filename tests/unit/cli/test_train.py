@@ -18,6 +18,7 @@ from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src.bench.swap import measure_swap  # noqa: E402
+from infinity._src.cli import hf_model  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
@@ -193,6 +194,66 @@ def test_every_part_of_the_policy_can_be_chosen_and_no_place_changes_a_loss(
     assert summary["state_bytes"] == pytest.approx(size * summary["params"])
 
 
+@pytest.fixture(scope="module")
+def moe_directory(model_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-MoE with the same tokenizer: two layers of eight experts."""
+    directory = shutil.copytree(model_directory, tmp_path_factory.mktemp("moe") / "model")
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=257,
+        hidden_size=32,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        eos_token_id=256,
+        bos_token_id=256,
+    )
+    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def test_tiles_of_experts_change_no_loss_and_the_trained_model_is_whole(
+    moe_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the eager implementation, which tiles have. Without clipping, whose norm is summed
+    tile by tile. Tiles of linears sum in another order: their first loss is about the same."""
+    on_meta = hf_model._on_meta
+
+    def eager(*arguments: Any) -> Any:
+        model = on_meta(*arguments)
+        model.set_experts_implementation("eager")
+        return model
+
+    chosen = ["--steps", "3", "--clip", "0", "--no-trace", *on_nvme(tmp_path / "swap")]
+    losses, weights, units = [], [], []
+    for tiles in ([], ["--tile-experts", "3"], ["--tile-experts", "3", "--tile-linears", "2"]):
+        out = tmp_path / f"{len(tiles)}"
+        with monkeypatch.context() as patch:
+            if not tiles:
+                patch.setattr(hf_model, "_on_meta", eager)
+            status, shown = train(
+                moe_directory, "--text", text, "--out", out, *SMALL, *chosen, *tiles
+            )
+        assert status == 0, shown
+        losses.append([row["loss"] for row in records(out, "step")])
+        weights.append(load_file(out / "model.safetensors"))
+        units.append(records(out, "summary")[0]["engine"]["units"])
+    assert losses[0] == losses[1]
+    assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-3)
+    assert units[1] == units[0] + 2 * 3
+    assert units[2] > units[1]
+    shapes = [{name: value.shape for name, value in each.items()} for each in weights]
+    given = load_file(moe_directory / "model.safetensors")
+    assert shapes == [{name: value.shape for name, value in given.items()}] * 3
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 def test_updates_on_a_device_change_no_loss(
     model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +317,9 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--ram", "1KiB"], "smallest budget"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
+        (["--tile-linears", "0"], "--tile-linears 0 must be at least 1"),
+        (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
+        (["--tile-experts", "2"], "the model has no stack of experts"),
         (["--lr=-1"], "--lr"),
         (["--seed=-1"], "--seed -1"),
         (["--params", "nvme"], "nvme"),

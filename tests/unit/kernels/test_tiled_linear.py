@@ -31,7 +31,7 @@ def grad_of(tiled: TiledModule) -> torch.Tensor:
     whole = torch.full(tiled.grid.whole_shape, float("nan"), dtype=tiled.weight.dtype)
     for tile, _, _ in tiled.tiles():
         assert tile.weight.grad is not None
-        tile.place.of(whole).copy_(tile.weight.grad)
+        tile.places["weight"].of(whole).copy_(tile.weight.grad)
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -328,6 +329,32 @@ def test_small_modules_go_with_what_is_called_next_or_else_before(
     assert names(whole) == ["layers.0", "layers.1"]
     named = find_units(model, units=["LayerNorm", "Linear"], unit_bytes_max=LARGE)
     assert len(named) == 12
+
+
+def test_finding_units_among_many_small_modules_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discover, "SMALL_BYTES", 1000)
+    # Lists compare what they look for or remove: in Python, such comparisons are counted as calls.
+    monkeypatch.setattr(UnitSpec, "__eq__", lambda one, other: one is other)
+
+    def calls(count: int) -> int:
+        with torch.device("meta"):
+            sizes = [16 if index % 4 else 2 for index in range(count)]
+            model = nn.Sequential(*(nn.Linear(size, 16) for size in sizes))
+        found = 0
+
+        def seen(_frame: object, event: str, _argument: object) -> None:
+            nonlocal found
+            found += event in ("call", "c_call")
+
+        sys.setprofile(seen)
+        try:
+            specs = find_units(model, unit_bytes_max=2000)
+        finally:
+            sys.setprofile(None)
+        assert len(specs) == 3 * count // 4
+        return found
+
+    assert calls(800) < 9 * calls(100)
 
 
 def test_experts_are_gathered_with_no_other_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -185,26 +185,7 @@ def _tiled(module: nn.Module, experts: int) -> TiledExperts:
     stacks = {attr: value for attr, value in module._parameters.items() if value is not None}
     count = len(stacks["down_proj"])
     ends = [*range(0, count, experts), count]
-    made = TiledExperts(
-        {attr: list(_cut(value, ends)) for attr, value in stacks.items()},
-        {attr: tuple(value.shape) for attr, value in stacks.items()},
-        ends,
-        _function(module),
-    )
-    return made.train(module.training)
-
-
-def _cut(stack: nn.Parameter, ends: Sequence[int]) -> Iterator[nn.Parameter]:
-    for index, first in enumerate(ends[:-1]):
-        with torch.no_grad():
-            # A clone: a view would keep the whole stack alive as long as one tile lives.
-            values = stack.detach()[first : ends[index + 1]].clone(
-                memory_format=torch.contiguous_format
-            )
-        tile = nn.Parameter(values, requires_grad=stack.requires_grad)
-        # Attributes that others have put on the stack.
-        tile.__dict__.update(stack.__dict__)
-        yield tile
+    return TiledExperts(stacks, ends, _function(module)).train(module.training)
 
 
 # -- the trial -------------------------------------------------------------------------------------
@@ -236,11 +217,12 @@ def _try_out(name: str, module: nn.Module) -> None:
                     f"{what}: a small copy of it cannot be computed ({error}); leave it out of "
                     "inf.tile_experts(names=...)"
                 ) from error
-            if not all(map(torch.equal, whole, tiled)):
+            differ = [name for name in whole if not _same(whole[name], tiled[name])]
+            if differ:
                 raise ValueError(
                     f"{what} computes something else with its experts than tiles would: a small "
-                    f"copy in {dtype} with routing weights in {weights_dtype} has other bits; "
-                    "leave it out of inf.tile_experts(names=...)"
+                    f"copy in {dtype} with routing weights in {weights_dtype} has other bits "
+                    f"({', '.join(differ)}); leave it out of inf.tile_experts(names=...)"
                 )
 
 
@@ -278,8 +260,10 @@ def _arguments(
 
 def _results(
     call: Any, owner: nn.Module, arguments: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-) -> list[torch.Tensor]:
-    """Return the output, and the gradients of the arguments and of the whole stacks."""
+) -> dict[str, torch.Tensor | None]:
+    """Return the output, and the gradients of the arguments and of the whole stacks; None where
+    there is none.
+    """
     with torch.enable_grad(), torch.inference_mode(False):
         hidden, weights = (arguments[at].clone().requires_grad_() for at in (0, 2))
         # Both meet gradients from elsewhere, so that the order of sums is seen.
@@ -287,12 +271,21 @@ def _results(
         out = call(before, arguments[1], gates)
         seed = torch.linspace(-1, 1, out.numel(), device="cpu").view(out.shape).to(out.dtype)
         ((out * seed).sum() + before.square().sum() + gates.square().sum()).backward()
-    found = [out.detach(), hidden.grad, weights.grad]
-    for attr in ("gate_up_proj", "up_proj", "down_proj"):
+    found: dict[str, torch.Tensor | None] = {
+        "output": out.detach(),
+        "gradient of hidden_states": hidden.grad,
+        "gradient of top_k_weights": weights.grad,
+    }
+    for attr in EXPERT_STACKS:
         if isinstance(owner, TiledExperts):
-            parts = [part.grad for part in owner.tile_parameters(attr)]
+            held = owner.tile_parameters(attr)
         else:
-            held = owner._parameters.get(attr)
-            parts = [held.grad] if held is not None else []
-        found += [torch.cat([part for part in parts if part is not None])] if parts else []
-    return [one for one in found if one is not None]
+            held = [stack for stack in [owner._parameters.get(attr)] if stack is not None]
+        # A gradient that some tiles lack is of another shape than the whole one.
+        grads = [part.grad for part in held if part.grad is not None]
+        found[f"gradient of {attr}"] = torch.cat(grads) if grads else None
+    return found
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else torch.equal(one, other)

@@ -38,6 +38,7 @@ from infinity._src.kernels.tiling.tiled_module import (
     TiledModule,
     TilePlace,
     at_rest_parameters,
+    copy_tile,
 )
 
 
@@ -66,8 +67,8 @@ class ExpertFunction:
 class TiledExperts(TiledModule):
     """A stack of experts in tiles of a few experts each.
 
-    stacks: for each parameter [experts, ...] of the uncut module its tiles, in order. ends: first
-    expert of each tile, and the number of experts last.
+    stacks: each parameter [experts, ...] of the uncut module, of which the tiles are copies. ends:
+    first expert of each tile, and the number of experts last.
 
     Called as the uncut module: `(hidden_states [tokens, hidden], top_k_index [tokens, k],
     top_k_weights [tokens, k])` returns [tokens, hidden]. An index equal to the number of experts is
@@ -76,17 +77,16 @@ class TiledExperts(TiledModule):
 
     def __init__(
         self,
-        stacks: Mapping[str, Sequence[nn.Parameter]],
-        shapes: Mapping[str, tuple[int, ...]],
+        stacks: Mapping[str, nn.Parameter],
         ends: Sequence[int],
         function: ExpertFunction,
     ) -> None:
         tiles = {}
         for index, (first, last) in enumerate(itertools.pairwise(ends)):
-            weights = {
-                name: (parts[index], TilePlace((first, last), (0, shapes[name][1]), shapes[name]))
-                for name, parts in stacks.items()
-            }
+            weights = {}
+            for name, stack in stacks.items():
+                place = TilePlace((first, last), (0, stack.shape[1]), tuple(stack.shape))
+                weights[name] = (copy_tile(stack, place), place)
             tiles[f"tile_{index}_0"] = ExpertsTile(weights, first, last, function)
         super().__init__(tiles)
         self.num_experts = ends[-1]
@@ -279,9 +279,11 @@ def route(top_k_index: torch.Tensor, experts: int) -> Routed:
         bounds = torch.arange(experts + 2, device=chosen.device, dtype=chosen.dtype)
         ends: list[int] = torch.searchsorted(chosen, bounds).tolist()
         if ends[0] or ends[-1] < len(choices):
+            # Sorted: one that is too small comes first, one that is too large last.
+            wrong = int(chosen[0 if ends[0] else -1])
             raise RuntimeError(
-                f"top_k_index has an index of no expert: there are {experts} (and {experts} itself "
-                "is an expert elsewhere)"
+                f"top_k_index has {wrong}, an index of no expert: there are {experts} (and "
+                f"{experts} itself is an expert elsewhere)"
             )
         return Routed(order // max(count, 1), order % max(count, 1), ends)
 

@@ -228,7 +228,6 @@ class MatrixTile(Tile):
 
     def __init__(self, weight: nn.Parameter, place: TilePlace) -> None:
         super().__init__({"weight": (weight, place)})
-        self.place = place
 
     def forward(self, compute: Callable[..., Any], *tokens: torch.Tensor) -> Any:
         """Return `compute(weight, *tokens)`.
@@ -536,22 +535,19 @@ def exclude_from_compile(model: nn.Module) -> None:
             kind.forward = disabled
 
 
-def copy_tiles(weight: torch.Tensor, grid: Grid) -> list[nn.Parameter]:
-    """Copy the tiles of a weight [rows, columns] into parameters of their own.
-
-    They have its `requires_grad` and its attributes.
+def copy_tile(weight: torch.Tensor, place: TilePlace) -> nn.Parameter:
+    """Copy a tile of a weight into a parameter of its own, with the weight's `requires_grad` and
+    attributes.
     """
-    tiles: list[nn.Parameter] = []
-    for _, row, column in grid.names():
-        with torch.no_grad():
-            # A clone: a view would keep the whole weight alive as long as one tile lives.
-            values = (
-                grid.place(row, column)
-                .of(weight.detach())
-                .clone(memory_format=torch.contiguous_format)
-            )
-        tile = nn.Parameter(values, requires_grad=weight.requires_grad)
-        # Attributes that others have put on the weight.
-        tile.__dict__.update(weight.__dict__)
-        tiles.append(tile)
-    return tiles
+    with torch.no_grad():
+        # A clone: a view would keep the whole weight alive as long as one tile lives.
+        values = place.of(weight.detach()).clone(memory_format=torch.contiguous_format)
+    tile = nn.Parameter(values, requires_grad=weight.requires_grad)
+    # Attributes that others have put on the weight.
+    tile.__dict__.update(weight.__dict__)
+    return tile
+
+
+def copy_tiles(weight: torch.Tensor, grid: Grid) -> list[nn.Parameter]:
+    """Copy all tiles of a weight [rows, columns], row after row, as `copy_tile`."""
+    return [copy_tile(weight, grid.place(row, column)) for _, row, column in grid.names()]
