@@ -124,20 +124,29 @@ def write_values(model: Any, place: Path) -> None:
         save_file(tensors, place / file)
 
 
-def quantize_fp8(place: Path, block: int = 16) -> None:
-    """Turn the matrices of attention, MLPs and experts into fp8 with a scale for each block."""
+PARTIAL = {"q_lora_rank": 24, "moe_intermediate_size": 24, "qk_rope_head_dim": 8}
+"""Sizes of a deepseek_v3 with matrices of 24 rows, of 24 columns, and experts of both."""
+
+
+def quantize_fp8(place: Path, block: int = 16, *, partial: bool = False) -> None:
+    """Turn the matrices of attention, MLPs and experts into fp8 with a scale for each block.
+    partial: the one of attention whose last block is partial, too, as in the files of DeepSeek-V3.
+    """
+    ends = ("_proj.weight", "_proj_with_mqa.weight") if partial else ("_proj.weight",)
     for file in place.glob("*.safetensors"):
         tensors = {}
         for name, value in load_file(file).items():
-            if not name.endswith("_proj.weight"):
+            if not name.endswith(ends):
                 tensors[name] = value
                 continue
-            rows, columns = (min(block, size) for size in value.shape)
-            tiles = value.float().reshape(value.shape[0] // rows, rows, -1, columns)
+            rows, columns = value.shape
+            grid = (-(-rows // block), -(-columns // block))
+            whole = torch.zeros(grid[0] * block, grid[1] * block)
+            whole[:rows, :columns] = value
+            tiles = whole.reshape(grid[0], block, grid[1], block)
             scale = tiles.abs().amax(dim=(1, 3)) / 448
-            tensors[name] = (
-                (tiles / scale[:, None, :, None]).reshape(value.shape).to(torch.float8_e4m3fn)
-            )
+            whole = (tiles / scale[:, None, :, None]).reshape(whole.shape)
+            tensors[name] = whole[:rows, :columns].to(torch.float8_e4m3fn).contiguous()
             tensors[f"{name}_scale_inv"] = scale
         save_file(tensors, file)
     (index,) = [*place.glob("*.index.json")] or [None]
@@ -150,6 +159,20 @@ def quantize_fp8(place: Path, block: int = 16) -> None:
         "activation_scheme": "dynamic",
     }
     (place / "config.json").write_text(json.dumps(config))
+
+
+def dequantized_fp8(place: Path, block: int = 16) -> dict[str, torch.Tensor]:
+    """The plain tensors of `quantize_fp8`, each element times the scale of its block."""
+    stored = {k: v for file in place.glob("*.safetensors") for k, v in load_file(file).items()}
+    found = {}
+    for name, value in stored.items():
+        scale = stored.get(f"{name}_scale_inv")
+        if scale is not None:
+            rows, columns = (torch.arange(size) // block for size in value.shape)
+            found[name] = (value.float() * scale[rows][:, columns]).bfloat16()
+        elif not name.endswith("_scale_inv"):
+            found[name] = value
+    return found
 
 
 def write_gguf(path: Path) -> Path:

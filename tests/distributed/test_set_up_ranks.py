@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import infinity as inf
 from infinity._src.checkpoint import run_fill
 from infinity._src.engine import offload
 from infinity.aio._records import GROUP_NUMEL
 from infinity.errors import AioError, MemoryLimitError, PeerFailed
-from tests import models
+from tests import hub_models, models
 from tests.crashes import Net, digest, step
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_sharing_ranks import cgroup
@@ -102,6 +102,53 @@ def test_each_rank_reads_its_part(tmp_path: Path, job: Fill) -> None:
 
 def test_tiles_are_filled_in_parts(tmp_path: Path) -> None:
     on_ranks(Fill("uneven", 2, tiles=2), tmp_path / "ranks", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class HubFill:
+    """Fill a model of the hub from files that all ranks read. Returns the bytes that this rank
+    read."""
+
+    family: str
+    config: dict[str, int]
+    top: Path
+
+    def __call__(self, rank: int, place: Path) -> int:
+        model, read = self.filled()
+        wanted, found = load_file(self.top / "wanted.safetensors"), model.state_dict()
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        close(model)
+        return read
+
+    def filled(self) -> tuple[Any, int]:
+        model = hub_models.on_meta(*hub_models.tiny(self.family, **self.config))
+        with Counted() as counted:
+            policy = inf.Policy(params="cpu", optim="cpu", ram="min")
+            offload(model, policy, load=self.top / "hub")
+        return model, counted.bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "config"), [("mixtral", {}), ("deepseek_v3", hub_models.PARTIAL)]
+)
+def test_experts_apart_and_fp8_give_ranks_the_values_of_one(
+    tmp_path: Path, family: str, config: dict[str, int]
+) -> None:
+    hub = tmp_path / "hub"
+    hub_models.write(*hub_models.tiny(family, **config), torch.bfloat16, hub)
+    if family == "deepseek_v3":
+        hub_models.quantize_fp8(hub, partial=True)
+    assert any(".experts.3." in name for name in hub_models.stored_names(hub))
+    job = HubFill(family, config, tmp_path)
+    model, whole = job.filled()
+    values = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(values, tmp_path / "wanted.safetensors")
+    close(model)
+    parts = on_ranks(job, tmp_path / "ranks", 2)
+    # A part of a group is made of all of it, but for the experts that others have.
+    assert max(parts) < whole
+    print(f"\n{family}, 2 ranks: {parts} of {whole} bytes")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -95,6 +95,8 @@ class UnpackedGguf(StoredTensors):
                 tensors[target] = dataclasses.replace(stored[info.name], shape=values.shape)
                 self._file_names[target] = info.name
         super().__init__(path, tensors)
+        # The last one of which some was read: parts of a weight come one after the other.
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:  # noqa: ARG002 - of the interface
         """Return the dtype that values are unpacked to."""
@@ -118,8 +120,17 @@ class UnpackedGguf(StoredTensors):
         return torch.from_numpy(np.array(values)).to(self._unpacked_to)
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Read elements of one tensor, of which all are unpacked."""
-        out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
+        """Read elements of one tensor. All of it is unpacked, once for parts that come one after
+        the other, and stays until another one is read, or its end was.
+        """
+        if self._last is None or self._last[0] != name:
+            # The one before goes first, so that two are never in memory.
+            self._last = None
+            self._last = name, self.read(name).reshape(-1)
+        values, end = self._last[1], start + out.numel()
+        out.copy_(values[start:end])
+        if end == values.numel():
+            self._last = None
 
     def _processed(self, name: str, values: Any) -> tuple[str | None, Any]:
         """Return the model's name of a tensor, None if it has none, and its values in the model's

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from infinity._src.checkpoint.hub_fp8 import ScaleGridError, WholeBlocks
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import find_buffers
 from infinity._src.wording import listed
@@ -204,7 +205,7 @@ def plan_forward(
     """Plan how the tensors of files become those of the model. Nothing is read.
 
     like: gives a tensor on meta for a name of the files. Raises: WeightsError for two tensors of
-    the files that are one of the model.
+    the files that are one of the model, and for scales that are not one for each block.
     """
     found: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
     known, unused = names_of(model), {}
@@ -227,6 +228,11 @@ def plan_forward(
     for first, (transform, sources) in found.items():
         try:
             targets = _convert(first, transform, sources, asked, like)
+        except ScaleGridError as error:
+            name = [name for pattern, name in sources if pattern == error.pattern][error.index]
+            raise WeightsError(
+                f"{label} has {name} {error}", path=label, tensors=(name,)
+            ) from error
         except Exception as error:  # noqa: BLE001 - code of transformers and of its users
             plan.broken[first] = (
                 f"transformers cannot make {first} of {len(sources)} tensors "
@@ -237,6 +243,36 @@ def plan_forward(
         group = ForwardGroup(asked, first, transform, tuple(sources), targets, stacked)
         plan.groups.update(dict.fromkeys(targets, group))
     return plan
+
+
+def in_whole_blocks(mapping: Sequence[Any], block: tuple[int, int] | None, label: str) -> list[Any]:
+    """Return the conversions of a quantizer that dequantizes, with operations that know the size of
+    a block. Raises: WeightsError where there is no such operation.
+    """
+    found: list[Any] = []
+    count = 0
+    for each in mapping:
+        operations = getattr(each, "operations", ())
+        if not any(map(_is_of_quantizer, operations)):
+            found.append(each)
+            continue
+        blocks = [
+            WholeBlocks(operation, block) if _is_of_quantizer(operation) else operation
+            for operation in operations
+        ]
+        sources, targets = each._original_source_patterns, each._original_target_patterns
+        found.append(each.copy(sources, targets, operations=blocks))
+        count += 1
+    if not count:
+        import transformers
+
+        raise WeightsError(
+            f"the weights in {label} are in fp8, and transformers {transformers.__version__} has "
+            "no operation that dequantizes them tensor by tensor; install transformers 5.23, or "
+            "use the unquantized model",
+            path=label,
+        )
+    return found
 
 
 def mark_used(model: Any, names: Iterable[str], mapping: Sequence[Any]) -> list[Any]:

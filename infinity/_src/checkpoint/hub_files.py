@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from infinity._src.checkpoint import safetensors_files
 from infinity._src.checkpoint.gguf_files import open_gguf
 from infinity._src.checkpoint.hub_conversion import (
     ForwardGroup,
     ForwardPlan,
+    ReverseGroup,
     can_convert,
     conversions_of,
+    in_whole_blocks,
     is_hub_model,
     mark_used,
     names_of,
@@ -40,7 +43,14 @@ from infinity._src.checkpoint.hub_conversion import (
 )
 from infinity._src.checkpoint.safetensors_files import SafetensorsFiles, StoredTensors
 from infinity._src.params.discover import find_parameters
-from infinity._src.params.materialize import Faults, NamedTensors, Source, size_text
+from infinity._src.params.materialize import (
+    Faults,
+    FileTensors,
+    NamedTensors,
+    Source,
+    size_text,
+)
+from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import place_at
 from infinity.errors import WeightsError
 
@@ -58,14 +68,17 @@ _WITHOUT_FILES = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 @dataclasses.dataclass(frozen=True)
 class _Opened:
-    """Files with the conversions that they need. saved: those that an export reverts."""
+    """Files with the conversions that they need. saved: those that an export reverts. quantized:
+    the configuration by which weights are dequantized.
+    """
 
     files: StoredTensors
     plan: ForwardPlan
     saved: list[Any] | None
+    quantized: Any
 
 
-class HubTensors(NamedTensors):
+class HubTensors(FileTensors):
     """The tensors of a model of transformers, made of those of a directory of safetensors, one file
     of them, or a GGUF file. Files are opened when something is first asked for.
 
@@ -84,15 +97,17 @@ class HubTensors(NamedTensors):
         if self._path.suffix == ".gguf":
             gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
             # None: the hub's names are those that the model's kind has, and not those of GGUF.
-            return _Opened(gguf, _plan(self._model, gguf, mapping), None)
+            return _Opened(gguf, _plan(self._model, gguf, mapping), None, None)
         _refuse_other_formats(self._path)
         files = SafetensorsFiles(self._path)
         quantized = _quantization(self._model, self._path)
-        quantizer = _dequantizer(quantized, self._path) if quantized is not None else None
-        plan = _plan(self._model, files, conversions_of(self._model, quantizer))
-        return _Opened(
-            files, plan, mark_used(self._model, files.names(), conversions_of(self._model))
-        )
+        if quantized is None:
+            mapping = conversions_of(self._model)
+        else:
+            mapping = _dequantizing(self._model, quantized, self._path)
+        plan = _plan(self._model, files, mapping)
+        saved = mark_used(self._model, files.names(), conversions_of(self._model))
+        return _Opened(files, plan, saved, quantized)
 
     @property
     def label(self) -> str:
@@ -121,9 +136,11 @@ class HubTensors(NamedTensors):
         group = self._opened.plan.groups.get(name)
         return _like(self._opened.files, name) if group is None else group.targets[name]
 
-    def files(self) -> tuple[Path, ...]:
-        """Return all files."""
-        return self._opened.files.files()
+    @functools.cached_property
+    def files(self) -> SourceFiles:
+        """All files, and the conversion of their tensors."""
+        conversion = _conversion_id(self._model, self._opened.quantized)
+        return SourceFiles(self._opened.files.files.paths, conversion)
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor of the model. Tensors that are converted together with it stay until
@@ -185,26 +202,33 @@ class HubTensors(NamedTensors):
         """Name the tensors of files that a tensor of the model lacks, or that are of another
         shape, under the names that the hub has for them.
         """
-        files, saved = self._opened.files, self._opened.saved
-        known, faults = set(files.names()), Faults()
-        try:
-            groups = plan_reverse(self._model, names_of(self._model), saved or ())
-        except ValueError:
-            # The way back is there for messages only: without it the model's own name has to do.
-            return faults
-        for group in groups:
-            if all(source != name for _, source in group.sources):
-                continue
-            for target, like in group.targets.items():
-                shape, size = tuple(like.shape), size_text(like.shape, like.dtype)
-                if target not in known:
-                    faults.missing[target] = f"{list(shape)}, {size}"
-                elif files.shape(target) != shape:
-                    faults.wrong.append(
-                        f"{target} of shape {files.shape(target)}; the model wants {shape}, {size} "
-                        f"(found: {files.origin(target)})"
-                    )
+        files, faults = self._opened.files, Faults()
+        group = self._reversed.get(name)
+        for target, like in group.targets.items() if group is not None else ():
+            shape, size = tuple(like.shape), size_text(like.shape, like.dtype)
+            if target not in self._stored:
+                faults.missing[target] = f"{list(shape)}, {size}"
+            elif files.shape(target) != shape:
+                faults.wrong.append(
+                    f"{target} of shape {files.shape(target)}; the model wants {shape}, {size} "
+                    f"(found: {files.origin(target)})"
+                )
         return faults
+
+    @functools.cached_property
+    def _stored(self) -> set[str]:
+        """Names in the files."""
+        return set(self._opened.files.names())
+
+    @functools.cached_property
+    def _reversed(self) -> dict[str, ReverseGroup]:
+        """The way back of each tensor of the model: planned once, however many do not fit."""
+        try:
+            groups = plan_reverse(self._model, names_of(self._model), self._opened.saved or ())
+        except ValueError:
+            # It is there for messages only: without it the model's own name has to do.
+            return {}
+        return {source: group for group in groups for _, source in group.sources}
 
     def _check_broken(self) -> None:
         broken, faults = self._opened.plan.broken, Faults()
@@ -232,7 +256,7 @@ class HubTensors(NamedTensors):
         return self._opened.plan.groups[name]
 
 
-def open_weights(model: torch.nn.Module, path: Path) -> NamedTensors:
+def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
     """Open a directory or a file of weights for a model: converted, if it is one of transformers.
     Raises: as `HubTensors`, and as `SafetensorsFiles`.
     """
@@ -465,15 +489,13 @@ def _scale_of(name: str, others: Iterable[str]) -> str | None:
     return None
 
 
-def _dequantizer(config: Any, path: Path) -> Any:
-    """Return transformers' quantizer, told to dequantize. Raises: WeightsError."""
+def _dequantizing(model: Any, config: Any, path: Path) -> list[Any]:
+    """Return the conversions of such a model with those that dequantize. Raises: WeightsError."""
     transformers_loading()
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    # The model's own stays as it is until it is loaded.
-    config = copy.deepcopy(config)
-    held = config if isinstance(config, dict) else config.to_dict()
-    method = str(getattr(held.get("quant_method"), "value", held.get("quant_method")))
+    method = _settings(config).get("quant_method")
+    method = str(getattr(method, "value", method))
     if method not in _DEQUANTIZED:
         raise WeightsError(
             f"the weights in {path} are quantized ({method}) and cannot be trained, nor turned "
@@ -481,6 +503,32 @@ def _dequantizer(config: Any, path: Path) -> Any:
             "unquantized model",
             path=str(path),
         )
-    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
+    # The model's own configuration stays as it is until it is loaded.
+    quantizer = AutoHfQuantizer.from_config(copy.deepcopy(config), pre_quantized=True)
     quantizer.quantization_config.dequantize = True
-    return quantizer
+    block = quantizer.quantization_config.weight_block_size
+    mapping = conversions_of(model, quantizer)
+    return in_whole_blocks(mapping, block and (block[0], block[1]), str(path))
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return a configuration of quantization by name."""
+    found: dict[str, Any] = config if isinstance(config, dict) else config.to_dict()
+    return found
+
+
+def _conversion_id(model: Any, quantized: Any) -> str:
+    """Name what turns tensors of files into those of the model: the release of transformers, and a
+    digest of the model's kinds and of how its weights are quantized.
+    """
+    import transformers
+
+    kinds = {
+        (type(module).__name__, str(module.config.model_type))
+        for module in model.modules()
+        if is_hub_model(module)
+    }
+    settings = None if quantized is None else _settings(quantized)
+    text = json.dumps([sorted(kinds), settings], sort_keys=True, default=str)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    return f"transformers {transformers.__version__}, {digest}"

@@ -1,7 +1,7 @@
 """Filling a durable run with its first values, so that a fill that broke off goes on where it was.
 
-Nothing is taken over from another source, layout, place or way of reading: all is filled anew then,
-and a warning says why.
+Nothing is taken over from another source, conversion, layout, place or way of reading: all is
+filled anew then, and a warning says why.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import xxhash
 
 from infinity._src.checkpoint.fill_journal import FilledFlat
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.params.source_files import identity_of
+from infinity._src.params.source_files import SourceFiles, identity_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.errors import AioError
@@ -47,7 +46,7 @@ class RunFill:
         store: StateStore,
         flats: Sequence[Flat],
         *,
-        sources: Sequence[Path],
+        sources: SourceFiles,
         shares: Sequence[float],
         way: str,
     ) -> None:
@@ -58,6 +57,8 @@ class RunFill:
         different = self._journal.start(
             {
                 "source": identity_of(sources),
+                # Another release, or another config.json, may make other values of the same files.
+                "conversion": sources.conversion,
                 "layout": self._layout(flats),
                 "way": way,
                 "shares": list(shares),

@@ -10,17 +10,20 @@ gone when the caller drops them.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import math
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity._src.params.materialize import NamedTensors
+from infinity._src.params.materialize import FileTensors
+from infinity._src.params.source_files import SourceFiles
 from infinity._src.sizes import MIB, format_size
 from infinity._src.wording import listed
 from infinity.errors import AioError, ShortTransferError, WeightsError
@@ -73,7 +76,7 @@ class StoredTensor:
         return found
 
 
-class StoredTensors(NamedTensors):
+class StoredTensors(FileTensors):
     """Tensors at places in files. One file is open at a time."""
 
     def __init__(self, path: Path, tensors: Mapping[str, StoredTensor]) -> None:
@@ -115,9 +118,10 @@ class StoredTensors(NamedTensors):
         self._fill(stored, stored.start, out.view(-1))
         return out
 
-    def files(self) -> tuple[Path, ...]:
-        """Return all files."""
-        return tuple(dict.fromkeys(stored.path for stored in self._tensors.values()))
+    @functools.cached_property
+    def files(self) -> SourceFiles:
+        """All files."""
+        return SourceFiles(tuple(dict.fromkeys(each.path for each in self._tensors.values())))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
         """Read elements of one tensor, from `start` on, and no others. Raises: as `read`."""
@@ -273,19 +277,25 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
         raise FileNotFoundError(
             f"{path} has no *.safetensors; convert the checkpoint, or pass a mapping"
         )
-    found: dict[str, StoredTensor] = {}
-    for file in files:
-        for name, tensor in read_header(file).items():
-            # Without an index nothing says which one counts.
-            if name in found:
-                raise WeightsError(
-                    f"{name} is in {found[name].path.name} and in {file.name}, and there is no "
-                    "index to decide",
-                    path=str(file),
-                    tensors=(name,),
-                )
-            found[name] = tensor
-    return found
+    found: dict[str, list[StoredTensor]] = {}
+    for tensor in itertools.chain.from_iterable(read_header(file).values() for file in files):
+        found.setdefault(tensor.name, []).append(tensor)
+    # Without an index nothing says which one counts.
+    several = {name: tensors for name, tensors in found.items() if len(tensors) > 1}
+    if several:
+        raise WeightsError(
+            f"{path} has tensors in several files, and no index to decide: "
+            f"{listed(map(_places, several.values()))}; name one file, move the files that do not "
+            "count out of the directory, or add their model.safetensors.index.json",
+            path=str(path),
+            tensors=tuple(several),
+        )
+    return {name: tensor for name, (tensor,) in found.items()}
+
+
+def _places(tensors: Sequence[StoredTensor]) -> str:
+    places = (f"{each.size_bytes:,} bytes in {each.path.name}" for each in tensors)
+    return f"{tensors[0].name} ({listed(places)})"
 
 
 def _indexed(path: Path, index: Path) -> dict[str, StoredTensor]:
@@ -294,7 +304,12 @@ def _indexed(path: Path, index: Path) -> dict[str, StoredTensor]:
     # All at once, and before anything is filled.
     gone = [name for name in files if not (path / name).is_file()]
     if gone:
-        raise FileNotFoundError(f"{index} names files that are not there: {listed(gone)}")
+        away = set(gone)
+        lost = sorted(name for name, file in weight_map.items() if file in away)
+        raise FileNotFoundError(
+            f"{index} names files that are not there: {listed(gone)}, with {listed(lost)}; copy or "
+            "download them to beside the index"
+        )
     headers = {file: read_header(path / file) for file in files}
     for name, file in weight_map.items():
         if name not in headers[file]:

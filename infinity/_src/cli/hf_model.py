@@ -18,7 +18,8 @@ import torch
 
 import infinity as inf
 from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
-from infinity._src.params.materialize import Faults, NamedTensors
+from infinity._src.params.materialize import Faults, FileTensors
+from infinity._src.params.source_files import SourceFiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +94,14 @@ def offload_pretrained(
         return inf.offload(model, policy, load=path)
     # The model is prepared for these files all the same, in its dtypes say.
     with hub_checkpoint(model, path) as found:
-        tensors = found if isinstance(found, NamedTensors) else open_weights(model, path)
+        tensors = found if isinstance(found, FileTensors) else open_weights(model, path)
         return inf.offload(model, policy, load=_Unread(tensors))
 
 
-class _Unread(NamedTensors):
+class _Unread(FileTensors):
     """Tensors of which no value is read: all are zeros."""
 
-    def __init__(self, tensors: NamedTensors) -> None:
+    def __init__(self, tensors: FileTensors) -> None:
         self._tensors = tensors
 
     @property
@@ -120,11 +121,11 @@ class _Unread(NamedTensors):
         """Return whether one tensor is of a floating dtype."""
         return self._tensors.is_floating_point(name)
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the files, by which ranks know that they fill alike."""
-        files = self._tensors.files()
-        # One twice: no fill that broke off is taken for one of the values, nor the other way.
-        return (*files, *files[:1])
+    @property
+    def files(self) -> SourceFiles:
+        """The files, by which ranks know that they fill alike."""
+        # No fill that broke off is taken for one of the values, nor the other way.
+        return dataclasses.replace(self._tensors.files, conversion="unread")
 
     def read(self, name: str) -> torch.Tensor:
         """Return zeros, which take no memory."""

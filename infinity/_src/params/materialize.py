@@ -22,15 +22,14 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
+from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import Flat, Param
 from infinity._src.wording import listed, listed_are
 from infinity.errors import WeightsError
@@ -126,17 +125,6 @@ class NamedTensors(abc.ABC):
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor; the caller copies it at once."""
 
-    def files(self) -> tuple[Path, ...]:
-        """Return the files that say all of the values: ranks that read the same ones have the same
-        values. Empty where that is not so.
-        """
-        return ()
-
-    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
-        tensor's elements from `start` on, in row-major order.
-        """
-        out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
     def origin(self, name: str) -> str:  # noqa: ARG002 - of the interface
         """Say where one tensor lies, for messages: its file and its bytes."""
         return ""
@@ -148,8 +136,23 @@ class NamedTensors(abc.ABC):
         return Faults()
 
 
+class FileTensors(NamedTensors):
+    """Named tensors of files, of which any part can be read."""
+
+    @property
+    @abc.abstractmethod
+    def files(self) -> SourceFiles:
+        """The files that say all of the values: ranks that read the same ones have the same."""
+
+    @abc.abstractmethod
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, one-dimensional and of any floating dtype if the tensor is floating, with the
+        tensor's elements from `start` on, in row-major order.
+        """
+
+
 class OpenSource(abc.ABC):
-    """A source, checked against the model and ready to fill it. Base of the three kinds."""
+    """A source, checked against the model and ready to fill it. Base of all kinds."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -159,17 +162,9 @@ class OpenSource(abc.ABC):
         """Fill `out`, a CPU tensor of the parameter's shape and dtype, with its values."""
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        """The files that say all of the values, as `NamedTensors.files`."""
-        return ()
-
-    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
-        """Fill `out`, one-dimensional and of the parameter's dtype, with its elements from `start`
-        on, in row-major order. Reads no more than it has to.
-        """
-        whole = torch.empty(param.shape, dtype=out.dtype)
-        self.fill(param, whole)
-        out.copy_(whole.reshape(-1)[start : start + out.numel()])
+    def files(self) -> SourceFiles:
+        """The files that say all of the values, as `FileTensors.files`; none for other kinds."""
+        return SourceFiles()
 
     @abc.abstractmethod
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
@@ -224,6 +219,8 @@ def open_source(
         return _ModuleSource(model)
     if isinstance(load, Mapping):
         return _NamedSource(model, _MappingTensors(load))
+    if isinstance(load, FileTensors):
+        return _FileSource(model, load)
     if isinstance(load, NamedTensors):
         return _NamedSource(model, load)
     # Before the callables: a source may be one, too.
@@ -263,6 +260,7 @@ def fill_shards(
     """Fill one rank's part of flats, one at a time: `store(flat, shard)` gets a CPU tensor
     [layout.shard_numel], zero between parameters. Blocks. Reads no other rank's part.
     """
+    assert isinstance(source, _FileSource), source  # ranks share files alone
     for flat in flats:
         with torch.inference_mode(False), torch.no_grad():
             # Zeros: padding between parameters is stored and checked like all else.
@@ -274,7 +272,7 @@ def fill_shards(
         store(flat, shard)
 
 
-# -- the three kinds -------------------------------------------------------------------------------
+# -- all kinds -------------------------------------------------------------------------------------
 
 
 class _ModuleSource(OpenSource):
@@ -305,55 +303,60 @@ class _ModuleSource(OpenSource):
         assert not was_meta, (names, out)
 
 
-class _Wholes:
-    """Whole weights whose tiles are being filled: each is made once, and freed with its last tile.
-    Weights of one module are there together, where its tiles have parts of several (experts).
+class _WholeSource(OpenSource):
+    """A source that knows whole weights: one whose tiles are being filled is made once, and freed
+    with its last tile. Weights of one module are there together, where its tiles have parts of
+    several (experts); those of two modules never are.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[str, torch.Tensor] = {}
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._wholes: dict[str, torch.Tensor] = {}
 
-    def fill(
-        self, name: str, place: TilePlace, out: torch.Tensor, make: Callable[[], torch.Tensor]
-    ) -> None:
-        """Fill a tile from the weight of this name, which `make` makes."""
-        if name not in self._found:
-            self._found[name] = make()
-        out.copy_(place.of(self._found[name]))
+    def fill(self, param: Param, out: torch.Tensor) -> None:
+        place, name = param.place, self._name_of(param.keys)
+        if place is None:
+            self._make(name, out)
+            return
+        if name not in self._wholes:
+            self._wholes[name] = self._made(name, place.whole_shape, out.dtype)
+        out.copy_(place.of(self._wholes[name]))
         if place.is_last:
-            del self._found[name]
+            del self._wholes[name]
+
+    @abc.abstractmethod
+    def _name_of(self, names: tuple[str, ...]) -> str:
+        """Choose one of a weight's names."""
+
+    @abc.abstractmethod
+    def _make(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out`, of the weight's whole shape, with its values."""
+
+    def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole weight."""
+        whole = torch.empty(shape, dtype=dtype)
+        self._make(name, whole)
+        return whole
 
 
-class _CallableSource(OpenSource):
+class _CallableSource(_WholeSource):
     """The user's function fills tensors that are handed to it."""
 
     def __init__(self, model: nn.Module, load: Callable[[str, torch.Tensor], object]) -> None:
         super().__init__(model)
         self._load = load
-        self._wholes = _Wholes()
-
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        place, key = param.place, param.keys[0]
-        if place is None:
-            self._call(key, out)
-            return
-        shape = place.whole_shape
-
-        def make() -> torch.Tensor:
-            whole = torch.empty(shape, dtype=out.dtype)
-            self._call(key, whole)
-            return whole
-
-        self._wholes.fill(key, place, out, make)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         # A buffer that is real may keep its values, so it is not checked for being filled.
         if was_meta:
-            self._call(names[0], out)
+            self._make(names[0], out)
         else:
             self._load(names[0], out)
 
-    def _call(self, name: str, out: torch.Tensor) -> None:
+    def _name_of(self, names: tuple[str, ...]) -> str:
+        return names[0]
+
+    def _make(self, name: str, out: torch.Tensor) -> None:
         _poison(out)
         self._load(name, out)
         if _is_poisoned(out):
@@ -363,32 +366,17 @@ class _CallableSource(OpenSource):
             )
 
 
-class _InitSource(OpenSource):
+class _InitSource(_WholeSource):
     """A model built anew, of which one tensor at a time gets its initial values."""
 
     def __init__(self, model: nn.Module, built: DeferredModel) -> None:
         super().__init__(model)
         self._built = built
-        self._wholes = _Wholes()
         self._check()
-
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        place, name = param.place, self._name_of(param.keys)
-        if place is None:
-            self._built.read_into(name, out)
-            return
-        shape = place.whole_shape
-
-        def make() -> torch.Tensor:
-            whole = torch.empty(shape, dtype=self._built.tensor(name).dtype)
-            self._built.read_into(name, whole)
-            return whole
-
-        self._wholes.fill(name, place, out, make)
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert was_meta or not out.is_meta, names
-        self._built.read_into(self._name_of(names), out)
+        self._make(self._name_of(names), out)
 
     def fill_buffers(self, device: torch.device) -> None:
         # All of them, persistent or not: the function has computed them as they begin.
@@ -402,6 +390,9 @@ class _InitSource(OpenSource):
     def _name_of(self, names: tuple[str, ...]) -> str:
         known = self._built.names()
         return next(name for name in names if name in known)
+
+    def _make(self, name: str, out: torch.Tensor) -> None:
+        self._built.read_into(name, out)
 
     def _check(self) -> None:
         """Compare names, shapes and dtypes before anything is filled."""
@@ -427,98 +418,57 @@ class _InitSource(OpenSource):
             if tuple(built.shape) != shape or built.dtype != dtype:
                 raise ValueError(
                     f"{self._built.label} has {name} of shape {tuple(built.shape)} in "
-                    f"{built.dtype}; the model wants {shape} in {dtype}"
+                    f"{built.dtype}; the model wants {shape} in {dtype}. Build both by the same "
+                    "call with the same configuration and dtype, one of them under "
+                    "torch.device('meta')"
                 )
 
 
-class _NamedSource(OpenSource):
-    """Named tensors: a mapping, a source of the user, or files."""
+class _NamedSource(_WholeSource):
+    """Named tensors: a mapping, or a source of the user."""
 
     def __init__(self, model: nn.Module, tensors: NamedTensors) -> None:
         super().__init__(model)
         self._tensors = tensors
         self._known = set(tensors.names())
-        # Weights whose tiles are being filled: each is read once.
-        self._wholes: dict[str, torch.Tensor] = {}
         # All names and shapes are checked at once: a wrong name never leaves a model half filled.
         self._check()
 
-    def fill(self, param: Param, out: torch.Tensor) -> None:
-        name = self._name_of(param.keys)
-        assert name is not None, param.name
-        if self._tensors.files():
-            # Of files no more is read than is wanted, and nothing is in memory besides.
-            self.fill_part(param, 0, out.view(-1))
-        elif param.place is None:
-            self._copy(name, out)
-        else:
-            self._copy_tile(name, out, param.place)
-
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return self._tensors.files()
-
-    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
-        name, place = self._name_of(param.keys), param.place
-        assert name is not None, param.name
-        if place is None:
-            self._tensors.read_into(name, start, out)
-            return
-        # On meta: where the tile's elements lie in the weight, without either.
-        tile = place.of(torch.empty(place.whole_shape, device="meta"))
-        begin = int(tile.storage_offset())
-        if tile.is_contiguous():
-            self._tensors.read_into(name, begin + start, out)
-            return
-        # The tile's rows with what lies between them.
-        row, strides = math.prod(tile.shape[1:]), tile.stride()
-        first, last = start // row, (start + out.numel() - 1) // row
-        rows = (last - first + 1, *tile.shape[1:])
-        spread = torch.empty(
-            1 + sum((size - 1) * step for size, step in zip(rows, strides, strict=True)),
-            dtype=out.dtype,
-        )
-        self._tensors.read_into(name, begin + first * strides[0], spread)
-        at = start - first * row
-        out.copy_(spread.as_strided(rows, strides).reshape(-1)[at : at + out.numel()])
-
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
-        name = self._name_of(names)
+        name = self._found(names)
         assert name is not None or not was_meta, names
         if name is not None:
-            self._copy(name, out)
+            self._make(name, out)
 
-    def _copy(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._checked(name, self._tensors.read(name), tuple(out.shape), out.dtype))
+    def _make(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self._made(name, tuple(out.shape), out.dtype))
 
-    def _copy_tile(self, name: str, out: torch.Tensor, place: TilePlace) -> None:
-        if name not in self._wholes:
-            value = self._tensors.read(name)
-            self._wholes[name] = self._checked(name, value, place.whole_shape, out.dtype)
-        out.copy_(place.of(self._wholes[name]))
-        # Freed with its last tile, so that weights of two modules are never in memory.
-        if place.is_last:
-            del self._wholes[name]
-
-    def _checked(
-        self, name: str, value: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # As it was read: of a mapping's tensor there is no second one.
+        value, label = self._tensors.read(name), self._tensors.label
         # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
         if value.is_floating_point() != dtype.is_floating_point:
+            kind = "floating" if dtype.is_floating_point else "whole"
             raise WeightsError(
-                f"{self._tensors.label} has {name} as {value.dtype}; the model wants {dtype}",
+                f"{label} has {name} as {value.dtype}; the model wants {dtype}. Convert it to "
+                f"{kind} numbers where it is read",
                 tensors=(name,),
             )
         # Copying would repeat a smaller tensor.
         if tuple(value.shape) != shape:
             raise WeightsError(
-                f"{self._tensors.label} read {name} with shape {tuple(value.shape)} where it had "
-                f"stated {shape}",
+                f"{label} read {name} with shape {tuple(value.shape)} where it had stated {shape}; "
+                "let shape and read say the same",
                 tensors=(name,),
             )
         return value
 
-    def _name_of(self, names: Iterable[str]) -> str | None:
+    def _name_of(self, names: tuple[str, ...]) -> str:
+        found = self._found(names)
+        assert found is not None, names
+        return found
+
+    def _found(self, names: Iterable[str]) -> str | None:
         return next((name for name in names if name in self._known), None)
 
     def _check(self) -> None:
@@ -537,7 +487,7 @@ class _NamedSource(OpenSource):
         ]
         for names, shape, dtype, required in wanted:
             expected.update(names)
-            name = self._name_of(names)
+            name = self._found(names)
             if name is not None:
                 faults.add(self._misfits(name, shape, dtype))
             elif required:
@@ -582,6 +532,47 @@ class _NamedSource(OpenSource):
             "from the configuration of this checkpoint, rename or drop tensors in a mapping, or "
             "pass a callable (name, tensor) that fills each one"
         )
+
+
+class _FileSource(_NamedSource):
+    """Named tensors of files, of which no more is read than is wanted."""
+
+    def __init__(self, model: nn.Module, tensors: FileTensors) -> None:
+        super().__init__(model, tensors)
+        self._in_files = tensors
+
+    @property
+    def files(self) -> SourceFiles:
+        return self._in_files.files
+
+    def fill(self, param: Param, out: torch.Tensor) -> None:
+        self.fill_part(param, 0, out.view(-1))
+
+    def fill_part(self, param: Param, start: int, out: torch.Tensor) -> None:
+        """Fill `out`, one-dimensional and of the parameter's dtype, with its elements from `start`
+        on, in row-major order.
+        """
+        name, place = self._name_of(param.keys), param.place
+        if place is None:
+            self._in_files.read_into(name, start, out)
+            return
+        # On meta: where the tile's elements lie in the weight, without either.
+        tile = place.of(torch.empty(place.whole_shape, device="meta"))
+        begin = int(tile.storage_offset())
+        if tile.is_contiguous():
+            self._in_files.read_into(name, begin + start, out)
+            return
+        # The tile's rows with what lies between them.
+        row, strides = math.prod(tile.shape[1:]), tile.stride()
+        first, last = start // row, (start + out.numel() - 1) // row
+        rows = (last - first + 1, *tile.shape[1:])
+        spread = torch.empty(
+            1 + sum((size - 1) * step for size, step in zip(rows, strides, strict=True)),
+            dtype=out.dtype,
+        )
+        self._in_files.read_into(name, begin + first * strides[0], spread)
+        at = start - first * row
+        out.copy_(spread.as_strided(rows, strides).reshape(-1)[at : at + out.numel()])
 
 
 def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint import hub_files, safetensors_files
+from infinity._src.checkpoint.gguf_files import UnpackedGguf
 from infinity._src.checkpoint.hub_files import HubTensors
 from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
@@ -170,6 +171,37 @@ def test_a_gguf_file_gives_what_from_pretrained_gives(tmp_path: Path) -> None:
         inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
 
 
+def test_parts_of_a_gguf_weight_unpack_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoConfig, LlamaForCausalLM
+    from transformers.integrations.gguf.reader import GgufHeader
+
+    file = hub_models.write_gguf(tmp_path / "tiny.gguf")
+    model = on_meta(LlamaForCausalLM, AutoConfig.from_pretrained(tmp_path, gguf_file=file.name))
+    tensors = UnpackedGguf(model, file, GgufHeader.from_file(str(file)), torch.bfloat16)
+    names = ("lm_head.weight", "model.layers.1.self_attn.k_proj.weight")
+    wanted = {name: tensors.read(name).reshape(-1) for name in names}
+    unpacked, read = [], UnpackedGguf.read
+
+    def counted(self: UnpackedGguf, name: str) -> torch.Tensor:
+        unpacked.append(name)
+        return read(self, name)
+
+    monkeypatch.setattr(UnpackedGguf, "read", counted)
+    for name in names:
+        parts = [torch.empty_like(part) for part in wanted[name].split(100)]
+        for index, part in enumerate(parts):
+            tensors.read_into(name, index * 100, part)
+        assert torch.equal(torch.cat(parts), wanted[name])
+    assert unpacked == list(names)
+    # Not held after its end; one that is not read to its end gives way to the next.
+    assert tensors._last is None
+    for name in (*names, names[0]):
+        tensors.read_into(name, 0, torch.empty(1, dtype=torch.bfloat16))
+    assert unpacked == [*names, *names, names[0]]
+
+
 def test_other_quantized_weights_are_refused_with_the_reason(
     mixtral: Path, meta_mixtral: Any
 ) -> None:
@@ -220,6 +252,25 @@ def test_what_does_not_fit_is_named_before_anything_is_filled(
     assert "Build the model from the configuration of this checkpoint" in str(raised.value)
     assert all(before[key] is value for key, value in meta_mixtral.named_parameters())
     inf.offload(meta_mixtral, policy, load=mixtral)
+
+
+def test_the_way_back_is_planned_once_for_all_tensors_that_do_not_fit(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned, plan = [], hub_files.plan_reverse
+
+    def counted(model: Any, tensors: Any, conversions: Any) -> Any:
+        planned.append(len(tensors))
+        return plan(model, tensors, conversions)
+
+    monkeypatch.setattr(hub_files, "plan_reverse", counted)
+    tensors = {k: v for file in mixtral.glob("*.safetensors") for k, v in load_file(file).items()}
+    tensors = {name: value for name, value in tensors.items() if "proj" not in name}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"q_proj\.weight.* and \d+ more are missing") as raised:
+        inf.offload(meta_mixtral, CPU, load=tmp_path)
+    assert len(raised.value.tensors) >= 8
+    assert len(planned) == 1
 
 
 def test_a_file_that_is_cut_short_is_named_with_its_bytes(
@@ -463,11 +514,14 @@ def test_a_source_that_is_wrong_is_caught() -> None:
         meta = models.make(models.llama)
     for kind in (Counted, Typed):
         source = kind(state | {norm: torch.zeros(32, dtype=torch.int64)})
-        with pytest.raises(WeightsError, match=norm):
+        with pytest.raises(WeightsError, match=norm) as raised:
             inf.offload(meta, CPU, load=source)
+        if kind is Counted:
+            fix = "has model.norm.weight as torch.int64; the model wants torch.bfloat16. Convert it"
+            assert fix in str(raised.value)
         # With a dtype it is found before anything is read.
         assert (source.reads == {}) is (kind is Typed)
     source = Counted(state)
     source.read = lambda name: state[name][:1]  # type: ignore[method-assign]
-    with pytest.raises(WeightsError, match=r"read .* with shape .* where it had stated"):
+    with pytest.raises(WeightsError, match=r"had stated .*; let shape and read say the same"):
         inf.offload(meta, CPU, load=source)

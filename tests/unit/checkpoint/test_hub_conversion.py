@@ -5,26 +5,33 @@ weights, two tensors for one name, tiles, older releases of transformers.
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import infinity as inf
-from infinity._src.checkpoint import hub_conversion
+from infinity._src.checkpoint import hub_conversion, run_fill
 from infinity._src.checkpoint.hub_conversion import (
     ForwardGroup,
     conversions_of,
+    in_whole_blocks,
     plan_forward,
     plan_reverse,
 )
 from infinity._src.checkpoint.hub_files import HubTensors
-from infinity.errors import WeightsError
+from infinity._src.checkpoint.hub_fp8 import WholeBlocks
+from infinity.errors import AioError, WeightsError
 from tests import hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names
+from tests.reading import Counted
 
 CPU = inf.Policy(params="cpu", optim="cpu")
 Offload = Callable[..., Any]
@@ -93,6 +100,167 @@ def test_scales_count_whatever_the_models_configuration_says(
     with pytest.raises(WeightsError, match=r"quantized \(x\)"):
         inf.load_safetensors(model, tmp_path, strict=False)
     assert all(torch.equal(model.state_dict()[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture(scope="module")
+def partial(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights in fp8 whose last blocks are partial, in rows and in columns."""
+    place = tmp_path_factory.mktemp("partial")
+    kind, config = hub_models.tiny("deepseek_v3", **hub_models.PARTIAL)
+    hub_models.write(kind, config, torch.bfloat16, place)
+    hub_models.quantize_fp8(place, partial=True)
+    return place
+
+
+ATTENTION = "model.layers.0.self_attn.kv_a_proj_with_mqa.weight"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+
+
+def test_last_blocks_that_are_partial_have_scales_of_their_own(
+    partial: Path, offload: Offload, tmp_path: Path
+) -> None:
+    kind, config = hub_models.tiny("deepseek_v3", **hub_models.PARTIAL)
+    plain = hub_models.dequantized_fp8(partial)
+    assert plain[ATTENTION].shape == (24, 32)
+    assert plain[EXPERT].shape == (32, 24)
+    (tmp_path / "plain").mkdir()
+    save_file(plain, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    config.save_pretrained(tmp_path / "plain")
+    truth = kind.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
+    model = offload(on_meta(kind, config), load=partial)
+    assert_alike(model, truth)
+    inf.export_safetensors(model, tmp_path / "out")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    # Some experts at a time, and into a model that is there.
+    with torch.no_grad(), inf.handle(model).gather(list(model.parameters())):
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert inf.load_safetensors(model, partial) == ((), ())
+    assert_alike(model, truth)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [(ATTENTION, ((24, 32), (2, 2), (1, 2))), (EXPERT, ((32, 24), (2, 2), (1, 2)))],
+    ids=["alone", "expert"],
+)
+def test_scales_that_are_not_one_for_each_block_are_refused(
+    name: str, shapes: Any, partial: Path, tmp_path: Path
+) -> None:
+    kind, config = hub_models.tiny("deepseek_v3", **hub_models.PARTIAL)
+    files = [load_file(file) for file in partial.glob("*.safetensors")]
+    tensors = {key: value for held in files for key, value in held.items()}
+    # With one row less the weight could be taken for one of larger blocks.
+    tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"][:1].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((partial / "config.json").read_bytes())
+    of, wanted, found = (re.escape(str(shape)) for shape in shapes)
+    with pytest.raises(
+        WeightsError,
+        match=rf"has {re.escape(name)} of shape {of} with scales of shape {found}; blocks of "
+        rf"16 x 16 have some of shape {wanted}: state the weight_block_size",
+    ) as raised:
+        inf.offload(on_meta(kind, config), CPU, load=tmp_path)
+    assert raised.value.tensors == (name,)
+    assert raised.value.path == str(tmp_path)
+
+
+def fp8_of(shape: tuple[int, ...], grid: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(shape).to(torch.float8_e4m3fn), torch.rand(grid) + 0.5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)),
+    block=st.none() | st.tuples(st.integers(1, 20), st.integers(1, 20)),
+    leading=st.sampled_from([(), (3,)]),
+)
+def test_blocks_of_any_size_are_dequantized_element_by_element(
+    sizes: tuple[int, int], block: tuple[int, int] | None, leading: tuple[int, ...]
+) -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs = Fp8Dequantize(None)
+    grid = tuple(-(-size // each) for size, each in zip(sizes, block or sizes, strict=True))
+    pairs = [fp8_of((*leading, *sizes), (*leading, *grid)) for _ in range(2)]
+    rows, columns = (
+        torch.arange(size) // each for size, each in zip(sizes, block or sizes, strict=True)
+    )
+    wanted = [weight.float() * scale[..., rows, :][..., columns] for weight, scale in pairs]
+    weights, scales = ([pair[index] for pair in pairs] for index in (0, 1))
+    ours = WholeBlocks(theirs, block)
+    alone = ours.convert({"weight": weights[:1], "weight_scale_inv": scales[:1]})
+    assert torch.equal(alone["weight"], wanted[0])  # type: ignore[arg-type]
+    among = {"a.weight": weights, "a.weight_scale_inv": scales, "b.weight": [scales[0]]}
+    made = ours.convert(among)
+    assert made.keys() == {"a.weight", "b.weight"}
+    assert all(torch.equal(*pair) for pair in zip(made["a.weight"], wanted, strict=True))
+    assert made["b.weight"][0] is scales[0]
+    if not any(size % each for size, each in zip(sizes, block or sizes, strict=True)):
+        given_them = theirs.convert({"weight": weights[:1], "weight_scale_inv": scales[:1]})
+        assert torch.equal(alone["weight"], given_them["weight"])  # type: ignore[arg-type]
+
+
+def test_values_of_four_bits_and_single_scales_are_left_to_transformers() -> None:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    theirs = Fp8Dequantize(None)
+    packed = torch.randint(-128, 127, (6, 24), dtype=torch.int8)
+    weight, _ = fp8_of((6, 24), ())
+    for pair in ((packed, torch.rand(6, 3)), (weight, torch.tensor(0.5)), (weight, torch.ones(1))):
+        names = dict(zip(("weight", "weight_scale_inv"), ([value] for value in pair), strict=True))
+        made = WholeBlocks(theirs, (4, 16)).convert(dict(names))
+        assert torch.equal(made["weight"], theirs.convert(names)["weight"])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"count mismatch for a\.weight"):
+        WholeBlocks(theirs, (4, 16)).convert(
+            {"a.weight": [weight] * 2, "a.weight_scale_inv": [torch.ones(2, 2)]}
+        )
+
+
+def test_a_release_that_dequantizes_in_another_way_is_refused() -> None:
+    kind, config = hub_models.tiny("deepseek_v3")
+    mapping = conversions_of(on_meta(kind, config))
+    with pytest.raises(WeightsError, match=r"in fp8, and transformers .* has no operation"):
+        in_whole_blocks(mapping, (16, 16), "there")
+
+
+# -- fills that break off --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["", "release", "configuration"])
+def test_a_fill_goes_on_with_the_conversion_that_it_began_with_alone(
+    other: str, fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    import transformers
+
+    kind, config = hub_models.tiny("deepseek_v3")
+    hub, drive = shutil.copytree(fp8, tmp_path / "hub"), tmp_path / "drive"
+    drive.mkdir()
+    truth = on_meta(kind, config)
+    with Counted() as whole:
+        inf.offload(truth, CPU, load=hub)
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=drive, ram="min", durable=True)
+    monkeypatch.setattr(run_fill, "NOTE_EVERY_S", 0)
+    with Counted(whole.bytes // 2), pytest.raises(AioError):
+        inf.offload(on_meta(kind, config), policy, load=hub)
+    if other == "release":
+        monkeypatch.setattr(transformers, "__version__", "5.99.0")
+    elif other == "configuration":
+        changed = json.loads((hub / "config.json").read_text())
+        changed["quantization_config"]["activation_scheme"] = "static"
+        (hub / "config.json").write_text(json.dumps(changed))
+    model = on_meta(kind, config)
+    with Counted() as counted:
+        inf.offload(model, policy, load=hub)
+    assert (counted.bytes == whole.bytes) is bool(other)
+    assert counted.bytes > 0
+    assert ("its conversion is not that of this one" in caplog.text) is bool(other)
+    assert_alike(model, truth)
+    inf.handle(model).close()
+    inf.handle(truth).close()
 
 
 # -- names -----------------------------------------------------------------------------------------

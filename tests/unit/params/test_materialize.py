@@ -16,9 +16,12 @@ from torch import nn
 from infinity import tile_linears
 from infinity._src.checkpoint import safetensors_files
 from infinity._src.checkpoint.hub_files import open_weights
+from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source
+from infinity._src.params.source_files import SourceFiles, identity_of, place_of
 from infinity._src.params.unit import Flat
+from infinity.errors import WeightsError
 from tests import models
 
 CPU = torch.device("cpu")
@@ -87,9 +90,59 @@ def test_a_directory_saved_by_transformers_loads_through_its_index(tmp_path: Pat
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     truth = {name: parameter.detach() for name, parameter in model.named_parameters()}
     assert_equal(filled(on_meta(models.llama), tmp_path), truth)
-    (tmp_path / sorted(path.name for path in tmp_path.glob("*.safetensors"))[0]).unlink()
-    with pytest.raises(FileNotFoundError, match="names files that are not there"):
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    lost = sorted(safetensors_files.read_header(first))
+    first.unlink()
+    with pytest.raises(FileNotFoundError, match="names files that are not there") as raised:
         filled(on_meta(models.llama), tmp_path)
+    assert f"{first.name}, with {lost[0]}" in str(raised.value)
+    assert str(raised.value).endswith("copy or download them to beside the index")
+
+
+def test_tensors_in_several_files_without_an_index_are_named_with_their_bytes(
+    tmp_path: Path,
+) -> None:
+    for file, size in (("a", 3), ("b", 4), ("c", 5)):
+        save_file({"x": torch.zeros(size), file: torch.zeros(1)}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(
+        WeightsError,
+        match=r"no index to decide: x \(12 bytes in a\.safetensors, 16 bytes in b\.safetensors, "
+        r"20 bytes in c\.safetensors\); name one file, move",
+    ) as raised:
+        filled(nn.Linear(1, 1), tmp_path)
+    assert raised.value.tensors == ("x",)
+
+
+class Asked(SafetensorsFiles):
+    """Safetensors that count how often they are asked for their files."""
+
+    asked = 0
+
+    @property
+    def files(self) -> SourceFiles:  # type: ignore[override]
+        self.asked += 1
+        return super().files
+
+
+def test_a_fill_does_not_ask_for_the_files_with_each_parameter(tmp_path: Path) -> None:
+    model = models.make(models.llama)
+    model.save_pretrained(tmp_path)
+    tensors = Asked(tmp_path)
+    meta = on_meta(models.llama)
+    source = open_source(meta, tensors)
+    for unit in build(meta, find_units(meta, unit_bytes_max=1 << 29), CPU, 1):
+        fill_flats(unit.flats, source, lambda _flat, _values: None)
+    assert tensors.asked == 0
+    assert source.files.paths == (tmp_path / "model.safetensors",)
+
+
+def test_ranks_that_convert_otherwise_do_not_read_alike(tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"x": torch.zeros(1)}, file)
+    ours, theirs = (SourceFiles((file,), release) for release in ("5.23.0", "5.24.0"))
+    assert place_of(ours) == place_of(SourceFiles((file,), "5.23.0")) != place_of(theirs)
+    assert identity_of(ours) == identity_of(theirs) != ""
+    assert place_of(SourceFiles()) == identity_of(SourceFiles()) == ""
 
 
 def test_a_tied_weight_may_come_under_any_of_its_names() -> None:
