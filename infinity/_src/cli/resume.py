@@ -96,7 +96,8 @@ def save_directory(options: argparse.Namespace) -> Path:
 def _value(options: argparse.Namespace, name: str) -> Any:
     """Return the value of an option, or that of the policy where it was left out."""
     given = getattr(options, name)
-    return getattr(Policy, name) if given is None else given
+    # Of what is no field of the policy, as tiles, None is the default.
+    return getattr(Policy, name, None) if given is None else given
 
 
 class SmallState:

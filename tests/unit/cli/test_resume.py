@@ -295,9 +295,9 @@ def test_states_of_another_loop_are_no_run_of_this_one(extra: Any) -> None:
 
 def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none() -> None:
     extra = small().capture(scheduler(), [(0, 1.0)], "")
-    with pytest.raises(ValueError, match="--tile_experts was None and is 2"):
+    with pytest.raises(ValueError, match="--tile-experts was None and is 2"):
         small("--tile-experts", "2").take_up(extra, 1, scheduler(), Path("here"))
-    for name in ("--tile_linears", "--tile_experts"):
+    for name in ("--tile-linears", "--tile-experts"):
         del extra["train"][name]
     assert small().take_up(extra, 1, scheduler(), Path("here")).step == 1
 
