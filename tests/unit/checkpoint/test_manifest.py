@@ -94,7 +94,7 @@ def test_a_manifest_comes_back() -> None:
         given_.layout.flats,
         given_.layout.numerics,
     )
-    head = Head.decode(given_.encode(), "there")
+    head = Head.decode(encoded(given_), "there")
     assert vars(head) == {name: vars(given_)[name] for name in vars(head)}
 
 
