@@ -151,7 +151,7 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
 
     def put(generation: int, rank: int, name: str) -> None:
         one = dataclasses.replace(manifest(rank, 2, generation), files=(FileEntry(name, 8192),))
-        (home / one.name).write_bytes(one.encode())
+        (home / one.name).write_bytes(b"".join(one.parts()))
 
     put(1, 0, files[0])
     put(1, 1, files[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
 import time
 from pathlib import Path
@@ -69,8 +70,9 @@ def machine_of(rates: Rates, ram_bytes: int, drives: int = 1) -> Machine:
     not given are assumed."""
     given: dict[str, Any] = dict(rates)
     return describe_machine(
-        gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, drives=drives, **given
-    )
+        gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, drives=drives,
+        cores=len(os.sched_getaffinity(0)), **given,
+    )  # fmt: skip
 
 
 def forecast(

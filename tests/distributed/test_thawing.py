@@ -351,7 +351,9 @@ def thaw_apart(
 
 
 @pytest.mark.parametrize(
-    "cases", mostly_ranks([("stage 2", "early"), ("whole", "stage 1")], ("stage 2", "early")), ids=str
+    "cases",
+    mostly_ranks([("stage 2", "early"), ("whole", "stage 1")], ("stage 2", "early")),
+    ids=str,
 )
 def test_ranks_that_thaw_other_parameters_are_told_so(
     cases: tuple[str, ...], tmp_path: Path
