@@ -172,6 +172,7 @@ def train_on_rank(rank: int, place: Path) -> list[harness.Result]:
     return results
 
 
+@pytest.mark.ranks
 def test_on_two_ranks_each_puts_its_own_away(tmp_path: Path) -> None:
     for stay, go in on_two_ranks(train_on_rank, tmp_path / "run"):
         harness.assert_equal(go, stay)

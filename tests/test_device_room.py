@@ -229,6 +229,7 @@ class Rooms:
         return found
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("way", mostly_slow(["deferred", "backward"], "deferred"))
 def test_units_that_go_one_by_one_between_ranks_keep_the_bits(way: str, tmp_path: Path) -> None:
     for little, much in on_ranks(Rooms(WAYS[way]), tmp_path / "run", 2):

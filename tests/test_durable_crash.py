@@ -19,7 +19,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, *(CASES.keys() - {"two_ranks"})))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "deferred", "saves"))
 def test_killed_trainers_go_on(
     case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

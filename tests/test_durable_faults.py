@@ -23,7 +23,7 @@ from infinity.errors import (
 )
 from tests.crashes import digest, step
 from tests.durable_runs import close, die, made, run_files, undisturbed
-from tests.marks import mostly_slow
+from tests.marks import alternating, mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_every_call_of_a_commit_fails_once(
     raise AssertionError("a commit makes too many calls")
 
 
-@pytest.mark.parametrize("name", ["write", "replace", "fsync", "unlink"])
+@pytest.mark.parametrize("name", alternating(["write", "replace", "fsync", "unlink"]))
 def test_a_commit_that_is_interrupted_is_made_up_for(
     tmp_path: Path, wanted: list[str], name: str
 ) -> None:
@@ -224,8 +224,9 @@ def test_names_are_on_every_drive_before_a_manifest(
     assert len(list((places[0] / "infinity-run").glob("manifest-*"))) == 1
 
 
-@pytest.mark.parametrize("kind", ["errno", "short", "bitflip"])
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize(
+    ("kind", "update"), alternating(["errno", "short", "bitflip"], ["deferred", "backward"])
+)
 def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, kind: str) -> None:
     for nth in (24, 51, 78):
         place = tmp_path / str(nth)

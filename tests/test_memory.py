@@ -17,6 +17,7 @@ from infinity._src.hooks import activation_offload as activations
 from infinity.aio import Slab
 from infinity.errors import BudgetError
 from tests import forks, harness, models
+from tests.marks import alternating
 
 MIB = 1 << 20
 HIDDEN = 512
@@ -196,7 +197,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", alternating(MODES))
 def test_no_step_after_the_first_two_allocates_for_the_engine(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

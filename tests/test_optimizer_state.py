@@ -431,6 +431,7 @@ def access_on_a_rank(rank: int, place: Path) -> Any:
     return seen
 
 
+@pytest.mark.ranks
 def test_on_two_ranks_every_rank_sees_the_whole(tmp_path: Path) -> None:
     first, second = on_two_ranks(access_on_a_rank, tmp_path / "run")
     compare(first, second)

@@ -97,7 +97,7 @@ def test_and_of_units_with_two_dtypes_and_of_many_chunks(tmp_path: Path) -> None
 # -- the generic path ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", GENERIC)
+@pytest.mark.parametrize("name", alternating(GENERIC))
 def test_classes_of_torch_give_the_bits_that_they_give_on_masters_in_memory(
     name: str, tmp_path: Path
 ) -> None:

@@ -184,6 +184,7 @@ class Folded:
         return found
 
 
+@pytest.mark.ranks
 def test_ranks_reduce_folded_units_once_and_to_the_same_bits(tmp_path: Path) -> None:
     for found in on_ranks(Folded(), tmp_path / "run", 2):
         assert found[0].stats.demands > 0

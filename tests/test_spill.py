@@ -198,6 +198,7 @@ def wide_in_ram(update: str) -> harness.Result:
     return train_in_mode(wide, inf.Policy(update=update, delayed_warmup=1), micro_batches=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "update", mostly_slow(["deferred", "delayed", "backward"], "deferred")
 )

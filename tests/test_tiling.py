@@ -656,6 +656,7 @@ def test_an_error_in_the_middle_of_the_tiles_leaves_all_released() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_compiled_code_is_compiled_around_tiles(whole: bool) -> None:
     torch._dynamo.reset()

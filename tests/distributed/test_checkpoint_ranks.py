@@ -155,6 +155,7 @@ def _policy(world: int) -> dict[str, Any]:
     return {"state": "compact", "unit_bytes_max": 2048 * world, **nvme}
 
 
+@pytest.mark.ranks
 def test_every_world_restores_what_others_saved_and_faults_reach_every_rank(tmp_path: Path) -> None:
     results = on_ranks(RoundTrips(tmp_path), tmp_path / "run", max(WORLDS))
     saved = results[0][1]

@@ -204,7 +204,7 @@ class OnBoth:
         return dataclasses.replace(result, stats=None)
 
 
-@pytest.mark.parametrize("name", mostly_ranks(RUNS, "deferred"))
+@pytest.mark.parametrize("name", mostly_ranks(RUNS))
 def test_two_ranks_on_a_device_have_the_bits_of_two_on_the_cpu(name: str, tmp_path: Path) -> None:
     """Copies come late, drives too; the driver reports accesses that nothing orders, and what stays
     pinned."""

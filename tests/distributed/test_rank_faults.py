@@ -189,7 +189,11 @@ def test_a_rank_that_is_killed_is_named_by_all_others_which_end(
 
 
 @pytest.mark.parametrize(
-    ("where", "values"), [("forward", STAGE3), ("backward", STAGE2), ("forward", SPECULATING)]
+    ("where", "values"),
+    [
+        ("backward", STAGE2),
+        *(pytest.param("forward", each, marks=pytest.mark.ranks) for each in (STAGE3, SPECULATING)),
+    ],
 )
 def test_an_error_in_the_loop_of_one_rank_ends_the_others_with_its_text(
     tmp_path: Path, where: str, values: dict[str, Any]
@@ -328,7 +332,11 @@ class AtTheEnd:
 
 
 @pytest.mark.parametrize(
-    ("how", "values"), [("kill", STAGE2), ("drive", STAGE2), ("drive", STAGE3)]
+    ("how", "values"),
+    [
+        ("drive", STAGE3),
+        *(pytest.param(each, STAGE2, marks=pytest.mark.ranks) for each in ("kill", "drive")),
+    ],
 )
 def test_a_failure_at_the_end_of_backward_leaves_nothing(
     tmp_path: Path, how: str, values: dict[str, Any]

@@ -51,6 +51,7 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
         assert difference < 1e-3, name
 
 
+@pytest.mark.ranks
 def test_gradients_that_spill_on_two_ranks_keep_their_bits(tmp_path: Path) -> None:
     """Small units, and nothing resident for having room, so that a small model has to spill."""
     values = {
@@ -91,6 +92,7 @@ def test_update_modes_on_two_ranks_are_the_deferred_updates_bits(tmp_path: Path)
     assert by_policy[4][0].losses != by_policy[0][0].losses
 
 
+@pytest.mark.ranks
 def test_updates_ahead_of_their_step_on_two_ranks_keep_its_bits_however_it_clips(
     tmp_path: Path,
 ) -> None:

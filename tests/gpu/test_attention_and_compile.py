@@ -157,6 +157,7 @@ def compiled(
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "whole_block", [pytest.param(False, marks=pytest.mark.slow), True], ids=["forward", "block"]

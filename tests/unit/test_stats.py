@@ -244,6 +244,7 @@ def test_the_parts_of_ram_are_all_told_and_add_up(tmp_path: Path, update: str) -
     assert line.startswith(f"RAM {format_size(stats.ram_bytes)} ({text}); NVMe ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("update", "micro_batches"),
     [

@@ -278,6 +278,7 @@ def test_updates_on_a_device_change_no_loss(
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_gradients_spill_past_the_memory_that_is_given(
     model_directory: Path, text: Path, tmp_path: Path
 ) -> None:

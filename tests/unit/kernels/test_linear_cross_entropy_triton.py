@@ -141,6 +141,7 @@ def test_gradients_are_those_of_torch_s_loss(device: torch.device, data: st.Data
     assert bool((found[scale == 0] == 0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 @pytest.mark.usefixtures("ordered_dot")
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:

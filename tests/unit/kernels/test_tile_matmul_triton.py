@@ -79,6 +79,7 @@ def test_sums_are_in_fp32_and_rounded_once(
     assert_summed_in_fp32(out, exact, magnitude, k)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", mostly_slow(DTYPES, torch.float32), ids=str)
 @pytest.mark.usefixtures("ordered_dot")
 def test_every_configuration_gives_the_same_bits(device: torch.device, dtype: torch.dtype) -> None:

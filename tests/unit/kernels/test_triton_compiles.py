@@ -41,6 +41,7 @@ def compiled(tmp_path: Path, capability: int, name: str) -> list[dict[str, Any]]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mostly_slow(BITWISE, "update"))
 def test_what_must_have_the_bits_of_torch_compiles_to_operations_that_round_once(
     tmp_path: Path, name: str

@@ -35,6 +35,7 @@ from infinity._src.perf.step_report import StepTerms  # noqa: E402
 from infinity._src.sizes import GIB, MIB  # noqa: E402
 from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
+from tests.marks import alternating  # noqa: E402
 from tests.plans import job_of, with_budget  # noqa: E402
 from tests.turning import turning_bytes_max  # noqa: E402
 
@@ -516,8 +517,9 @@ def on_device(
     return stats, shape, kept
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
+@pytest.mark.parametrize(
+    ("micro_batches", "update"), alternating([1, 3], ["deferred", "backward", "delayed"])
+)
 def test_the_engine_copies_holds_and_keeps_what_the_plan_says(
     update: str, micro_batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
