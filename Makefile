@@ -156,6 +156,8 @@ hosts: $(STAMP)
 # Also with three and four ranks, and the longest with two.
 ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/distributed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "ranks and not slow and not soak" \
+	    --ignore tests/distributed tests
 
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
