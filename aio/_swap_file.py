@@ -26,6 +26,7 @@ import re
 import resource
 import stat
 import sys
+import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -46,6 +47,8 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _OPEN = os.O_RDWR | os.O_CLOEXEC
 # No slash, no leading dot: the name stays in its directory and clear of the owner files.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+LET_GO_S = 2.0
+"""The longest that a durable file's lock is waited for when the process that held it is gone."""
 _logged: set[str] = set()
 
 
@@ -268,11 +271,22 @@ class SwapFile:
         if self.direct_reason:
             set_buffered(self.fd, True)
 
+    def _lock(self, sidecar: Path) -> bool:
+        """Take the lock; wait a moment for a process that is gone, but whose files are not closed
+        yet: a killed job is often begun again at once."""
+        end_s = time.monotonic() + LET_GO_S
+        while not lock(self.fd):
+            owner = Owner.read(sidecar)
+            if owner is None or owner.alive() or time.monotonic() > end_s:
+                return False
+            time.sleep(0.01)
+        return True
+
     def _hold(self) -> None:
         """Lock a named file, and write its owner beside it."""
         status, path = os.fstat(self.fd), Path(self.path)
         sidecar = path.with_name(f".{path.name}.owner")
-        if not lock(self.fd):
+        if not self._lock(sidecar):
             # The lock says only that somebody holds it; the sidecar names who.
             owner = Owner.read(sidecar)
             who = "this process" if owner == Owner.this() else str(owner or "another process")

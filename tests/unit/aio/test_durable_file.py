@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,28 @@ def test_several_names_in_one_directory_do_not_touch_each_other(tmp_path):
             nameless.grow(8192)
             put(nameless, 0, 3)
         assert (get(a, 0)[0], get(b, 0)[0]) == (1, 2)
+
+
+def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_path, monkeypatch):
+    place = tmp_path / "run"
+    SwapFile.durable(place, "states").close()
+    gone = Owner("here", Owner.this().boot_id, 2**22 + 1, 1)
+    assert not gone.alive()
+    gone.leave_word(place / ".states.owner")
+    fd = os.open(place / "states", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    later = threading.Timer(0.2, os.close, (fd,))
+    later.start()
+    with SwapFile.durable(place, "states"):
+        later.join()
+    # Not for ever: something else may have its lock.
+    monkeypatch.setattr(swap_file, "LET_GO_S", 0.05)
+    gone.leave_word(place / ".states.owner")
+    fd = os.open(place / "states", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(AioError, match="is held by process 4194305 on here"):
+        SwapFile.durable(place, "states")
+    os.close(fd)
 
 
 def test_a_second_opener_is_told_who_holds_it(tmp_path):
