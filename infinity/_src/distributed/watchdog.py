@@ -426,7 +426,18 @@ class Watchdog:
 
     def _find_failure(self, what: str, number: int | None) -> RankFailed | None:
         """Find a rank that will not come to this collective, as far as is known now."""
-        return find_failure(self._others(), self._raised, what, number, dict(self._recent))
+        others = self._others()
+        # First: a rank that closes because of a failure is not its cause.
+        return self._relayed(others) or find_failure(
+            others, self._raised, what, number, dict(self._recent)
+        )
+
+    def _relayed(self, others: Mapping[int, RankRecord]) -> RankFailed | None:
+        """Find a failure that another rank has published."""
+        for rank, record in others.items():
+            if record.failed is not None:
+                return relayed_error(self.topology.rank, rank, *record.failed)
+        return None
 
     def _others(self) -> dict[int, RankRecord]:
         """Records of the other ranks that have been read."""
@@ -530,10 +541,9 @@ class Watchdog:
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
         # A published failure names its cause, which says more than the death that follows from it.
-        for rank, record in records.items():
-            if record.failed is not None:
-                self._set_failure(relayed_error(self.topology.rank, rank, *record.failed))
-                return
+        if relayed := self._relayed(records):
+            self._set_failure(relayed)
+            return
         for rank, record in records.items():
             if record.left == "ended":
                 self._set_failure(death_error(rank, record, "without closing its engine"))
