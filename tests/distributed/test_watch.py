@@ -400,6 +400,21 @@ def test_a_rank_that_ended_after_the_death_of_the_store_is_not_blamed(tmp_path: 
     assert_survivors_name(0, ends)
 
 
+def test_a_survivor_that_looks_late_names_the_rank_that_died(tmp_path: Path) -> None:
+    """Rank 0 has the store, and waits until rank 2 has read why it goes."""
+    with watched.started(ready_then_sums, tmp_path, 3) as processes:
+        for rank in range(3):
+            watched.await_file(tmp_path / f"ready{rank}")
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        try:
+            os.kill(processes[1].pid, signal.SIGKILL)
+            time.sleep(watch_module._LINGER_S + 2.0)
+        finally:
+            os.kill(processes[2].pid, signal.SIGCONT)
+        ends = watched.ends(processes, tmp_path)
+    assert_survivors_name(1, ends)
+
+
 def child_of_the_dead(ranks: Ranks) -> Any:
     """Rank 1 dies, but a child of its keeps its connections: they tell the others nothing."""
     ranks.sum().wait()

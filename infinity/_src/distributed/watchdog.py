@@ -297,7 +297,7 @@ class Watchdog:
     def close(self, ok: bool = True) -> None:
         """Publish that this rank leaves, and end the thread. Idempotent.
 
-        Blocks for at most a few seconds.
+        Blocks for at most a few seconds; after a failure up to ten, for ranks that are late.
         ok: False records a failure of this rank, unless there is one.
         """
         if self._closed:
@@ -312,7 +312,8 @@ class Watchdog:
             return
         atexit.unregister(self._exits)
         if self._pid == os.getpid():  # a forked child has no threads, and speaks for no rank
-            self._leave("closed", linger_s=_LINGER_S)
+            # After a failure the others look for its cause, and one on a busy machine looks late.
+            self._leave("closed", linger_s=_LINGER_S if self._failure is None else _DYING_S)
 
     def report_exit(self) -> None:
         """Record that this process ends without close(), a failure for all that wait. Does not
