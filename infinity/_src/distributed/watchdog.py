@@ -427,18 +427,9 @@ class Watchdog:
 
     def _find_failure(self, what: str, number: int | None) -> RankFailed | None:
         """Find a rank that will not come to this collective, as far as is known now."""
-        others = self._others()
-        # First: a rank that closes because of a failure is not its cause.
-        return self._relayed(others) or find_failure(
-            others, self._raised, what, number, dict(self._recent)
+        return find_failure(
+            self.topology.rank, self._others(), self._raised, what, number, dict(self._recent)
         )
-
-    def _relayed(self, others: Mapping[int, RankRecord]) -> RankFailed | None:
-        """Find a failure that another rank has published."""
-        for rank, record in others.items():
-            if record.failed is not None:
-                return relayed_error(self.topology.rank, rank, *record.failed)
-        return None
 
     def _others(self) -> dict[int, RankRecord]:
         """Records of the other ranks that have been read."""
@@ -542,7 +533,7 @@ class Watchdog:
                 self._set_failure(death_error(rank, record, f"its process {record.pid} is gone"))
                 return
         # A published failure names its cause, which says more than the death that follows from it.
-        if relayed := self._relayed(records):
+        if relayed := relayed_failure(self.topology.rank, records):
             self._set_failure(relayed)
             return
         for rank, record in records.items():
@@ -594,7 +585,16 @@ class Watchdog:
 # -- errors from records ------------------------------------------------------------------------
 
 
+def relayed_failure(me: int, others: Mapping[int, RankRecord]) -> RankFailed | None:
+    """Find a failure that another rank has published, and make this rank's error of it."""
+    for rank, record in others.items():
+        if record.failed is not None:
+            return relayed_error(me, rank, *record.failed)
+    return None
+
+
 def find_failure(
+    me: int,
     others: Mapping[int, RankRecord],
     raised: Container[int],
     what: str,
@@ -602,6 +602,7 @@ def find_failure(
     names: Mapping[int, str],
 ) -> RankFailed | None:
     """Find a rank that is known not to come to this collective, and make the error that says why.
+    A failure that was published is first: a rank that closes because of it is not its cause.
 
     raised: the numbers after which this rank itself broke off.
     names: this rank's own last few collectives, by number.
@@ -618,6 +619,8 @@ def find_failure(
     submitted a stuck one soon waits; or names after it differ, too, being shifted. Other cases end
     with the timeout.
     """
+    if relayed := relayed_failure(me, others):
+        return relayed
     for rank, record in others.items():
         why = ""
         for after, text in record.raised:

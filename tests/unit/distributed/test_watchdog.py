@@ -56,9 +56,16 @@ def test_a_record_survives_the_store() -> None:
 def test_who_comes_to_a_collective(
     record: RankRecord, raised: tuple[int, ...], number: int | None, comes: bool
 ) -> None:
-    found = find_failure({1: record}, raised, "sum", number, {})
+    found = find_failure(0, {1: record}, raised, "sum", number, {})
     assert (found is None) == comes
     assert found is None or found.rank == 1
+
+
+def test_a_rank_that_closes_because_of_a_failure_is_not_blamed_for_it() -> None:
+    closed = RankRecord(number=3, last="sum", failed=(2, "rank 2 is gone"), left="closed")
+    found = find_failure(1, {0: closed}, (), "sum", 5, {})
+    assert found is not None
+    assert (found.rank, str(found)) == (2, "rank 2 is gone (found by rank 0)")
 
 
 def program(*names: str, first: int = 1) -> tuple[tuple[int, str], ...]:
@@ -82,7 +89,12 @@ def test_two_names_under_one_number_are_told_whoever_is_ahead(
     for known in range(1, len(theirs) + 1):  # of the last few
         recent = program(*theirs)[-known:]
         found = find_failure(
-            {1: RankRecord(number=len(theirs), last=theirs[-1], recent=recent)}, (), "d", 4, names
+            0,
+            {1: RankRecord(number=len(theirs), last=theirs[-1], recent=recent)},
+            (),
+            "d",
+            4,
+            names,
         )
         differ = [number for number, name in recent if names.get(number, name) != name]
         assert (found is not None) == bool(differ)
@@ -106,7 +118,7 @@ def test_a_rank_that_is_late_or_early_is_never_accused() -> None:
             ):
                 assert (
                     find_failure(
-                        {1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])
+                        0, {1: record}, (), whole[at - 1][1], at, dict(whole[max(0, at - 6) : at])
                     )
                     is None
                 )
