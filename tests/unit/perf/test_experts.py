@@ -270,6 +270,8 @@ def test_experts_without_tokens_are_not_gathered_and_updated_all_the_same() -> N
             predict(whole, machine(), changed.replace(expert_tile=tile)).moved for tile in (0, 1)
         )
         off = before.params_read - after.params_read
+        # Two bytes of a parameter, read once less: the update reads what no token touched, as well.
+        assert off == pytest.approx(2 * (1 - share) * whole.params, rel=1e-3)
         assert before.beside_states.read - after.beside_states.read == pytest.approx(off)
 
 

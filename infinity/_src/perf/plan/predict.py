@@ -148,7 +148,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
     ]
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
-    moved = _without_untouched(_traffic(on_nvme, job, spilled), job, touched)
+    moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     compute = _compute(shape, machine, job, at_rest.states, on_nvme)
     sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled, touched)
     exchanged = exchanges(shape, machine, job)
@@ -331,13 +331,17 @@ def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
     return moved
 
 
-def _without_untouched(moved: Traffic, job: Job, touched: float) -> Traffic:
+def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float) -> Traffic:
     """Reduce the reads of gathers to what tokens touch. Updates read and write all states: experts
     without tokens decay, too.
     """
-    left_out = moved.params_read * (1.0 - touched)
-    # The window of update="backward" has two of 2M gathers, that of "delayed" all of them.
-    of_window = {"backward": 1 / job.micro_batches, "delayed": 1.0}.get(job.policy.update, 0.0)
+    backward = job.policy.update == "backward"
+    # One gather feeds that update, which reads by itself what no token touched.
+    fed = min(on_nvme.params, moved.params_read) if backward else 0.0
+    left_out = (moved.params_read - fed) * (1.0 - touched)
+    # The window of update="backward" has one more of 2M gathers, that of "delayed" all of them.
+    gathers = 2 * job.micro_batches - 1
+    of_window = {"backward": 1 / gathers, "delayed": 1.0}.get(job.policy.update, 0.0)
     return dataclasses.replace(
         moved,
         params_read=moved.params_read - left_out,
