@@ -1,4 +1,4 @@
-"""Counts: as many chunks and units as Llama-3-405B has, a million and 1,137, with 1/192 of its
+"""Counts: as many chunks and units as Llama-3-405B has, 1.03 million and 506, with 1/192 of its
 bytes.
 
     python bench/rehearsal/counts.py --dir out                       # 0.1, 0.3 and 1.03 million
@@ -53,7 +53,7 @@ from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.memory import planner
 
 CHUNK_NUMEL = 2048
-UNITS = 1137
+UNITS = 506
 COUNTS = (100_000, 300_000, 1_030_000)
 CHILDREN = (("train", "restore", "offline"), ("durable", "resume"))
 DISK_BYTES_PER_PARAM = 42
