@@ -40,8 +40,8 @@ class Policy:
         within its node: "/mnt/nvme{local_rank}" gives each rank a drive of its own; without them
         ranks share the drives, their room and their bandwidth. Resolved by `inf.offload`.
     ram: everything that this process holds for offloading, in bytes or as text ("64GiB"): pinned
-        buffers, gradients, resident extents. "min" is the least that works; None is `RAM_SHARE` of
-        what the machine or its cgroup leaves, divided by the ranks of the node.
+        buffers, gradients, resident extents. "min" is the least that works; None is half of what
+        the machine or its cgroup leaves, divided by the ranks of the node.
     resident: how much of a state whose tier is "nvme" rests in RAM all the same: {"params": 0.5,
         "optim": "8GiB"}, a share (float, 0.0 to 1.0) or a size. None: as much as the budget leaves,
         as the planner places it.

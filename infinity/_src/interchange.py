@@ -88,6 +88,9 @@ def load_safetensors(
     """Set an offloaded model's parameters and persistent buffers from safetensors: a directory (its
     index decides; without one, its model.safetensors if it has that, else all) or a file.
 
+    A model of transformers takes the hub's files, converted as `from_pretrained` converts them,
+    those with the names of its modules, and a GGUF file.
+
     Masters take the values in the precision of the file (an fp32 file sets all 32 bits), so that
     the model holds what the file says and nothing of what was there; a parameter without optimizer
     states keeps what its dtype holds. Moments, step counts, gradients and hyper-parameters stay as

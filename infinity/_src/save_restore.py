@@ -54,7 +54,8 @@ def save(
 
 def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
     """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
-    state format and tiles (but those of linears along their inputs) may differ.
+    state format and tiles may differ (but tiles of linears along their inputs, and those that begin
+    inside of a group of 64 moments with state="compact").
 
     Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
     buffers, and drops gradients. Under the same numerics training goes on bit for bit as if nothing

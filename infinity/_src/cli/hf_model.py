@@ -92,7 +92,7 @@ def offload_pretrained(
     path = source.directory if source.gguf is None else source.directory / source.gguf
     if read:
         return inf.offload(model, policy, load=path)
-    # The model is prepared for these files all the same, in its dtypes say.
+    # Files decide more than values: the dtypes of parameters, as `from_pretrained` gives them.
     with hub_checkpoint(model, path) as found:
         tensors = found if isinstance(found, FileTensors) else open_weights(model, path)
         return inf.offload(model, policy, load=_Unread(tensors))

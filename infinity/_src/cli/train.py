@@ -6,7 +6,8 @@ The loop is what a user would write; around it are only measurements. Results in
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
-    checkpoint/     with --save-every: what --resume goes on from (`infinity._src.cli.resume`)
+    checkpoint/     with --save-every; --resume goes on from it or from the durable run
+                    (`infinity._src.cli.resume`)
 
 A run that goes on keeps the records of the steps that it goes on from, and drops those of steps
 that were lost and are taken again.

@@ -51,6 +51,12 @@ def meta_mixtral(mixtral: Path) -> Iterator[Any]:
         handle.close()
 
 
+def _fill_with_zeros(model: Any) -> None:
+    with torch.no_grad(), inf.handle(model).gather(list(model.parameters())):
+        for parameter in model.parameters():
+            parameter.zero_()
+
+
 @pytest.mark.parametrize(
     ("dtype", "family"), alternating([torch.bfloat16, torch.float32], hub_models.QUICK), ids=str
 )
@@ -71,9 +77,7 @@ def test_a_checkpoint_gives_what_from_pretrained_gives_and_is_written_back(
         assert_alike(kind.from_pretrained(tmp_path / "out", dtype=dtype), truth)
         # The modules' names load as well, and so does either into the offloaded model.
         inf.export_safetensors(model, tmp_path / "plain", names="modules")
-        with torch.no_grad(), inf.handle(model).gather(list(model.parameters())):
-            for parameter in model.parameters():
-                parameter.zero_()
+        _fill_with_zeros(model)
         for place in ("plain", "out"):
             assert inf.load_safetensors(model, tmp_path / place) == ((), ())
             assert_alike(model, truth)
@@ -160,6 +164,9 @@ def test_a_gguf_file_gives_what_from_pretrained_gives(tmp_path: Path) -> None:
     model = on_meta(LlamaForCausalLM, config)
     inf.offload(model, CPU, load=file)
     try:
+        assert_alike(model, truth)
+        _fill_with_zeros(model)
+        assert inf.load_safetensors(model, file) == ((), ())
         assert_alike(model, truth)
     finally:
         inf.handle(model).close()
