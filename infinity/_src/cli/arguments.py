@@ -8,6 +8,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+TIERS = ("device", "cpu", "nvme")
+
 TRAIN = (
     "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
     "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained "
@@ -100,17 +102,16 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_placement(parser: argparse.ArgumentParser) -> None:
-    tiers = ("device", "cpu", "nvme")
     place = parser.add_argument_group("placement (never changes the numbers)")
     place.add_argument(
         "--params",
-        choices=tiers,
+        choices=TIERS,
         default="cpu",
         help="the lowest tier where parameters may rest (cpu)",
     )
     place.add_argument(
         "--optim",
-        choices=tiers,
+        choices=TIERS,
         default="cpu",
         help="the lowest tier where optimizer states may rest (cpu)",
     )
@@ -126,27 +127,34 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
         help='what offloading may hold in memory: "512MiB", or "min" '
         "(a share of what the machine leaves)",
     )
-    place.add_argument(
+    _add_waiting(place)
+    place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
+
+
+def _add_waiting(group: argparse._ArgumentGroup) -> None:
+    """Add the tiers of gradients and activations, and states that stay in memory, for `infinity
+    train` and `infinity plan`.
+    """
+    group.add_argument(
         "--grads",
         # Gradients wait for the step in CPU memory, or on drives.
-        choices=tiers[1:],
+        choices=TIERS[1:],
         default="cpu",
-        help="nvme: gradients that --ram does not hold spill (cpu)",
+        help="nvme: gradients that RAM does not hold spill (cpu)",
     )
-    place.add_argument(
+    group.add_argument(
         "--activations",
-        choices=tiers,
+        choices=TIERS,
         default="device",
-        help="where inputs of checkpointed blocks wait; needs --checkpointing (device)",
+        help="where inputs of checkpointed blocks wait (device)",
     )
-    place.add_argument(
+    group.add_argument(
         "--resident",
         action="append",
         metavar="KIND=PART",
         help="how much of a state on NVMe rests in memory all "
-        "the same: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)",
+        "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)",
     )
-    place.add_argument("--io-backend", choices=("auto", "io_uring", "threads"), default="auto")
 
 
 def parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None:
@@ -166,39 +174,11 @@ def parse_resident(texts: Sequence[str] | None) -> dict[str, float | str] | None
 
 def _add_numerics(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("states and updates (part of the numerics)")
-    group.add_argument(
-        "--state",
-        choices=("exact", "bf16", "compact"),
-        default="exact",
-        help="encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
-    )
-    group.add_argument(
-        "--update",
-        choices=("deferred", "backward", "delayed"),
-        default="deferred",
-        help="deferred: beside the next forward; backward: beside backward, needs --clip 0 or "
-        "--generations 2; delayed: beside the whole next step, which computes with the parameters "
-        "before it (deferred)",
-    )
-    group.add_argument(
-        "--generations",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2 keeps the step before beside the one that "
-        "is made: twice the room on the drives, and a step that fails is undone (1)",
-    )
+    _add_updates(group)
     group.add_argument(
         "--device",
         metavar="DEVICE",
         help="where the model computes: cpu, cuda or cuda:1 (cuda, if there is one)",
-    )
-    group.add_argument(
-        "--update-on",
-        choices=("cpu", "device"),
-        default="cpu",
-        help="device: states stream through the GPU that "
-        "computes, with --update deferred; the same bits (cpu)",
     )
     group.add_argument(
         "--delayed-warmup",
@@ -209,9 +189,44 @@ def _add_numerics(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_tiles(parser: argparse.ArgumentParser) -> None:
+def _add_updates(group: argparse._ArgumentGroup) -> None:
+    """Add the format of states and the mode of updates, for `infinity train` and `infinity plan`.
+    """
+    group.add_argument(
+        "--state",
+        choices=("exact", "bf16", "compact"),
+        default="exact",
+        help="encoding of states at rest: 12, 8 or 5.1 bytes per bf16 parameter with AdamW (exact)",
+    )
+    group.add_argument(
+        "--update",
+        choices=("deferred", "backward", "delayed"),
+        default="deferred",
+        help="deferred: beside the next forward; backward: beside backward, clips with "
+        "--generations 2 only; delayed: beside the whole next step, which computes with the "
+        "parameters before it (deferred)",
+    )
+    group.add_argument(
+        "--generations",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="2 keeps the step before beside the one that "
+        "is made: twice the room on the drives, and a step that fails is undone (1)",
+    )
+    group.add_argument(
+        "--update-on",
+        choices=("cpu", "device"),
+        default="cpu",
+        help="device: states stream through the GPU that "
+        "computes, with --update deferred; the same bits (cpu)",
+    )
+
+
+def _add_tiles(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the tiles that both `infinity train` and `infinity plan` have. None: whole."""
     tiles = parser.add_argument_group("tiles, for what does not fit whole (part of the numerics)")
-    # None by default, and not a number: a checkpoint from before these options has neither.
+    # No default number: a checkpoint from before these options has none.
     tiles.add_argument(
         "--tile-linears",
         type=int,
@@ -225,6 +240,19 @@ def _add_tiles(parser: argparse.ArgumentParser) -> None:
         help="stacks of experts in tiles of K, which compute as the model's eager "
         "implementation: inf.tile_experts (whole stacks)",
     )
+    return tiles
+
+
+def check_tiles(options: argparse.Namespace) -> None:
+    """Raise ValueError for numbers of tiles that cut nothing: whole is what is left out."""
+    for name, least in (("tile_linears", 2), ("tile_loss", 2), ("tile_experts", 1)):
+        # `infinity train` has no tiles of the loss.
+        count = getattr(options, name, None)
+        if count is not None and count < least:
+            raise ValueError(
+                f"--{name.replace('_', '-')} {count} must be at least {least}; leave it out for "
+                "what is whole"
+            )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -424,27 +452,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     # None by default, since the number that fits depends on the model.
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    job.add_argument("--state", choices=("exact", "bf16", "compact"), default="exact")
-    job.add_argument("--update", choices=("deferred", "backward", "delayed"), default="deferred")
-    job.add_argument(
-        "--generations",
-        type=int,
-        choices=(1, 2),
-        default=1,
-        help="2: a step is written beside the one before, and "
-        "undone if it fails; clipping then goes with --update backward, too (1)",
-    )
+    _add_updates(job)
     job.add_argument(
         "--durable",
         action="store_true",
         help="after a crash the run goes on from the last step: two generations "
         "of everything on the drives, nothing resident",
-    )
-    job.add_argument(
-        "--update-on",
-        choices=("cpu", "device"),
-        default="cpu",
-        help="where states are updated; device: the GPUs (cpu)",
     )
     _add_tiers(job)
     job.add_argument(
@@ -453,68 +466,34 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="in which gradients wait (that of the parameters)",
     )
     job.add_argument(
-        "--tile-linears",
-        type=int,
-        default=1,
-        metavar="N",
-        help="every linear in N tiles: inf.tile_linears (1)",
-    )
-    job.add_argument(
-        "--tile-loss",
-        type=int,
-        default=1,
-        metavar="N",
-        help="the head and its loss in N tiles: inf.tile_loss (1)",
-    )
-    job.add_argument(
-        "--tile-experts",
-        type=int,
-        default=0,
-        metavar="K",
-        help="stacks of experts in tiles of K: inf.tile_experts (0: whole stacks)",
-    )
-    job.add_argument(
         "--no-checkpointing",
         action="store_true",
         help="keep all activations instead of recomputing them",
+    )
+    _add_tiles(parser).add_argument(
+        "--tile-loss",
+        type=int,
+        metavar="N",
+        help="the head and its loss in N tiles: inf.tile_loss (whole)",
     )
     add_ranks(parser)
 
 
 def _add_tiers(job: argparse._ArgumentGroup) -> None:
     """Add the tiers of states of `infinity plan`."""
-    tiers = ("device", "cpu", "nvme")
     job.add_argument(
         "--params",
         # None by default: the stage decides.
-        choices=tiers,
+        choices=TIERS,
         help="the lowest tier of parameters (nvme; device with --zero 1 and 2)",
     )
     job.add_argument(
         "--optim",
-        choices=tiers[1:],
+        choices=TIERS[1:],
         default="nvme",
         help="the lowest tier of optimizer states (nvme)",
     )
-    job.add_argument(
-        "--grads",
-        choices=tiers[1:],
-        default="cpu",
-        help="nvme: gradients that RAM does not hold spill (cpu)",
-    )
-    job.add_argument(
-        "--activations",
-        choices=tiers,
-        default="device",
-        help="where inputs of checkpointed blocks wait (device)",
-    )
-    job.add_argument(
-        "--resident",
-        action="append",
-        metavar="KIND=PART",
-        help="how much of a state on NVMe rests in memory all "
-        "the same, for each process: params=0.5 or optim=8GiB; repeat for both (what --ram leaves)",
-    )
+    _add_waiting(job)
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:

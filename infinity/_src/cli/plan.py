@@ -25,7 +25,7 @@ from rich.table import Table
 
 import infinity as inf
 from infinity._src.cli import hf_model
-from infinity._src.cli.arguments import parse_resident
+from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.perf.plan.changes import (
     Change,
     fewest_micro_batches,
@@ -230,9 +230,10 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         sequence=sequence,
         micro_batches=1 if options.micro_batches is None else options.micro_batches,
         checkpointing=not options.no_checkpointing,
-        tiles=options.tile_linears,
-        loss_tiles=options.tile_loss,
-        expert_tile=options.tile_experts,
+        # A job has numbers for what is whole.
+        tiles=options.tile_linears or 1,
+        loss_tiles=options.tile_loss or 1,
+        expert_tile=options.tile_experts or 0,
     )
     if options.micro_batches is not None:
         return job
@@ -240,14 +241,10 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
 
 
 def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
-    for name in ("tile_linears", "tile_loss"):
-        value = getattr(options, name)
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if options.tile_experts and not (shape.has_stacks and options.tile_experts > 0):
+    check_tiles(options)
+    if options.tile_experts is not None and not shape.has_stacks:
         raise ValueError(
-            f"--tile-experts {options.tile_experts}: "
-            + ("give 1 expert or more" if shape.has_stacks else "the model has no stack of experts")
+            f"--tile-experts {options.tile_experts}: the model has no stack of experts"
         )
 
 

@@ -40,7 +40,7 @@ import infinity as inf
 from infinity._src.bench import hardware
 from infinity._src.bench.swap import SwapTask, measure_swap
 from infinity._src.cli import hf_model
-from infinity._src.cli.arguments import parse_resident
+from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.cli.corpus import Corpus, build_corpus
 from infinity._src.cli.report import (
     StepDisplay,
@@ -158,10 +158,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1"
             )
-    for name in ("tile_linears", "tile_experts"):
-        count = getattr(options, name)
-        if count is not None and count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {count} must be at least 1")
+    check_tiles(options)
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
         if getattr(options, name) < 0:
             raise ValueError(

@@ -318,7 +318,7 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--ram", "1KiB"], "smallest budget"),
         (["--seq", "5000"], "--seq"),
         (["--steps", "0"], "--steps"),
-        (["--tile-linears", "0"], "--tile-linears 0 must be at least 1"),
+        (["--tile-linears", "1"], "--tile-linears 1 must be at least 2; leave it out for what is"),
         (["--tile-experts", "0"], "--tile-experts 0 must be at least 1"),
         (["--tile-experts", "2"], "the model has no stack of experts"),
         (["--lr=-1"], "--lr"),
