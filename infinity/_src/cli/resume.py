@@ -93,7 +93,7 @@ def save_directory(options: argparse.Namespace) -> Path:
     return directory
 
 
-def _value(options: argparse.Namespace, name: str) -> Any:
+def value_of(options: argparse.Namespace, name: str) -> Any:
     """Return the value of an option, or that of the policy where it was left out."""
     given = getattr(options, name)
     # Of what is no field of the policy, as tiles, None is the default.
@@ -115,7 +115,7 @@ class SmallState:
         self._device = device
         self._place = [rank, world]
         self._rules: dict[str, Any] = {
-            f"--{name.replace('_', '-')}": _value(options, name) for name in RULES
+            f"--{name.replace('_', '-')}": value_of(options, name) for name in RULES
         }
         # Ranks may be fewer or more, if together they take as many rows of a batch.
         self._rules["--batch times ranks"] = world * options.batch

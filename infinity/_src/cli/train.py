@@ -52,7 +52,13 @@ from infinity._src.cli.report import (
     step_display,
     step_limits,
 )
-from infinity._src.cli.resume import Earlier, SmallState, find_source, save_directory
+from infinity._src.cli.resume import (
+    Earlier,
+    SmallState,
+    find_source,
+    save_directory,
+    value_of,
+)
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
 from infinity._src.perf.roofline import AtRest, Drives
@@ -204,11 +210,8 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         generations=options.generations,
         durable=options.durable,
         durable_every=options.durable_every,
-        # The default of `Policy`. The argument's is None, by which `_check` sees whether it was
-        # given.
-        delayed_warmup=inf.Policy.delayed_warmup
-        if options.delayed_warmup is None
-        else options.delayed_warmup,
+        # None by default, by which `_check` sees whether it was given.
+        delayed_warmup=value_of(options, "delayed_warmup"),
         device=device,
         zero=options.zero,
         accumulate=options.accumulate_in,
