@@ -202,7 +202,8 @@ def build_engine(
     split = take_apart(model, policy, device, transport, owner, undo)
     if isinstance(load, (str, os.PathLike)):
         load = open_weights(model, Path(load))
-    source = open_source(model, load, init)
+    # Ranks build alike, and the first one tells of it.
+    source = open_source(model, load, init, shown=split.comm.rank == 0)
     # Also where no part can be read: every rank holds this round.
     in_parts = split.resources.are_alike(_read_alike(split, source))
     if source.files and split.comm.world > 1 and not in_parts and split.comm.rank == 0:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,15 +43,16 @@ _Memory = dict[int, tuple[torch.UntypedStorage, int]]
 class DeferredModel:
     """A model that `build` has built, and the recipe of each of its large tensors.
 
-    Blocks while random numbers are drawn once. Raises: ValueError where the function returns no
-    module or leaves tensors on meta.
+    Blocks while random numbers are drawn once. shown: whether this rank tells how far that is.
+
+    Raises: ValueError where the function returns no module or leaves tensors on meta.
     """
 
-    def __init__(self, build: Callable[[], nn.Module]) -> None:
+    def __init__(self, build: Callable[[], nn.Module], *, shown: bool = True) -> None:
         name = getattr(build, "__qualname__", None) or repr(build)
         self.label = f"the model that init={name} builds"
-        # How much will be drawn is not known. Ranks build alike, and the first one tells of it.
-        line = ProgressLine("drawing initial values", None, shown=_is_first_rank())
+        # How much will be drawn is not known.
+        line = ProgressLine("drawing initial values", None, shown=shown)
         self._recorder = _Recorder(line.advance)
         with line, self._recorder:
             self.model = model = build()
@@ -88,10 +88,6 @@ class DeferredModel:
             tensor = self._recorder.replay(tensor, out)
         if tensor.data_ptr() != out.data_ptr():
             out.copy_(tensor)
-
-
-def _is_first_rank() -> bool:
-    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
 
 
 @dataclasses.dataclass(frozen=True)

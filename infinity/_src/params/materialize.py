@@ -200,9 +200,11 @@ def open_source(
     model: nn.Module,
     load: Source | NamedTensors | None,
     init: Callable[[], nn.Module] | None = None,
+    *,
+    shown: bool = True,
 ) -> OpenSource:
     """Open the user's `load=`, its files open already, or `init=`, and check that it has what the
-    model needs.
+    model needs. shown: whether this rank tells how far it is.
 
     Raises: ValueError naming what is missing, unexpected or of the wrong shape.
     """
@@ -214,7 +216,7 @@ def open_source(
                 f"init={type(init).__name__} is not known; give a function without arguments that "
                 "builds the model and returns it, such as lambda: LlamaForCausalLM(config)"
             )
-        return _InitSource(model, DeferredModel(init))
+        return _InitSource(model, DeferredModel(init, shown=shown))
     if load is None:
         return _ModuleSource(model)
     if isinstance(load, Mapping):

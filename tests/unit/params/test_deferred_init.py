@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
+from infinity._src import progress
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
 
@@ -199,6 +200,15 @@ def test_mistakes_are_told_before_anything_is_filled(tmp_path: Path) -> None:
             inf.offload(like, inf.Policy(params="cpu"), init=init)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="pass one of them"):
         inf.offload(like, inf.Policy(params="cpu"), load={}, init=lambda: nn.Linear(LARGE, LARGE))
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_one_rank_tells_how_far_drawing_is(
+    shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "LOGGED_EVERY_S", 1e-6)
+    DeferredModel(lambda: nn.Linear(LARGE, LARGE), shown=shown)
+    assert ("drawing initial values: " in capsys.readouterr().err) == shown
 
 
 def test_memory_is_that_of_one_parameter_and_not_of_the_model(tmp_path: Path) -> None:
