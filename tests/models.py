@@ -28,8 +28,8 @@ def token_batches(count: int, *, seed: int = 0, rows: int = 2, length: int = 12)
 
 
 def _config(cls: type, **values: Any) -> Any:
-    values = {"attn_implementation": "eager", **values}
-    return cls(vocab_size=VOCAB, pad_token_id=0, bos_token_id=1, eos_token_id=2, **values)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return cls(**{"attn_implementation": "eager", "vocab_size": VOCAB, **ids, **values})
 
 
 def llama(layers: int = 3, hidden: int = 32, **values: Any) -> nn.Module:
@@ -108,8 +108,8 @@ def mixtral() -> nn.Module:
     )
 
 
-def qwen3_moe() -> nn.Module:
-    """Qwen3-MoE: 16 fused experts, one per token."""
+def qwen3_moe(experts: int = 16, chosen: int = 1, **values: Any) -> nn.Module:
+    """Qwen3-MoE: fused experts, so many of them per token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     return Qwen3MoeForCausalLM(
@@ -122,9 +122,10 @@ def qwen3_moe() -> nn.Module:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=8,
-            num_experts=16,
-            num_experts_per_tok=1,
+            num_experts=experts,
+            num_experts_per_tok=chosen,
             decoder_sparse_step=1,
+            **values,
         )
     )
 

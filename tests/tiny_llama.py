@@ -10,6 +10,16 @@ import torch
 TEXT = (
     "In the beginning was the word, and the word was with the drive, and the drive was fast.\n" * 60
 )
+CONFIG = {
+    "vocab_size": 257,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+"""Its sizes."""
 
 
 def write_model(directory: Path) -> Path:
@@ -27,16 +37,7 @@ def write_model(directory: Path) -> Path:
     ).save_pretrained(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        eos_token_id=256,
-        bos_token_id=256,
+        **CONFIG, tie_word_embeddings=True, eos_token_id=256, bos_token_id=256
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory

@@ -20,6 +20,7 @@ from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.plan import read_shape, run_plan  # noqa: E402
 from infinity._src.perf.plan.predict import EFFICIENCY  # noqa: E402
 from infinity._src.sizes import MIB  # noqa: E402
+from tests import tiny_llama  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -433,15 +434,7 @@ def test_a_broken_configuration_is_one_line_that_names_the_file(
 
 
 def test_small_figures_are_shown_with_digits_that_say_something(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=257,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-    )
+    config = transformers.LlamaConfig(**tiny_llama.CONFIG)
     status, shown = plan(write_config(tmp_path, config), *MACHINE)
     assert status == 0, shown
     assert "0.144 M parameters" in shown

@@ -24,6 +24,7 @@ from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.train import learning_rate, run_train  # noqa: E402
 from infinity.aio import _memory_limits as memory_limits  # noqa: E402
 from infinity.aio._memory_limits import CgroupLimit  # noqa: E402
+from tests import models  # noqa: E402
 from tests.device import simulated  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 
@@ -199,22 +200,11 @@ def moe_directory(model_directory: Path, tmp_path_factory: pytest.TempPathFactor
     """Qwen3-MoE with the same tokenizer: two layers of eight experts."""
     directory = shutil.copytree(model_directory, tmp_path_factory.mktemp("moe") / "model")
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
-        eos_token_id=256,
-        bos_token_id=256,
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 256)
+    model = models.qwen3_moe(
+        experts=8, chosen=2, vocab_size=257, max_position_embeddings=256, **ids
     )
-    transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model.to(torch.bfloat16).save_pretrained(directory)
     return directory
 
 
