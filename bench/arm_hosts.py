@@ -46,6 +46,19 @@ def engine_counts(handle: Any) -> dict[str, float]:
             if name.startswith("comm_") and isinstance(value, (int, float))}  # fmt: skip
 
 
+def counts_at_rest(link: str, handle: Any) -> tuple[int, dict[str, float]]:
+    """Return the counts of bytes sent, when no rank sends: gathers ahead of the next forward go on
+    after a step. Collective."""
+    before = -SMALL_BYTES
+    while link_bytes(link) - before >= SMALL_BYTES:
+        before = link_bytes(link)
+        time.sleep(PAUSE_S)
+    dist.barrier()
+    found = (link_bytes(link), engine_counts(handle))
+    dist.barrier()
+    return found
+
+
 def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
     """Train and measure; the record on rank 0, None elsewhere. Blocks."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -71,18 +84,6 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
         optimizer.zero_grad()
         return total / len(batches)
 
-    def counts() -> tuple[int, dict[str, float]]:
-        """Return the counts of bytes sent, when no rank sends: gathers ahead of the next forward
-        go on after a step."""
-        before = -SMALL_BYTES
-        while link_bytes(link) - before >= SMALL_BYTES:
-            before = link_bytes(link)
-            time.sleep(PAUSE_S)
-        dist.barrier()
-        found = (link_bytes(link), engine_counts(handle))
-        dist.barrier()
-        return found
-
     def done() -> None:
         handle.flush()
         dist.barrier()
@@ -90,14 +91,14 @@ def train(workload: r1.Workload, arm: str, link: str) -> dict[str, Any] | None:
     losses = [step() for _ in range(workload.warmup)]
     gc.collect()
     done()
-    before = counts()
+    before = counts_at_rest(link, handle)
     marks = [time.perf_counter()]
     for _ in range(workload.steps):
         losses.append(step())
         marks.append(time.perf_counter())
     done()
     total_s = time.perf_counter() - marks[0]
-    after = counts()
+    after = counts_at_rest(link, handle)
     mine = {
         "link": (after[0] - before[0]) / workload.steps,
         "engine": {name: (after[1][name] - before[1][name]) / workload.steps for name in after[1]},

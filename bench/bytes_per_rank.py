@@ -312,8 +312,7 @@ def as_markdown(rows: list[dict[str, Any]], params: int) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit status 1 where something is not as predicted."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -340,6 +339,12 @@ def main(argv: list[str] | None = None) -> int:
             f"--ranks {args.ranks} --nodes {args.nodes}: give at least two ranks, as many on each "
             "node"
         )
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit status 1 where something is not as predicted."""
+    args = parse(argv)
     workload = r1.Workload(hidden=args.hidden, layers=args.layers, vocab=args.vocab)
     task = Task(tuple(args.only), workload, args.ranks, args.nodes, str(args.dir))
     rows = rows_of(task, measure(task))

@@ -65,7 +65,7 @@ PROBE = '#include <pthread.h>\n#include <stdio.h>\nint main(void) { return puts(
 
 
 def _works(command: str) -> bool:
-    """Whether a compiler makes a program."""
+    """Return whether a compiler makes a program."""
     words = shlex.split(command)
     if not words or shutil.which(words[0]) is None:
         return False
@@ -145,7 +145,7 @@ def sources() -> list[str]:
 
 
 def depends() -> list[str]:
-    """What a rebuild must look at besides the sources."""
+    """Files that a rebuild must look at besides the sources."""
     return [f"native/{file.name}" for file in sorted(NATIVE.glob("*.h"))] + [
         "native/build_native.py"
     ]
@@ -190,8 +190,7 @@ class build_ext(_build_ext):  # noqa: N801 - setuptools' name
     """setuptools' build_ext, with the glue generated and the flags of this file."""
 
     def get_source_files(self) -> list[str]:
-        """What a source distribution must carry; setuptools asks. No MANIFEST.in is needed for
-        it."""
+        """Files that a source distribution must carry, for setuptools; without a MANIFEST.in."""
         return [
             f"native/{file.name}"
             for file in sorted(NATIVE.glob("*.[ch]")) + sorted(NATIVE.glob("*.py"))

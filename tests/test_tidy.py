@@ -34,6 +34,7 @@ BENCHES = sorted(
     for folder in ("bench", "bench/gpu", "bench/rehearsal")
     for path in (ROOT / folder).glob("*.py")
 )
+BUILD_SCRIPTS = sorted((ROOT / "native").glob("*.py"))
 # Text that is read beside the sources; bench/results and the like are data.
 READ_TOO = sorted(
     path
@@ -73,13 +74,15 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
+def test_lines_of_sources_fit_with_what_they_tell_a_tool(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    found = [row for row, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
+    assert not found, f"{name(path)}: lines {found} are too long"
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=name)
 def test_functions_fit_a_reader(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    long_lines = [
-        row for row, line in enumerate(text.splitlines(), 1) if len(line) > LINE_COLUMNS_MAX
-    ]
-    assert not long_lines, f"{name(path)}: lines {long_lines} are too long"
-    for function in functions(ast.parse(text)):
+    for function in functions(ast.parse(path.read_text(encoding="utf-8"))):
         lines = (function.end_lineno or 0) - function.lineno + 1
         assert lines <= FUNCTION_LINES_MAX, (
             f"{name(path)}:{function.lineno} {function.name} has {lines} lines"
@@ -230,7 +233,7 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield value.lineno, value.value.strip()
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHES], ids=name)
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHES, *BUILD_SCRIPTS], ids=name)
 def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
     """A relative clause as the subject has to be decoded before the sentence can be read; a pronoun
     has nothing to stand for yet."""
