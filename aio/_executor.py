@@ -140,6 +140,30 @@ def _drive_configs(
     return configs
 
 
+def _depth_of_each(depth: int | Sequence[int], drives: int) -> list[int]:
+    """Return the depth of each drive. Raises: ValueError for fewer numbers than drives."""
+    if isinstance(depth, int):
+        # At least one, so that the options are checked without a drive, too.
+        return [depth] * max(drives, 1)
+    if len(depth) < drives:
+        raise ValueError(f"depth={list(depth)}: one number for each of {drives} drives")
+    return list(depth)
+
+
+def _open(ffi: Any, lib: Any, config: Any, drives: Any, backend: str) -> Any:
+    """Open the native executor. Raises: OSError; MemoryError where its pools find no memory."""
+    why = ffi.new("char[512]")
+    error = ffi.new("int32_t *")
+    pointer = lib.inf_executor_open(config, drives, error, why, 512)
+    if pointer == ffi.NULL:
+        text = ffi.string(why).decode(errors="replace")
+        # A MemoryError must not make "auto" step down: threads need the same pools.
+        if text.startswith("no memory"):
+            raise MemoryError(text)
+        raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
+    return pointer
+
+
 @final
 class Executor:
     """Runs jobs on chunks; the module lists its promises. Any thread of its process may call it.
@@ -178,8 +202,7 @@ class Executor:
         if block_bytes is None:
             # A ring fills gaps with other requests; a thread has only its own one.
             block_bytes = RING_BLOCK_BYTES if uring or seam.null else THREAD_BLOCK_BYTES
-        # At least one, so that the options are checked without a drive, too.
-        depths = [depth] * max(len(drives), 1) if isinstance(depth, int) else list(depth)
+        depths = _depth_of_each(depth, len(drives))
         # Checked before C sees anything, so that a mistake is a ValueError and not a step down.
         for each in depths:
             _validate.check_options(
@@ -192,8 +215,6 @@ class Executor:
                 threads_per_drive=threads_per_drive,
                 null=seam.null,
             )
-        if len(depths) < len(drives):
-            raise ValueError(f"depth={depths}: one number for each of {len(drives)} drives")
         ffi, lib = native.load()
         self.backend = "null" if seam.null else backend
         self.backend_reason = backend_reason
@@ -216,16 +237,8 @@ class Executor:
         )
         configs = _drive_configs(ffi, drives, block_bytes, depths, seam)
         self._block_bytes = [configs[index].block_bytes for index in range(len(drives))]
-        why = ffi.new("char[512]")
-        error = ffi.new("int32_t *")
         opened_s = time.monotonic()
-        pointer = lib.inf_executor_open(config, configs, error, why, 512)
-        if pointer == ffi.NULL:
-            text = ffi.string(why).decode(errors="replace")
-            # A MemoryError must not make "auto" step down: threads need the same pools.
-            if text.startswith("no memory"):
-                raise MemoryError(text)
-            raise OSError(-error[0], f"cannot open an executor with backend {backend!r}: {text}")
+        pointer = _open(ffi, lib, config, configs, backend)
         self._core = Core(ffi, lib, pointer, drives, check_waits=check)
         self._opened_s = opened_s
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
