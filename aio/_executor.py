@@ -376,7 +376,9 @@ class Executor:
         self._core.quick.executor_hold_gates(self._core.address, held)
 
     def release_gates(self) -> None:
-        """Make all closed gates escape now."""
+        """Make all closed gates escape now, for a caller who will not open them and does not wait
+        yet: a wait makes those that its ticket depends on escape. Never blocks.
+        """
         self._core.check()
         self._core.lib.inf_executor_release_gates(self._core.pointer)
 

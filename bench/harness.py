@@ -56,10 +56,6 @@ class Summary:
             raise ValueError("nothing was measured")
         return cls(statistics.median(values), min(values), max(values), len(values))
 
-    @property
-    def coverage(self) -> float:
-        return 1.0 - 2.0 ** (1 - self.count)
-
     def text(self, digits: int = 2) -> str:
         if self.count == 1:
             return f"{self.median:.{digits}f}"

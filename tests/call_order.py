@@ -82,7 +82,7 @@ EVENTS = [
         "accumulator.wait_for_reader",
         GradAccumulator,
         "_before_write",
-        lambda accumulator: accumulator.name if accumulator.guarded else None,
+        lambda accumulator: accumulator.name if accumulator._reader is not None else None,
     ),
     Event(
         "step.compare_ranks",

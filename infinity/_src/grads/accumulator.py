@@ -204,11 +204,6 @@ class GradAccumulator:
         self._own_shaped = tensor.view(self.shape) if self.whole else tensor
         self._small = self.numel <= _SMALL_NUMEL
 
-    @property
-    def guarded(self) -> bool:
-        """True when a reader is asked before the storage is written."""
-        return self._reader is not None
-
     def guard(self, reader: AccumulatorReader | None) -> None:
         """Ask `reader` before the storage is written, from now on; None: ask nobody."""
         self._reader = reader
