@@ -65,13 +65,13 @@ RANKS_MAX = 1 << 20
 _ELEMENTS_MAX = 1 << 56
 _CHUNK_NUMEL_MAX = 1 << 26
 _MAGIC: Final = b"inf-ckpt"
-_HEAD: Final = struct.Struct("<8sQQQQQ")
+_HEADER: Final = struct.Struct("<8sQQQQQ")
 _DIGEST_BYTES: Final = 16
 _BLOCK_ROWS: Final = 4096
 Part = bytes | memoryview
 """Bytes of a file that has several."""
 _TABLE_MAGIC: Final = b"inf-tabl"
-_TABLE_HEAD: Final = struct.Struct("<8sQQQ")
+_TABLE_HEADER: Final = struct.Struct("<8sQQQ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +223,7 @@ class Head:
         `Manifest.decode`.
         """
         _, layout_bytes, state_bytes, _, _ = _lengths(data, path)
-        at = _HEAD.size + layout_bytes
+        at = _HEADER.size + layout_bytes
         with _as_written(path):
             state = _state(data[at : at + state_bytes])
         return Head(**state)
@@ -232,8 +232,8 @@ class Head:
         """Return the bytes of a durable run's file, part by part."""
         assert self.table is not None
         text = self.state()
-        head = _HEAD.pack(_MAGIC, VERSION, 0, len(text), len(marks.flags), len(marks.folded))
-        return _sealed([head, text, *marks.parts()])
+        header = _HEADER.pack(_MAGIC, VERSION, 0, len(text), len(marks.flags), len(marks.folded))
+        return _sealed([header, text, *marks.parts()])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,12 +251,12 @@ class Manifest(Head):
         # Encoded once for a run: a model of 20,000 parameters has a long layout.
         texts = (self.layout.encoded, self.state())
         version = 2 if self.rows["zeros"].any() else 1
-        head = _HEAD.pack(
+        header = _HEADER.pack(
             _MAGIC, version, len(texts[0]), len(texts[1]), len(self.rows), len(self.sums)
         )
         rows = np.ascontiguousarray(self.rows.astype(ROW, copy=False))
         sums = np.ascontiguousarray(self.sums.astype("<u4", copy=False))
-        return _sealed([head, *texts, rows.view(np.uint8).data, sums.view(np.uint8).data])
+        return _sealed([header, *texts, rows.view(np.uint8).data, sums.view(np.uint8).data])
 
     @classmethod
     def decode(
@@ -269,12 +269,12 @@ class Manifest(Head):
         something else, ValueError for a later version.
         """
         version, layout_bytes, state_bytes, row_count, sum_count = _lengths(data, path)
-        at = _HEAD.size + layout_bytes
+        at = _HEADER.size + layout_bytes
         with _as_written(path):
             state = _state(data[at : at + state_bytes])
             at += state_bytes
             if version < VERSION:
-                layout = Layout.decode(data[_HEAD.size : _HEAD.size + layout_bytes])
+                layout = Layout.decode(data[_HEADER.size : _HEADER.size + layout_bytes])
                 rows = np.frombuffer(data, dtype=ROW, count=row_count, offset=at)
                 sums = np.frombuffer(data, "<u4", sum_count, at + rows.nbytes).astype(np.uint32)
                 return cls(layout=layout, rows=rows, sums=sums, **state)
@@ -293,12 +293,12 @@ def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:
     """
     # The digest is of everything before it.
     body = len(data) - _DIGEST_BYTES
-    # First: without a head there is no version to read.
-    if body < _HEAD.size or not data.startswith(_MAGIC):
+    # First: without a header there is no version to read.
+    if body < _HEADER.size or not data.startswith(_MAGIC):
         raise AioError(
             "this is no whole manifest of a checkpoint", path=path, op="read", length=len(data)
         )
-    _, version, *lengths = _HEAD.unpack_from(data)
+    _, version, *lengths = _HEADER.unpack_from(data)
     if version > VERSION:
         raise ValueError(
             f"{path} is a manifest of version {version}, this release reads up to {VERSION}; "
@@ -327,16 +327,16 @@ def table_parts(layout: Layout, table: npt.NDArray[np.void]) -> list[Part]:
     """Return the bytes of the file that a durable run's manifests name as their table, part by
     part. table: TABLE [chunks].
     """
-    head = _TABLE_HEAD.pack(_TABLE_MAGIC, VERSION, len(layout.encoded), len(table))
-    return [head, layout.encoded, table.view(np.uint8).data]
+    header = _TABLE_HEADER.pack(_TABLE_MAGIC, VERSION, len(layout.encoded), len(table))
+    return [header, layout.encoded, table.view(np.uint8).data]
 
 
 def _read_table(data: bytes) -> tuple[Layout, npt.NDArray[np.void]]:
-    magic, version, layout_bytes, count = _TABLE_HEAD.unpack_from(data)
+    magic, version, layout_bytes, count = _TABLE_HEADER.unpack_from(data)
     if (magic, version) != (_TABLE_MAGIC, VERSION):
         raise ValueError("its table of chunks is something else")
-    at = _TABLE_HEAD.size + layout_bytes
-    return Layout.decode(data[_TABLE_HEAD.size : at]), np.frombuffer(data, TABLE, count, at)
+    at = _TABLE_HEADER.size + layout_bytes
+    return Layout.decode(data[_TABLE_HEADER.size : at]), np.frombuffer(data, TABLE, count, at)
 
 
 def _sealed(parts: list[Part]) -> list[Part]:
