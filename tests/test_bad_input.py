@@ -205,6 +205,7 @@ class mounted:
         ({"seed": True}, "seed=True"),
         ({"delayed_warmup": 1.5}, "delayed_warmup=1.5: give a whole number"),
         ({"grad_dtype": "bf16"}, "grad_dtype='bf16' is not supported"),
+        ({"reduce_dtype": "fp32"}, "reduce_dtype='fp32' is not supported"),
         ({"resident": 0.5}, "resident=0.5: give a mapping such as"),
         ({"resident": {"grads": 0.5}}, "'grads' is not known; use 'params' and 'optim'"),
         (

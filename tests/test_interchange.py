@@ -334,3 +334,15 @@ def test_an_export_that_fails_half_way_leaves_the_one_before(
         after = {path.name: path.read_bytes() for path in out.iterdir()}
     assert after.keys() == before.keys()
     assert after != before
+
+
+def test_an_export_replaces_an_earlier_one_of_another_size(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with opened(models.ListMoe, tmp_path) as (model, _, _):
+        inf.export_safetensors(model, out)
+        inf.export_safetensors(model, out, shard_bytes_max=20_000)
+        files = {path.name for path in out.glob("*.safetensors")}
+        weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+        assert files == set(weight_map.values())
+        inf.export_safetensors(model, out)
+    assert [path.name for path in out.iterdir()] == ["model.safetensors"]

@@ -313,3 +313,34 @@ def test_freezing_after_offload_and_unfreezing(nvme: inf.Policy) -> None:
         return [loss.item()]
 
     assert train_by_hand(toggled, nvme) == train_by_hand(toggled, None)
+
+
+class Bytes(nn.Module):
+    """Frozen parameters of one byte an element, a number, and one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.codes = nn.Parameter(torch.arange(5000).to(torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.none = nn.Parameter(torch.empty(0, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale * self.codes.float().mean() + self.none.sum()
+
+
+def test_parameters_of_one_byte_of_no_dimension_and_of_no_elements_are_carried(
+    nvme: inf.Policy,
+) -> None:
+    model = inf.offload(Bytes(), nvme)
+    optimizer = inf.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.ones(2, 8)).square().mean().backward()
+        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    assert torch.equal(state["codes"], torch.arange(5000).to(torch.uint8))
+    assert state["scale"] != 1.5
+    assert state["none"].shape == (0, 5)
+    inf.handle(model).close()

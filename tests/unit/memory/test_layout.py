@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -93,3 +94,10 @@ def test_segments_of_a_shard_are_the_spans_of_its_parameters(
         assert list(zip(*(column.tolist() for column in found), strict=True)) == wanted
         # As the executor wants them: ascending, by chunk.
         assert wanted == sorted(wanted, key=lambda each: (each[1], each[2]))
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+@pytest.mark.parametrize("world", [1, 3])
+def test_every_shard_starts_where_direct_io_wants_it(itemsize: int, world: int) -> None:
+    for numel in (0, 1, 2049, 400_000):
+        assert plan_flat((numel,), itemsize, world).shard_numel * itemsize % 4096 == 0

@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,10 @@ import torch
 import infinity as inf
 from infinity._src.engine import offload
 from infinity._src.params.unit import TRANSITIONS, Unit, UnitState
-from infinity.aio import Fault, Seam
+from infinity._src.params.unshard import AT_REST
+from infinity.aio import Fault, Priority, Seam
 from infinity.errors import AioError
-from tests import harness, test_call_order
+from tests import harness, models, test_call_order
 from tests.call_order import recording
 from tests.device import simulated
 from tests.distributed.ranks import on_ranks
@@ -153,3 +158,31 @@ def test_nothing_but_move_to_writes_a_state() -> None:
     unit = Unit(0, "block", ())
     with recording(), pytest.raises(AssertionError, match="is `move_to`'s to write"):
         unit.state = UnitState.STALE
+
+
+def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_ended(
+    tmp_path: Path,
+) -> None:
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
+    model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)
+    unsharder = inf.handle(model).unsharder
+    unit = unsharder.units[0]
+
+    def busy_s() -> float:
+        return unsharder._executor.stats().drives[0].busy_s
+
+    before = busy_s()
+    unsharder._allocate_and_fill(unit, Priority.PREFETCH, AT_REST)
+    (ticket,) = unsharder._pending._by_unit[unit].tickets
+    while busy_s() == before:  # a read that no drive has begun is given up at once
+        assert not ticket.filled
+        time.sleep(0.001)
+    timer = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        unsharder._evict(unit)
+    timer.join()
+    assert ticket.filled
+    assert unit.state is UnitState.SHARDED
+    inf.handle(model).close()

@@ -1,15 +1,9 @@
-"""Findings of a review: optimizers that come and go, parameters at the edges, leftovers after close
-and after errors."""
+"""Optimizers and groups that come late or go, frozen parameters in them, and steps that are
+refused."""
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import signal
-import threading
-import time
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,11 +13,6 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.engine import offload
-from infinity._src.memory.layout import plan_flat
-from infinity._src.params.unit import UnitState
-from infinity._src.params.unshard import AT_REST
-from infinity.aio import Priority, Seam
 from infinity.errors import NonFiniteGradient
 from tests import models
 from tests.harness import one_thread
@@ -163,126 +152,4 @@ def test_a_step_that_is_refused_counts_no_step(tmp_path: Path) -> None:
     ):
         optimizer.step()
     assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} == {0}
-    inf.handle(model).close()
-
-
-def test_a_gradient_kept_past_close_raises_and_its_memory_is_free(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
-    optimizer = inf.AdamW(model.parameters())
-    models.loss_of(model, BATCHES[0]).backward()
-    kept = next(model.parameters()).grad
-    inf.handle(model).close()
-    with pytest.raises(RuntimeError, match="stale"):
-        kept.materialize()  # type: ignore[union-attr]
-    assert all(param.grad is None for param in model.parameters())
-    assert optimizer.param_groups
-
-
-def test_close_inside_gather_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
-    handle = inf.handle(model)
-    weight = next(model.parameters())
-    with torch.no_grad(), handle.gather(weight):
-        weight.fill_(2.0)
-        with pytest.raises(RuntimeError, match=r"inside handle\.gather"):
-            handle.close()
-    assert bool((handle.read(weight.infinity_link.param) == 2.0).all())  # type: ignore[attr-defined]
-    handle.close()
-    with pytest.raises(ValueError, match="was closed"):
-        inf.offload(model, nvme(tmp_path))
-
-
-def test_a_closed_model_can_be_collected(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
-    optimizer = inf.AdamW(model.parameters())
-    train([(model, optimizer)], 0, 1)
-    inf.handle(model).close()
-    alive = weakref.ref(model)
-    del model, optimizer
-    gc.collect()
-    assert alive() is None
-
-
-class Bytes(nn.Module):
-    """Frozen parameters of one byte an element, a number, and one without elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.codes = nn.Parameter(torch.arange(5000).to(torch.uint8), requires_grad=False)
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.none = nn.Parameter(torch.empty(0, 5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) * self.scale * self.codes.float().mean() + self.none.sum()
-
-
-def test_parameters_of_one_byte_of_no_dimension_and_of_no_elements_are_carried(
-    tmp_path: Path,
-) -> None:
-    model = inf.offload(Bytes(), nvme(tmp_path))
-    optimizer = inf.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.ones(2, 8)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.requires_grad], 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    state = model.state_dict()
-    assert torch.equal(state["codes"], torch.arange(5000).to(torch.uint8))
-    assert state["scale"] != 1.5
-    assert state["none"].shape == (0, 5)
-    inf.handle(model).close()
-
-
-@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
-@pytest.mark.parametrize("world", [1, 3])
-def test_every_shard_starts_where_direct_io_wants_it(itemsize: int, world: int) -> None:
-    for numel in (0, 1, 2049, 400_000):
-        assert plan_flat((numel,), itemsize, world).shard_numel * itemsize % 4096 == 0
-
-
-def test_an_export_replaces_an_earlier_one_of_another_size(tmp_path: Path) -> None:
-    model = inf.offload(moe(), nvme(tmp_path))
-    out = tmp_path / "out"
-    inf.export_safetensors(model, out)
-    inf.export_safetensors(model, out, shard_bytes_max=20_000)
-    files = {path.name for path in out.glob("*.safetensors")}
-    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert files == set(weight_map.values())
-    inf.export_safetensors(model, out)
-    assert [path.name for path in out.iterdir()] == ["model.safetensors"]
-    inf.handle(model).close()
-
-
-def test_a_dtype_that_is_none_is_refused_by_field() -> None:
-    for field in ("grad_dtype", "reduce_dtype"):
-        with pytest.raises(ValueError, match=field):
-            inf.Policy(**{field: "fp32"})
-
-
-def test_an_interrupt_while_a_unit_is_evicted_is_raised_after_its_reads_have_ended(
-    tmp_path: Path,
-) -> None:
-    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
-    seam = Seam(read_bytes_per_s=3e3)  # some seconds for the smallest unit
-    model = offload(models.llama(layers=2).bfloat16(), policy, _seam=seam)
-    unsharder = inf.handle(model).unsharder
-    unit = unsharder.units[0]
-
-    def busy_s() -> float:
-        return unsharder._executor.stats().drives[0].busy_s
-
-    before = busy_s()
-    unsharder._allocate_and_fill(unit, Priority.PREFETCH, AT_REST)
-    (ticket,) = unsharder._pending._by_unit[unit].tickets
-    while busy_s() == before:  # a read that no drive has begun is given up at once
-        assert not ticket.filled
-        time.sleep(0.001)
-    timer = threading.Timer(0.03, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        unsharder._evict(unit)
-    timer.join()
-    assert ticket.filled
-    assert unit.state is UnitState.SHARDED
     inf.handle(model).close()
