@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import fnmatch
+import functools
 import re
 import subprocess
 import sys
@@ -54,6 +55,28 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+# Each check goes through all files by itself: a test for each file and check would take longer
+# than the checks, and one failure names all that is wrong.
+
+
+@pytest.fixture(autouse=True, scope="module")
+def trees_are_dropped() -> Iterator[None]:
+    """Millions of nodes would slow down each gc.collect() of the tests that follow."""
+    yield
+    text_of.cache_clear()
+    tree_of.cache_clear()
+
+
+@functools.cache
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(text_of(path))
+
+
 def is_too_long(path: Path, line: str) -> bool:
     """Tell whether a line passes the last column though it could be broken.
 
@@ -73,34 +96,36 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
             yield node
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_lines_of_sources_fit_with_what_they_tell_a_tool(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = [row for row, line in enumerate(lines, 1) if len(line) > LINE_COLUMNS_MAX]
-    assert not found, f"{name(path)}: lines {found} are too long"
+def test_lines_of_sources_fit_with_what_they_tell_a_tool() -> None:
+    assert not [
+        f"{name(path)}:{row}"
+        for path in SOURCES
+        for row, line in enumerate(text_of(path).splitlines(), 1)
+        if len(line) > LINE_COLUMNS_MAX
+    ]
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *BENCHES], ids=name)
-def test_functions_fit_a_reader(path: Path) -> None:
-    for function in functions(ast.parse(path.read_text(encoding="utf-8"))):
-        lines = (function.end_lineno or 0) - function.lineno + 1
-        assert lines <= FUNCTION_LINES_MAX, (
-            f"{name(path)}:{function.lineno} {function.name} has {lines} lines"
-        )
+def test_functions_fit_a_reader() -> None:
+    assert not [
+        f"{name(path)}:{function.lineno} {function.name} has {lines} lines"
+        for path in [*SOURCES, *BENCHES]
+        for function in functions(tree_of(path))
+        if (lines := (function.end_lineno or 0) - function.lineno + 1) > FUNCTION_LINES_MAX
+    ]
 
 
-@pytest.mark.parametrize("path", C_SOURCES, ids=name)
-def test_c_files_are_one_concept(path: Path) -> None:
-    assert path.read_text(encoding="utf-8").count("\n") <= C_LINES_MAX, (
-        f"{name(path)}: split it by responsibility, or raise the bound if it is one concept"
-    )
+def test_c_files_are_one_concept() -> None:
+    found = [name(path) for path in C_SOURCES if text_of(path).count("\n") > C_LINES_MAX]
+    assert not found, "split it by responsibility, or raise the bound if it is one concept"
 
 
-@pytest.mark.parametrize("path", READ_TOO, ids=name)
-def test_lines_end_at_the_last_column(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    found = [row for row, line in enumerate(lines, 1) if is_too_long(path, line)]
-    assert not found, f"{name(path)}: lines {found} are longer than {LINE_COLUMNS_MAX} columns"
+def test_lines_end_at_the_last_column() -> None:
+    assert not [
+        f"{name(path)}:{row}"
+        for path in READ_TOO
+        for row, line in enumerate(text_of(path).splitlines(), 1)
+        if is_too_long(path, line)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,24 +145,25 @@ def test_which_lines_are_too_long(path: str, line: str, too_long: bool) -> None:
     assert is_too_long(Path(path), line) == too_long
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_modules_are_named_for_what_they_do(path: Path) -> None:
-    parts = {part.removesuffix(".py").strip("_") for part in path.relative_to(ROOT).parts}
-    assert not parts & BANNED_MODULES
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ClassDef):
-            assert not node.name.lower().endswith(("manager", "helper", "utils")), (
-                f"{name(path)}: {node.name}"
-            )
+def test_modules_are_named_for_what_they_do() -> None:
+    for path in SOURCES:
+        parts = {part.removesuffix(".py").strip("_") for part in path.relative_to(ROOT).parts}
+        assert not parts & BANNED_MODULES, name(path)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                assert not node.name.lower().endswith(("manager", "helper", "utils")), (
+                    f"{name(path)}: {node.name}"
+                )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_no_error_is_swallowed(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    lines = text.splitlines()
-    for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ExceptHandler):
-            continue
+def test_no_error_is_swallowed() -> None:
+    handlers = (
+        (path, node)
+        for path in SOURCES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ExceptHandler)
+    )
+    for path, node in handlers:
         where = f"{name(path)}:{node.lineno}"
         assert node.type is not None, f"{where}: bare except"
         if len(node.body) == 1 and isinstance(node.body[0], ast.Pass):
@@ -145,36 +171,39 @@ def test_no_error_is_swallowed(path: Path) -> None:
                 "Exception",
                 "BaseException",
             }
-            reason = "#" in "".join(lines[node.lineno - 1 : node.body[0].end_lineno])
-            assert reason, f"{where}: an except that only passes needs a reason beside it"
+            lines = text_of(path).splitlines()[node.lineno - 1 : node.body[0].end_lineno]
+            assert "#" in "".join(lines), (
+                f"{where}: an except that only passes needs a reason beside it"
+            )
             assert not broad, f"{where}: an except that only passes needs a narrow type"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_everything_public_says_what_it_does(path: Path) -> None:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    assert ast.get_docstring(tree), f"{name(path)} opens without saying its responsibility"
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
-            # A lazy module's __getattr__ and the like are underscored and need no words.
-            assert ast.get_docstring(node), (
-                f"{name(path)}:{node.lineno} {node.name} has no docstring"
-            )
+def test_everything_public_says_what_it_does() -> None:
+    for path in SOURCES:
+        tree = tree_of(path)
+        assert ast.get_docstring(tree), f"{name(path)} opens without saying its responsibility"
+        for node in tree.body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+                # A lazy module's __getattr__ and the like are underscored and need no words.
+                assert ast.get_docstring(node), (
+                    f"{name(path)}:{node.lineno} {node.name} has no docstring"
+                )
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_annotations_are_lazy(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    body = ast.parse(text).body
-    if len(body) > 1:
-        assert "from __future__ import annotations" in text, name(path)
+def test_annotations_are_lazy() -> None:
+    assert not [
+        name(path)
+        for path in SOURCES
+        if len(tree_of(path).body) > 1
+        and "from __future__ import annotations" not in text_of(path)
+    ]
 
 
 def test_no_source_tree_holds_two_names_for_aio() -> None:
     assert (ROOT / "infinity" / "aio").is_symlink()
     assert (ROOT / "infinity" / "aio").resolve() == ROOT / "aio"
     for path in [*SOURCES, *TESTS]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Import):
                 imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -233,24 +262,24 @@ def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield value.lineno, value.value.strip()
 
 
-@pytest.mark.parametrize("path", [*SOURCES, *TESTS, *BENCHES, *BUILD_SCRIPTS], ids=name)
-def test_docstrings_open_with_a_verb_or_a_noun(path: Path) -> None:
+def test_docstrings_open_with_a_verb_or_a_noun() -> None:
     """A relative clause as the subject has to be decoded before the sentence can be read; a pronoun
     has nothing to stand for yet."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [
-        f"{name(path)}:{line} {text[:40]}" for line, text in docstrings(tree) if RIDDLES.match(text)
+        f"{name(path)}:{line} {text[:40]}"
+        for path in [*SOURCES, *TESTS, *BENCHES, *BUILD_SCRIPTS]
+        for line, text in docstrings(tree_of(path))
+        if RIDDLES.match(text)
     ]
     assert not found, "begin with a verb or with a noun of the field"
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=name)
-def test_sentences_of_docstrings_have_their_subject_first(path: Path) -> None:
+def test_sentences_of_docstrings_have_their_subject_first() -> None:
     """Behind the opener, too, a relative clause is no subject."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [
         f"{name(path)}:{line + text[: match.start(1)].count(chr(10))} {match[1][:40]}"
-        for line, text in docstrings(tree)
+        for path in SOURCES
+        for line, text in docstrings(tree_of(path))
         for match in RIDDLES_INSIDE.finditer(text)
     ]
     assert not found, "begin with the thing of the field that the clause stands for"
