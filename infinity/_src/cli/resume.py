@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.directory import newest_heads
+from infinity._src.checkpoint.directory import newest_heads, read_attachment
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY
+from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.cli.corpus import Corpus
 from infinity._src.config import Policy
 from infinity.errors import AioError
@@ -48,8 +49,21 @@ class Earlier:
     same_ranks: bool = True
 
 
-def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Path | None:
-    """Return the directory that `inf.restore` shall read; None for a run from the beginning.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A place to go on from: the directory that `inf.restore` shall read.
+
+    step: of its newest whole generation. extra: rank 0's small state of that step; None where it
+    has none, as before the first step.
+    """
+
+    place: Path
+    step: int
+    extra: Any
+
+
+def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
+    """Return what to go on from; None for a run from the beginning. Reads, and writes nothing.
 
     Only whole generations count: parts of a first commit hold nothing to go on from.
 
@@ -63,28 +77,31 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Pat
         places.append((save_directory(options), "checkpoint", save_directory(options)))
     found = []
     for place, kind, holder in places:
-        step = _newest_step(holder)
-        if step is None:
+        source = _newest(place, holder)
+        if source is None:
             continue
         if not options.resume:
             raise ValueError(
                 f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
                 "to begin anew"
             )
-        found.append((step, place))
+        found.append(source)
     # The latest: steps that go on from an older one would replace it. Of equals the first, the run.
-    return max(found, key=lambda each: each[0])[1] if found else None
+    return max(found, key=lambda source: source.step) if found else None
 
 
-def _newest_step(holder: Path) -> int | None:
-    """Return the step of the newest whole generation there; None where there is none."""
+def _newest(place: Path, holder: Path) -> Source | None:
+    """Return the newest whole generation in `holder`; None where there is none."""
     try:
-        return newest_heads(holder)[0].step
+        # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
+        head = newest_heads(holder)[0]
     except AioError as error:
         # Ranks that were killed in their first commit leave parts of it. Damage is no such thing.
         if error.errno != errno.ENOENT:
             raise
         return None
+    extra = read_extra(read_attachment(holder, head.extra)) if head.extra is not None else None
+    return Source(place, head.step, extra)
 
 
 def save_directory(options: argparse.Namespace) -> Path:
@@ -101,13 +118,21 @@ def value_of(options: argparse.Namespace, name: str) -> Any:
 
 
 class SmallState:
-    """The small state of one rank's run. device: the one it computes on."""
+    """The small state of one rank's run. device: the one it computes on. source: what the run goes
+    on from; None from the beginning.
+
+    Make it before the model is offloaded: once `inf.restore` has returned, the states are rounded
+    to this run's format, and a durable run's own are removed.
+
+    Raises: ValueError for a source of something else than infinity train, or of other options.
+    """
 
     def __init__(
         self,
         options: argparse.Namespace,
         corpus: Corpus,
         device: torch.device,
+        source: Source | None,
         *,
         rank: int,
         world: int,
@@ -128,6 +153,32 @@ class SmallState:
             len(corpus.held_out),
             zlib.crc32(corpus.held_out.numpy().tobytes()),
         ]
+        if source is not None:
+            self._check(source)
+
+    def _check(self, source: Source) -> None:
+        """Raise ValueError for a source that this run cannot go on from."""
+        # At step 0 nothing was trained under any rules.
+        if source.step == 0:
+            return
+        extra = source.extra
+        if not isinstance(extra, Mapping) or "train" not in extra:
+            raise ValueError(
+                f"{source.place} was not written by infinity train: it does not say how far in the "
+                "text its step is; go on with it by inf.restore in the loop that wrote it"
+            )
+        changed = [
+            f"{name} was {extra['train'][name]} and is {now}"
+            for name, now in self._rules.items()
+            # An earlier release may have kept fewer.
+            if extra["train"].get(name, now) != now
+        ]
+        if changed:
+            raise ValueError(
+                f"{source.place}, step {source.step}, cannot go on under other rules: "
+                f"{'; '.join(changed)}. Give them as they were, or begin anew from an exported "
+                "model"
+            )
 
     def capture(
         self, scheduler: Any, held_out: Sequence[tuple[int, float]], text: str
@@ -145,29 +196,11 @@ class SmallState:
             "text": text,
         }
 
-    def take_up(self, extra: Any, step: int, scheduler: Any, source: Path) -> Earlier:
+    def take_up(self, extra: Any, step: int, scheduler: Any) -> Earlier:
         """Go on from the state that was captured at `step`, which is 0 where no step was committed.
-
-        Raises: ValueError for a state of something else, or of other options.
         """
         if step == 0:
             return Earlier()
-        if not isinstance(extra, Mapping) or "train" not in extra:
-            raise ValueError(
-                f"{source} was not written by infinity train: it does not say how far in the text "
-                "its step is; go on with it by inf.restore in the loop that wrote it"
-            )
-        changed = [
-            f"{name} was {extra['train'][name]} and is {now}"
-            for name, now in self._rules.items()
-            # An earlier release may have kept fewer.
-            if extra["train"].get(name, now) != now
-        ]
-        if changed:
-            raise ValueError(
-                f"{source}, step {step}, cannot go on under other rules: {'; '.join(changed)}. "
-                "Give them as they were, or begin anew from an exported model"
-            )
         scheduler.load_state_dict(extra["scheduler"])
         with warnings.catch_warnings():
             # It followed the committed step, which was taken by another process.
