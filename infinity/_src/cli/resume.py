@@ -6,6 +6,9 @@ scheduler and held-out losses, kept with the states of a step.
     --resume         the later step of the two, the run's where both have one step; the beginning
                      where there is neither
 
+Going on from one of the two replaces the other, so they have to be of one run: each run has an id,
+drawn when it begins. A checkpoint in --out that no option names is passed over beside a run.
+
 The state that is kept is the one at `opt.step()`, as `handle.extra` is taken then: the scheduler
 moves on after it, and does so again when a run goes on.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import secrets
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -61,6 +65,11 @@ class Source:
     step: int
     extra: Any
 
+    @property
+    def run(self) -> str:
+        """The id of the run that wrote it; "" where it does not say."""
+        return str(self.extra.get("run", "")) if isinstance(self.extra, Mapping) else ""
+
 
 def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
     """Return what to go on from; None for a run from the beginning. Reads, and writes nothing.
@@ -70,24 +79,38 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
     Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
     with; AioError, ChecksumError for one that is damaged.
     """
-    places = []
+    run: Source | None = None
+    saved: Source | None = None
     if options.durable and directories:
-        places.append((directories[0], "durable run", directories[0] / RUN_DIRECTORY))
-    if options.save_every or options.resume:
-        places.append((save_directory(options), "checkpoint", save_directory(options)))
-    found = []
-    for place, kind, holder in places:
-        source = _newest(place, holder)
-        if source is None:
-            continue
-        if not options.resume:
-            raise ValueError(
-                f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
-                "to begin anew"
-            )
-        found.append(source)
-    # The latest: steps that go on from an older one would replace it. Of equals the first, the run.
-    return max(found, key=lambda source: source.step) if found else None
+        run = _look(options, "durable run", directories[0], directories[0] / RUN_DIRECTORY)
+    named = options.save_every or options.save_dir is not None
+    # Beside a run only where it is named: another run, with the same --out, may have left it.
+    if named or (options.resume and run is None):
+        saved = _look(options, "checkpoint", save_directory(options), save_directory(options))
+    if run is None or saved is None:
+        return run or saved
+    same = run.run == saved.run and run.run != ""
+    # At step 0 a run has only begun: a checkpoint may replace it.
+    if not same and (run.step or not saved.step):
+        raise ValueError(
+            f"{run.place} holds a durable run at step {run.step}, and {saved.place} a checkpoint "
+            f"at step {saved.step} that is not known to be of the same run; going on would replace "
+            "one of them. Give another --save-dir to go on with the run, or another first --nvme "
+            "to go on from the checkpoint"
+        )
+    # The later: steps that go on from an older one would replace it. Of equals the run.
+    return run if run.step >= saved.step else saved
+
+
+def _look(options: argparse.Namespace, kind: str, place: Path, holder: Path) -> Source | None:
+    """Return what there is to go on from. Raises: as `find_source`."""
+    found = _newest(place, holder)
+    if found is not None and not options.resume:
+        raise ValueError(
+            f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
+            "to begin anew"
+        )
+    return found
 
 
 def _newest(place: Path, holder: Path) -> Source | None:
@@ -155,6 +178,8 @@ class SmallState:
         ]
         if source is not None:
             self._check(source)
+        # Of all ranks rank 0's is read again.
+        self._run = (source.run if source is not None else "") or secrets.token_hex(8)
 
     def _check(self, source: Source) -> None:
         """Raise ValueError for a source that this run cannot go on from."""
@@ -189,6 +214,7 @@ class SmallState:
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return {
             "train": dict(self._rules),
+            "run": self._run,
             "place": self._place,
             "rng": rng,
             "scheduler": scheduler.state_dict(),

@@ -27,7 +27,12 @@ from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
 from infinity._src.checkpoint import run_fill  # noqa: E402
-from infinity._src.checkpoint.directory import newest_generation  # noqa: E402
+from infinity._src.checkpoint.directory import (  # noqa: E402
+    file_name,
+    newest_generation,
+    write_attachment,
+)
+from infinity._src.checkpoint.safe_pickle import extra_bytes  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
@@ -286,6 +291,8 @@ def test_other_ranks_with_the_same_rows_go_on_with_generators_of_their_own() -> 
         assert (found.same_ranks, found.step, found.held_out) == (same, 1, ((0, 1.0),))
         assert torch.equal(torch.get_rng_state(), state if same else later)
         assert rates.get_last_lr() == [0.5]
+        assert here.capture(rates, [], "")["run"] == extra["run"]
+    assert small().capture(scheduler(), [], "")["run"] != extra["run"]
     with pytest.raises(ValueError, match="--batch times ranks was 4 and is 2"):
         small("--batch", "2", source=source)
 
@@ -330,11 +337,20 @@ def test_held_out_losses_of_other_windows_are_not_gone_on_with() -> None:
             SmallState(options(), other, device, source, rank=0, world=1)
 
 
-def commit(holder: Path, step: int, generation: int = 1, ranks: Sequence[int] = (0, 1)) -> None:
-    """Write these of two ranks' manifests."""
+def commit(
+    holder: Path,
+    step: int,
+    generation: int = 1,
+    ranks: Sequence[int] = (0, 1),
+    run: str = "one",
+) -> None:
+    """Write these of two ranks' manifests, of the run with this id."""
     holder.mkdir(0o700, parents=True, exist_ok=True)
     for rank in ranks:
-        one = dataclasses.replace(manifest(rank, 2, generation), step=step, extra=None)
+        data = extra_bytes({"train": {}, "run": run} if step else None)
+        name = file_name("extra", generation, rank)
+        extra = write_attachment(holder, name, data) if data is not None else None
+        one = dataclasses.replace(manifest(rank, 2, generation), step=step, extra=extra)
         (holder / one.name).write_bytes(encoded(one))
 
 
@@ -373,6 +389,41 @@ def test_the_later_step_is_gone_on_with(
         find_source(options(*given, "--resume"), [drive])
 
 
+def test_a_run_and_a_checkpoint_of_another_one_do_not_replace_each_other(tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "out" / "checkpoint"
+    given = ("--durable", "--out", str(tmp_path / "out"), "--resume")
+    named = [(*given, "--save-every", "100"), (*given, "--save-dir", str(saved))]
+
+    def place_of(arguments: Sequence[str]) -> Path | None:
+        found = find_source(options(*arguments), [drive])
+        return found.place if found is not None else None
+
+    commit(saved, 1000, run="earlier")
+    assert place_of(given) == saved
+    for step in (0, 500):
+        commit(drive / "infinity-run", step, run="later")
+        # No option names the checkpoint.
+        assert place_of(given) == drive
+    for earlier, later, same in (
+        ("earlier", "later", False),
+        ("one", "one", True),
+        ("", "later", False),
+        # Of a release that kept no ids.
+        ("", "", False),
+    ):
+        for holder, step, run in ((saved, 1000, earlier), (drive / "infinity-run", 500, later)):
+            commit(holder, step, run=run)
+        before = [contents(saved), contents(drive / "infinity-run")]
+        for arguments in named:
+            if same:
+                assert place_of(arguments) == saved
+                continue
+            told = "durable run at step 500, and .* a checkpoint at step 1000 that is not known"
+            with pytest.raises(ValueError, match=told):
+                place_of(arguments)
+        assert [contents(saved), contents(drive / "infinity-run")] == before
+
+
 def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +459,10 @@ def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
     assert f"going on after step {step}, from {saved}" in shown
     for holder in (saved, drive / "infinity-run"):
         assert newest_generation(holder)[0].step == STEPS
+    # Both are of one run now.
+    found = find_source(options("--durable", *saves, "--resume"), [drive])
+    assert found is not None
+    assert found.place == drive
     both = (place / "whole", tmp_path / "out")
     weights = [load_file(each / "model.safetensors") for each in both]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
