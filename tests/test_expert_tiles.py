@@ -619,6 +619,48 @@ def test_tiles_that_have_no_place_in_others_are_refused_with_both_ways_out(tmp_p
         inf.handle(net).close()
 
 
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"tile_0_0.weight": (4,)},
+        {"tile_0_0.weight": (4, 2), "tile_1_0.weight": (4,)},
+        {"tile_0_0.weight": (4, 2), "tile_0_1.weight": (3, 2)},
+        {"tile_0_0.weight": (4, 2), "tile_1_0.weight": (4, 3)},
+        {"tile_0_0.weight": (4, 2, 5), "tile_1_0.weight": (4, 2, 6)},
+        {"tile_0_0.weight": (4, 2), "tile_1_1.weight": (4, 2)},
+        {"tile_0_0.weight": (4, 2), "weight": (6, 2)},
+    ],
+)
+def test_names_like_those_of_tiles_are_a_user_s_own_where_the_shapes_do_not_fit(
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    flat = FlatEntry("unit", "float32", True, 0, 2048, ())
+    saved = [
+        SavedParam(ParamEntry((f"x.{name}",), shape, 0), index, flat)
+        for index, (name, shape) in enumerate(shapes.items())
+    ]
+    found = weights_by_name(saved)
+    assert {name.removeprefix("x."): each.shape for name, each in found.items()} == shapes
+    assert [found[each.entry.name].saved for each in saved] == [[each] for each in saved]
+
+
+def test_a_user_s_modules_with_names_of_tiles_are_restored(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        net = nn.Sequential()
+        net.add_module("tile_0_0", nn.LayerNorm(8))
+        net.add_module("tile_1_0", nn.Linear(8, 4))
+        return start(net)
+
+    (model, opt), (other, its) = made(), made()
+    model(torch.randn(3, 8)).sum().backward()
+    opt.step()
+    inf.save(model, opt, tmp_path / "kept").wait()
+    assert inf.restore(other, its, tmp_path / "kept").step == 1
+    same(other.state_dict(), model.state_dict())
+    for each in (model, other):
+        inf.handle(each).close()
+
+
 @given(
     rows=st.integers(1, 12),
     row=st.integers(1, 5),
