@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import final
 
 from infinity.aio._file_system import IN_MEMORY, direct_refusal, file_system_type, set_buffered
-from infinity.aio._swap_owner import Owner, PrivateDirectory, clear_dead, lock
+from infinity.aio._swap_owner import Life, Owner, PrivateDirectory, clear_dead, lock
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity.aio")
@@ -47,8 +47,10 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 _OPEN = os.O_RDWR | os.O_CLOEXEC
 # No slash, no leading dot: the name stays in its directory and clear of the owner files.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-LET_GO_S = 2.0
-"""The longest that a durable file's lock is waited for when the process that held it is gone."""
+LET_GO_S = {Life.LIVES: 0.1, Life.ENDS: 60.0, Life.GONE: 2.0}
+"""The longest that a durable file's lock is waited for, by the life of the process that holds it.
+One that ends may have tens of GB to free first. One that lives may have been killed just now, and
+show it a moment later."""
 _logged: set[str] = set()
 
 
@@ -272,12 +274,19 @@ class SwapFile:
             set_buffered(self.fd, True)
 
     def _lock(self, sidecar: Path) -> bool:
-        """Take the lock; wait a moment for a process that is gone, but whose files are not closed
+        """Take the lock; wait for a process that ends, or is gone, but whose files are not closed
         yet: a killed job is often begun again at once."""
-        end_s = time.monotonic() + LET_GO_S
+        before: Life | None = None
+        end_s = 0.0
         while not lock(self.fd):
+            # Read anew: another process may have taken it meanwhile.
             owner = Owner.read(sidecar)
-            if owner is None or owner.alive() or time.monotonic() > end_s:
+            life = owner.life() if owner is not None else Life.LIVES
+            if life is not before:
+                before, end_s = life, time.monotonic() + LET_GO_S[life]
+                if life is Life.ENDS:
+                    log.info("%s: waiting for %s, which ends", self.path, owner)
+            elif time.monotonic() > end_s:
                 return False
             time.sleep(0.01)
         return True

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import errno
 import fcntl
 import json
 import logging
 import os
 import platform
+import signal
 import stat
 import tempfile
 from pathlib import Path
@@ -32,6 +34,17 @@ _ATTEMPTS = 20
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
+# PF_EXITING of the kernel's task flags, field 9 of /proc/<pid>/stat: set until it is reaped.
+_EXITING = 0x4
+
+
+class Life(enum.Enum):
+    """State of a process, as far as this one can see it."""
+
+    LIVES = "lives"
+    ENDS = "ends"
+    """Killed, exiting, or a zombie. Memory goes before files are closed, so locks go late."""
+    GONE = "gone"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +61,7 @@ class Owner:
     def this(cls) -> Owner:
         """Return this process."""
         # A pid alone is reused; with its start time and the boot it is one process for ever.
-        return cls(platform.node(), this_boot(), os.getpid(), _start_time(os.getpid()))
+        return cls(platform.node(), this_boot(), os.getpid(), start_time_of(os.getpid()))
 
     @classmethod
     def read(cls, path: Path) -> Owner | None:
@@ -86,14 +99,17 @@ class Owner:
         finally:
             os.close(fd)
 
+    def life(self) -> Life:
+        """Look the process up. GONE also means one that this process cannot see."""
+        fields = _stat_of(self.pid) if self.boot_id == this_boot() else []
+        # A start time of 0 is a process whose /proc could not be read.
+        if not fields or self.start_time <= 0 or int(fields[19]) != self.start_time:
+            return Life.GONE
+        return Life.ENDS if _ends(fields) or _is_killed(_status_of(self.pid)) else Life.LIVES
+
     def alive(self) -> bool:
-        """Say whether it is a process that this one can see."""
-        return (
-            # A start time of 0 is a process whose /proc cannot be read.
-            self.boot_id == this_boot()
-            and self.start_time > 0
-            and _start_time(self.pid) == self.start_time
-        )
+        """Say whether it is a process that this one can see, and that does not end."""
+        return self.life() is Life.LIVES
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -269,10 +285,43 @@ def this_boot() -> str:
         return ""
 
 
-def _start_time(pid: int) -> int:
+def start_time_of(pid: int) -> int:
+    """Read the start time of a process, in clock ticks since boot; 0 if it is gone, or a zombie."""
+    fields = _stat_of(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
+
+
+def _stat_of(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat from the third on, which is the state; none where it
+    cannot be read.
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return 0
-    # The name in parentheses may hold blanks; field 22 is the 20th after it.
-    return int(text.rpartition(")")[2].split()[19])
+        return []
+    # The name in parentheses may hold blanks.
+    return text.rpartition(")")[2].split()
+
+
+def _ends(fields: list[str]) -> bool:
+    """Say whether these fields are those of a zombie, or of a process that frees its memory."""
+    return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+
+
+def _status_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_killed(status: str) -> bool:
+    """Say whether a process with this /proc/<pid>/status has a SIGKILL that it has not obeyed yet,
+    as in a system call that nothing interrupts.
+    """
+    masks = (
+        int(line.split()[1], 16)
+        for line in status.splitlines()
+        if line.startswith(("SigPnd:", "ShdPnd:"))
+    )
+    return any(mask >> (signal.SIGKILL - 1) & 1 for mask in masks)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from infinity._src.checkpoint.manifest import FlatEntry, ParamEntry
 from infinity._src.checkpoint.reader import Checkpoint, SavedParam
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.checkpoint.saved_weights import weights_by_name
+from infinity._src.kernels.tiling import tiled_experts
 from infinity._src.kernels.tiling.tiled_experts import TiledExperts, route
 from infinity._src.kernels.tiling.tiled_module import TilePlace
 from infinity._src.memory.constants import AHEAD, UNITS_AHEAD
@@ -255,6 +257,32 @@ class Net(nn.Module):
         out = body(x) if how == "plain" else checkpoint(body, x, use_reentrant=how == "reentrant")
         found: torch.Tensor = self.last(out).float().square().mean()
         return found
+
+
+def test_an_idle_tile_asks_for_what_it_saved_without_asserts_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By that a checkpoint computes again. The code is that of python -O."""
+    path, name = Path(tiled_experts.__file__), "tiled_experts_without_asserts"
+    module: Any = types.ModuleType(name)
+    # Where dataclasses look the names of their fields' types up.
+    monkeypatch.setitem(sys.modules, name, module)
+    exec(compile(path.read_text(encoding="utf-8"), path, "exec", optimize=1), vars(module))
+    asked: list[torch.Tensor] = []
+
+    def unpack(saved: torch.Tensor) -> torch.Tensor:
+        asked.append(saved)
+        return saved
+
+    hidden, weights, parameter = (torch.ones(3, requires_grad=True) for _ in range(3))
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, unpack):
+        given = (torch.zeros(3), hidden, weights, torch.ones(1), parameter)
+        total = module._Untouched.apply(*given)
+    assert not asked
+    total.sum().backward()
+    assert len(asked) == 1
+    assert parameter.grad is not None
+    assert not parameter.grad.any()
 
 
 def whole_grads(model: nn.Module, grad_of: Callable[[nn.Parameter], Any]) -> dict[str, Any]:
@@ -589,6 +617,48 @@ def test_tiles_that_have_no_place_in_others_are_refused_with_both_ways_out(tmp_p
         nets += [saved, other]
     for net in nets:
         inf.handle(net).close()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"tile_0_0.weight": (4,)},
+        {"tile_0_0.weight": (4, 2), "tile_1_0.weight": (4,)},
+        {"tile_0_0.weight": (4, 2), "tile_0_1.weight": (3, 2)},
+        {"tile_0_0.weight": (4, 2), "tile_1_0.weight": (4, 3)},
+        {"tile_0_0.weight": (4, 2, 5), "tile_1_0.weight": (4, 2, 6)},
+        {"tile_0_0.weight": (4, 2), "tile_1_1.weight": (4, 2)},
+        {"tile_0_0.weight": (4, 2), "weight": (6, 2)},
+    ],
+)
+def test_names_like_those_of_tiles_are_a_user_s_own_where_the_shapes_do_not_fit(
+    shapes: dict[str, tuple[int, ...]],
+) -> None:
+    flat = FlatEntry("unit", "float32", True, 0, 2048, ())
+    saved = [
+        SavedParam(ParamEntry((f"x.{name}",), shape, 0), index, flat)
+        for index, (name, shape) in enumerate(shapes.items())
+    ]
+    found = weights_by_name(saved)
+    assert {name.removeprefix("x."): each.shape for name, each in found.items()} == shapes
+    assert [found[each.entry.name].saved for each in saved] == [[each] for each in saved]
+
+
+def test_a_user_s_modules_with_names_of_tiles_are_restored(tmp_path: Path) -> None:
+    def made() -> tuple[nn.Module, Any]:
+        net = nn.Sequential()
+        net.add_module("tile_0_0", nn.LayerNorm(8))
+        net.add_module("tile_1_0", nn.Linear(8, 4))
+        return start(net)
+
+    (model, opt), (other, its) = made(), made()
+    model(torch.randn(3, 8)).sum().backward()
+    opt.step()
+    inf.save(model, opt, tmp_path / "kept").wait()
+    assert inf.restore(other, its, tmp_path / "kept").step == 1
+    same(other.state_dict(), model.state_dict())
+    for each in (model, other):
+        inf.handle(each).close()
 
 
 @given(

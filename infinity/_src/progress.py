@@ -14,6 +14,8 @@ from infinity._src.sizes import format_size
 SHOWN_AFTER_S = 1.0
 LOGGED_EVERY_S = 30.0
 _EVERY_S = 0.2
+# Of a standard error that is full, a pipe without a reader, closed, or None.
+_UNWRITABLE = (OSError, ValueError, AttributeError)
 
 
 def format_left(seconds: float) -> str:
@@ -28,6 +30,8 @@ class ProgressLine:
     """Bytes done of a total, on standard error. One thread uses it at a time.
 
     total_bytes: None where nobody knows it. shown: False writes nothing (ranks but the first).
+
+    Never raises for a line that cannot be written: it shows no more, and the work goes on.
     """
 
     def __init__(self, title: str, total_bytes: int | None, *, shown: bool) -> None:
@@ -35,7 +39,11 @@ class ProgressLine:
         self._total = total_bytes
         self._shown = shown
         # In a log file the carriage returns would make one endless line.
-        self._in_place = sys.stderr.isatty()
+        self._in_place = False
+        try:
+            self._in_place = sys.stderr.isatty()
+        except _UNWRITABLE:
+            self._shown = False
         self._done = 0
         self._start_s = time.monotonic()
         self._next_s = self._start_s + (SHOWN_AFTER_S if self._in_place else LOGGED_EVERY_S)
@@ -50,10 +58,20 @@ class ProgressLine:
         self._next_s = now + (_EVERY_S if self._in_place else LOGGED_EVERY_S)
         text = self._text(now - self._start_s)
         if self._in_place:
-            print(f"\r{text:{self._width}}", end="", file=sys.stderr, flush=True)
+            self._write(f"\r{text:{self._width}}")
             self._width = max(self._width, len(text))
         else:
-            print(f"infinity: {text}", file=sys.stderr, flush=True)
+            self._write(f"infinity: {text}\n")
+
+    def _write(self, text: str) -> None:
+        try:
+            # Not print, which writes to standard output where standard error is None.
+            sys.stderr.write(text)
+            sys.stderr.flush()
+        except _UNWRITABLE:
+            # No silent fall-back: nothing but the display is lost. Raised, the error would break
+            # off a restore or a save whose own files are well.
+            self._shown = False
 
     def _text(self, seconds: float) -> str:
         rate = self._done / seconds
@@ -67,9 +85,9 @@ class ProgressLine:
 
     def end(self) -> None:
         """Take the line away. Idempotent."""
-        if self._width:
-            print("\r" + " " * self._width + "\r", end="", file=sys.stderr, flush=True)
-            self._width = 0
+        if self._width and self._shown:
+            self._write("\r" + " " * self._width + "\r")
+        self._width = 0
 
     def __enter__(self) -> ProgressLine:
         return self

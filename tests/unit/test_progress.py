@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +79,43 @@ def test_an_unknown_total_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_other_ranks_write_nothing(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(written(monkeypatch, terminal=terminal, shown=False, total=20 * GIB))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize("way", ["full", "no reader", "closed", "none"])
+def test_a_line_that_cannot_be_written_breaks_nothing_off(
+    way: str,
+    terminal: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stream: Any = None
+    if way == "full":
+        stream = os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
+    elif way == "no reader":
+        reader, writer = os.pipe()
+        os.close(reader)
+        stream = os.fdopen(writer, "w")
+    elif way == "closed":
+        stream = io.StringIO()
+    if stream is not None:
+        monkeypatch.setattr(stream, "isatty", lambda: terminal)
+    clock = Clock()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(progress, "time", clock)
+    with ProgressLine("copying", 20 * GIB, shown=True) as line:
+        if way == "closed":
+            stream.close()
+        for _ in range(8):
+            clock.now_s += 10.0
+            line.advance(GIB)
+    if way == "closed":
+        monkeypatch.delattr(stream, "isatty")
+        ProgressLine("copying again", GIB, shown=True).end()
+    with contextlib.suppress(OSError):
+        if stream is not None:
+            stream.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_what_goes_over_all_weights_has_progress(

@@ -108,28 +108,34 @@ def weights_by_name(params: Iterable[SavedParam]) -> dict[str, SavedWeight]:
     for name, grid in grids.items():
         weight = _joined(grid)
         if weight is not None:
-            found[name] = weight
+            # A parameter that has the name itself comes first: then the others are no tiles of it.
+            found.setdefault(name, weight)
     return found
 
 
 def _joined(grid: dict[tuple[int, int], SavedParam]) -> SavedWeight | None:
-    """Return the weight of these tiles by (row, column); None where some are missing."""
+    """Return the weight of these tiles by (row, column); None where some are missing, or do not fit
+    together: a user's own modules may have such names.
+    """
     height, width = (1 + max(index[axis] for index in grid) for axis in (0, 1))
-    if len(grid) != height * width:
+    shapes = {index: saved.entry.shape for index, saved in grid.items()}
+    if len(grid) != height * width or any(len(shape) < 2 for shape in shapes.values()):
         return None
+    rest = shapes[0, 0][2:]
+    for (row, column), shape in shapes.items():
+        if shape != (shapes[row, 0][0], shapes[0, column][1], *rest):
+            return None
     rows, columns = [0], [0]
     for row in range(height):
-        rows.append(rows[-1] + grid[row, 0].entry.shape[0])
+        rows.append(rows[-1] + shapes[row, 0][0])
     for column in range(width):
-        columns.append(columns[-1] + grid[0, column].entry.shape[1])
-    shape = (rows[-1], columns[-1], *grid[0, 0].entry.shape[2:])
+        columns.append(columns[-1] + shapes[0, column][1])
+    whole = (rows[-1], columns[-1], *rest)
     tiles = []
     for row, column in sorted(grid):
-        place = TilePlace(
-            (rows[row], rows[row + 1]), (columns[column], columns[column + 1]), shape
-        )
+        place = TilePlace((rows[row], rows[row + 1]), (columns[column], columns[column + 1]), whole)
         tiles.append((grid[row, column], place))
-    return SavedWeight(shape, tiles)
+    return SavedWeight(whole, tiles)
 
 
 def _start(place: TilePlace | None) -> int | None:

@@ -67,7 +67,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action="store_true",
         help="go on from the durable run or the checkpoint in --save-dir, whichever has the later "
-        "step; begin where there is neither",
+        "step, if they are of one run; begin where there is neither",
     )
 
 

@@ -6,6 +6,9 @@ scheduler and held-out losses, kept with the states of a step.
     --resume         the later step of the two, the run's where both have one step; the beginning
                      where there is neither
 
+Going on from one of the two replaces the other, so they have to be of one run: each run has an id,
+drawn when it begins. A checkpoint in --out that no option names is passed over beside a run.
+
 The state that is kept is the one at `opt.step()`, as `handle.extra` is taken then: the scheduler
 moves on after it, and does so again when a run goes on.
 """
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import secrets
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -23,8 +27,9 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.directory import newest_heads
+from infinity._src.checkpoint.directory import newest_heads, read_attachment
 from infinity._src.checkpoint.run_files import RUN_DIRECTORY
+from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.cli.corpus import Corpus
 from infinity._src.config import Policy
 from infinity.errors import AioError
@@ -48,43 +53,78 @@ class Earlier:
     same_ranks: bool = True
 
 
-def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Path | None:
-    """Return the directory that `inf.restore` shall read; None for a run from the beginning.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A place to go on from: the directory that `inf.restore` shall read.
+
+    step: of its newest whole generation. extra: rank 0's small state of that step; None where it
+    has none, as before the first step.
+    """
+
+    place: Path
+    step: int
+    extra: Any
+
+    @property
+    def run(self) -> str:
+        """The id of the run that wrote it; "" where it does not say."""
+        return str(self.extra.get("run", "")) if isinstance(self.extra, Mapping) else ""
+
+
+def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Source | None:
+    """Return what to go on from; None for a run from the beginning. Reads, and writes nothing.
 
     Only whole generations count: parts of a first commit hold nothing to go on from.
 
     Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
     with; AioError, ChecksumError for one that is damaged.
     """
-    places = []
+    run: Source | None = None
+    saved: Source | None = None
     if options.durable and directories:
-        places.append((directories[0], "durable run", directories[0] / RUN_DIRECTORY))
-    if options.save_every or options.resume:
-        places.append((save_directory(options), "checkpoint", save_directory(options)))
-    found = []
-    for place, kind, holder in places:
-        step = _newest_step(holder)
-        if step is None:
-            continue
-        if not options.resume:
-            raise ValueError(
-                f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
-                "to begin anew"
-            )
-        found.append((step, place))
-    # The latest: steps that go on from an older one would replace it. Of equals the first, the run.
-    return max(found, key=lambda each: each[0])[1] if found else None
+        run = _look(options, "durable run", directories[0], directories[0] / RUN_DIRECTORY)
+    named = options.save_every or options.save_dir is not None
+    # Beside a run only where it is named: another run, with the same --out, may have left it.
+    if named or (options.resume and run is None):
+        saved = _look(options, "checkpoint", save_directory(options), save_directory(options))
+    if run is None or saved is None:
+        return run or saved
+    same = run.run == saved.run and run.run != ""
+    # At step 0 a run has only begun: a checkpoint may replace it.
+    if not same and (run.step or not saved.step):
+        raise ValueError(
+            f"{run.place} holds a durable run at step {run.step}, and {saved.place} a checkpoint "
+            f"at step {saved.step} that is not known to be of the same run; going on would replace "
+            "one of them. Give another --save-dir to go on with the run, or another first --nvme "
+            "to go on from the checkpoint"
+        )
+    # The later: steps that go on from an older one would replace it. Of equals the run.
+    return run if run.step >= saved.step else saved
 
 
-def _newest_step(holder: Path) -> int | None:
-    """Return the step of the newest whole generation there; None where there is none."""
+def _look(options: argparse.Namespace, kind: str, place: Path, holder: Path) -> Source | None:
+    """Return what there is to go on from. Raises: as `find_source`."""
+    found = _newest(place, holder)
+    if found is not None and not options.resume:
+        raise ValueError(
+            f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
+            "to begin anew"
+        )
+    return found
+
+
+def _newest(place: Path, holder: Path) -> Source | None:
+    """Return the newest whole generation in `holder`; None where there is none."""
     try:
-        return newest_heads(holder)[0].step
+        # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
+        head = newest_heads(holder)[0]
     except AioError as error:
         # Ranks that were killed in their first commit leave parts of it. Damage is no such thing.
         if error.errno != errno.ENOENT:
             raise
         return None
+    extra = read_extra(read_attachment(holder, head.extra)) if head.extra is not None else None
+    return Source(place, head.step, extra)
 
 
 def save_directory(options: argparse.Namespace) -> Path:
@@ -101,13 +141,21 @@ def value_of(options: argparse.Namespace, name: str) -> Any:
 
 
 class SmallState:
-    """The small state of one rank's run. device: the one it computes on."""
+    """The small state of one rank's run. device: the one it computes on. source: what the run goes
+    on from; None from the beginning.
+
+    Make it before the model is offloaded: once `inf.restore` has returned, the states are rounded
+    to this run's format, and a durable run's own are removed.
+
+    Raises: ValueError for a source of something else than infinity train, or of other options.
+    """
 
     def __init__(
         self,
         options: argparse.Namespace,
         corpus: Corpus,
         device: torch.device,
+        source: Source | None,
         *,
         rank: int,
         world: int,
@@ -128,6 +176,34 @@ class SmallState:
             len(corpus.held_out),
             zlib.crc32(corpus.held_out.numpy().tobytes()),
         ]
+        if source is not None:
+            self._check(source)
+        # Of all ranks rank 0's is read again.
+        self._run = (source.run if source is not None else "") or secrets.token_hex(8)
+
+    def _check(self, source: Source) -> None:
+        """Raise ValueError for a source that this run cannot go on from."""
+        # At step 0 nothing was trained under any rules.
+        if source.step == 0:
+            return
+        extra = source.extra
+        if not isinstance(extra, Mapping) or "train" not in extra:
+            raise ValueError(
+                f"{source.place} was not written by infinity train: it does not say how far in the "
+                "text its step is; go on with it by inf.restore in the loop that wrote it"
+            )
+        changed = [
+            f"{name} was {extra['train'][name]} and is {now}"
+            for name, now in self._rules.items()
+            # An earlier release may have kept fewer.
+            if extra["train"].get(name, now) != now
+        ]
+        if changed:
+            raise ValueError(
+                f"{source.place}, step {source.step}, cannot go on under other rules: "
+                f"{'; '.join(changed)}. Give them as they were, or begin anew from an exported "
+                "model"
+            )
 
     def capture(
         self, scheduler: Any, held_out: Sequence[tuple[int, float]], text: str
@@ -138,6 +214,7 @@ class SmallState:
             rng["cuda"] = torch.cuda.get_rng_state(self._device)
         return {
             "train": dict(self._rules),
+            "run": self._run,
             "place": self._place,
             "rng": rng,
             "scheduler": scheduler.state_dict(),
@@ -145,29 +222,11 @@ class SmallState:
             "text": text,
         }
 
-    def take_up(self, extra: Any, step: int, scheduler: Any, source: Path) -> Earlier:
+    def take_up(self, extra: Any, step: int, scheduler: Any) -> Earlier:
         """Go on from the state that was captured at `step`, which is 0 where no step was committed.
-
-        Raises: ValueError for a state of something else, or of other options.
         """
         if step == 0:
             return Earlier()
-        if not isinstance(extra, Mapping) or "train" not in extra:
-            raise ValueError(
-                f"{source} was not written by infinity train: it does not say how far in the text "
-                "its step is; go on with it by inf.restore in the loop that wrote it"
-            )
-        changed = [
-            f"{name} was {extra['train'][name]} and is {now}"
-            for name, now in self._rules.items()
-            # An earlier release may have kept fewer.
-            if extra["train"].get(name, now) != now
-        ]
-        if changed:
-            raise ValueError(
-                f"{source}, step {step}, cannot go on under other rules: {'; '.join(changed)}. "
-                "Give them as they were, or begin anew from an exported model"
-            )
         scheduler.load_state_dict(extra["scheduler"])
         with warnings.catch_warnings():
             # It followed the committed step, which was taken by another process.

@@ -321,7 +321,13 @@ class _Run:
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
         # Before anything is written: a run that is there is not replaced.
-        self.source = find_source(options, self.directories)
+        found = find_source(options, self.directories)
+        self.device = torch.device(self.policy.device)
+        # Before a run is given up or restored, after which its states cannot be had back.
+        self.small = SmallState(
+            options, self.corpus, self.device, found, rank=ranks.rank, world=ranks.world
+        )
+        self.source = found.place if found is not None else None
         if options.durable and self.source is not None and self.source != self.directories[0]:
             # A checkpoint of a later step: the next commit replaces the run that is there.
             self.policy = dataclasses.replace(self.policy, durable="new")
@@ -349,7 +355,6 @@ class _Run:
         )
         self.handle = inf.handle(self.model)
         self._check_run()
-        self.device = torch.device(self.policy.device)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
         self.optimizer = inf.AdamW(
@@ -361,9 +366,6 @@ class _Run:
         self.records: list[StepRecord] = []
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
-        self.small = SmallState(
-            options, self.corpus, self.device, rank=ranks.rank, world=ranks.world
-        )
         self.save: inf.Save | None = None
         self.earlier, self.earlier_records = self._go_on()
 
@@ -433,7 +435,7 @@ class _Run:
                 self._say("nothing was committed or saved yet: training begins")
             return Earlier(), []
         found = inf.restore(self.model, self.optimizer, self.source)
-        earlier = self.small.take_up(found.extra, found.step, self.scheduler, self.source)
+        earlier = self.small.take_up(found.extra, found.step, self.scheduler)
         self.held_out += earlier.held_out
         self._say(f"going on after step {found.step}, from {self.source}")
         notes = [*found.notes, *([found.rounded] if found.rounded else [])]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from infinity.aio._swap_owner import this_boot
+from infinity.aio._swap_owner import start_time_of, this_boot
 
 log = logging.getLogger("infinity")
 
@@ -100,18 +100,6 @@ class PeerProcess:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
-
-
-def start_time_of(pid: int) -> int:
-    """Read the start time of a process, in clock ticks since boot; 0 if it is gone, or a zombie."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    # The name in parentheses may hold blanks; the state follows it, and field 22 is the 20th after
-    # it.
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
 
 
 def _namespace(kind: str) -> int:

@@ -30,14 +30,9 @@ from typing import Any, Protocol
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.heartbeat import (
-    Heartbeat,
-    Host,
-    PeerProcess,
-    RankRecord,
-    start_time_of,
-)
+from infinity._src.distributed.heartbeat import Heartbeat, Host, PeerProcess, RankRecord
 from infinity._src.distributed.topology import Topology
+from infinity.aio._swap_owner import start_time_of
 from infinity.errors import RankFailed, RanksDiverged
 
 log = logging.getLogger("infinity")
@@ -52,6 +47,8 @@ _POLL_S = 0.25
 _LINGER_S = 2.0
 # A dying process of this host is gone by then, also on a busy machine.
 _DYING_S = 10.0
+# Time for a late rank to read why rank 0 leaves after a failure, also on a busy machine.
+_SURVIVORS_S = 10.0
 # Records travel with every exchange, so the lists in them have an end.
 _RAISED_MAX = 16
 # More than are submitted ahead of a stuck one: gathers (AHEAD_MAX), and reductions of a few units.
@@ -105,6 +102,7 @@ class Watchdog:
         self._raised: dict[int, str] = {}
         self._unconfirmed = False
         self._failure: RankFailed | None = None
+        self._exit_failure: RankFailed | None = None
         self._failed = threading.Event()
         self._lock = threading.Lock()
         self._closed = False
@@ -297,7 +295,8 @@ class Watchdog:
     def close(self, ok: bool = True) -> None:
         """Publish that this rank leaves, and end the thread. Idempotent.
 
-        Blocks for at most a few seconds; after a failure up to ten, for ranks that are late.
+        Blocks for 11 seconds at most, and on rank 0 after a failure for 19, for ranks that are late
+        to read it.
         ok: False records a failure of this rank, unless there is one.
         """
         if self._closed:
@@ -313,7 +312,7 @@ class Watchdog:
         atexit.unregister(self._exits)
         if self._pid == os.getpid():  # a forked child has no threads, and speaks for no rank
             # After a failure the others look for its cause, and one on a busy machine looks late.
-            self._leave("closed", linger_s=_LINGER_S if self._failure is None else _DYING_S)
+            self._leave("closed", linger_s=_LINGER_S if self._failure is None else _SURVIVORS_S)
 
     def report_exit(self) -> None:
         """Record that this process ends without close(), a failure for all that wait. Does not
@@ -323,11 +322,10 @@ class Watchdog:
             # Its last collective: a break-off long before is not why it ended.
             broke = self._raised.get(self._number)  # the last thing that it did
             why = f"; it had broken off ({broke})" if broke else ""
-            self._set_failure(
-                RankFailed(
-                    shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
-                )
+            self._exit_failure = RankFailed(
+                shorten(f"rank {rank} has ended without closing its engine{why}"), rank=rank
             )
+            self._set_failure(self._exit_failure)
 
     def _confirm_exception(self) -> None:
         """Block until all ranks are known to have broken off after the same collective."""
@@ -366,7 +364,10 @@ class Watchdog:
         if not self._closed and self._pid == os.getpid():
             self.report_exit()
             self._closed = True
-            self._leave("ended", linger_s=0.0)
+            # Its end is known without it: its process is gone. The cause of an earlier failure, by
+            # which most programs come here, is in its store alone.
+            ends = self._failure is self._exit_failure
+            self._leave("ended", linger_s=0.0 if ends else _SURVIVORS_S)
 
     def _leave(self, how: str, *, linger_s: float) -> None:
         heartbeat = self._heartbeat

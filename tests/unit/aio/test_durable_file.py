@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from infinity.aio import SwapFile
 from infinity.aio import _swap_file as swap_file
-from infinity.aio._swap_owner import Owner
+from infinity.aio._swap_owner import Life, Owner
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
 from tests.unit.aio.disks import loop_ext4
 
@@ -114,13 +114,53 @@ def test_a_file_that_a_killed_process_is_about_to_let_go_of_is_waited_for(tmp_pa
     with SwapFile.durable(place, "states"):
         later.join()
     # Not for ever: something else may have its lock.
-    monkeypatch.setattr(swap_file, "LET_GO_S", 0.05)
+    monkeypatch.setitem(swap_file.LET_GO_S, Life.GONE, 0.05)
     gone.leave_word(place / ".states.owner")
     fd = os.open(place / "states", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(AioError, match="is held by process 4194305 on here"):
         SwapFile.durable(place, "states")
     os.close(fd)
+
+
+def test_a_zombie_s_lock_is_waited_for(tmp_path, monkeypatch):
+    """A thread of it may still free memory, and has the files."""
+    place = tmp_path / "run"
+    process = holder(place, "time.sleep(600)")
+    owner = Owner.read(place / ".states.owner")
+    assert owner.life() is Life.LIVES
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert owner.life() is Life.ENDS
+    assert not owner.alive()
+    fd = os.open(place / "states", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    later = threading.Timer(2 * swap_file.LET_GO_S[Life.LIVES], os.close, (fd,))
+    later.start()
+    with SwapFile.durable(place, "states"):
+        later.join()
+    owner.leave_word(place / ".states.owner")
+    monkeypatch.setitem(swap_file.LET_GO_S, Life.ENDS, 0.05)
+    fd = os.open(place / "states", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(AioError, match=f"is held by process {process.pid}"):
+        SwapFile.durable(place, "states")
+    os.close(fd)
+    process.communicate()
+    assert owner.life() is Life.GONE
+
+
+def test_a_process_that_was_killed_just_now_is_waited_for(tmp_path):
+    """Its memory is freed before its files are closed."""
+    place = tmp_path / "run"
+    large = 'block = b"x" * (512 << 20); print("large", flush=True); time.sleep(600)'
+    process = holder(place, large)
+    assert process.stdout.readline() == "large\n"
+    process.kill()
+    with SwapFile.durable(place, "states", create=False) as file:
+        assert file.size_bytes == MIB
+        assert get(file, 8192) == b"\7" * 4096
+    process.communicate()
 
 
 def test_a_second_opener_is_told_who_holds_it(tmp_path):

@@ -19,7 +19,7 @@ import pytest
 
 from infinity.aio import SwapFile
 from infinity.aio import _swap_owner as swap_owner
-from infinity.aio._swap_owner import PREFIX, Owner, PrivateDirectory, clear_dead
+from infinity.aio._swap_owner import PREFIX, Life, Owner, PrivateDirectory, clear_dead
 from tests.unit.aio.disks import loop_ext4
 from tests.unit.aio.rig import BACKENDS
 
@@ -94,6 +94,30 @@ def test_an_owner_is_told_apart_from_every_other_process(tmp_path):
     ):
         path.write_text(text)
         assert Owner.read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "life"),
+    [
+        ("S 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000004000", "lives"),
+        # A write to a drive that hangs: the signal waits for its end.
+        ("D 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000", "ends"),
+        ("D 1 1 1 0 -1 4194304", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000100", "ends"),
+        # It frees its memory.
+        ("R 1 1 1 0 -1 4194308", "SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000", "ends"),
+        ("Z 1 1 1 0 -1 4227084", "", "ends"),
+    ],
+)
+def test_a_process_that_ends_is_known_by_its_flags_and_signals(
+    fields, status, life, monkeypatch
+):
+    me = Owner.this()
+    after = f"{fields} {'0 ' * 12}{me.start_time}".split()
+    monkeypatch.setattr(swap_owner, "_stat_of", lambda pid: after)
+    monkeypatch.setattr(swap_owner, "_status_of", lambda pid: status)
+    assert me.life() is Life(life)
+    assert me.alive() == (life == "lives")
+    assert dataclasses.replace(me, start_time=me.start_time + 1).life() is Life.GONE
 
 
 def test_the_directory_is_private_locked_and_gone_when_removed(tmp_path):

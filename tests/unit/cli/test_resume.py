@@ -27,11 +27,16 @@ from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
 from infinity._src.checkpoint import run_fill  # noqa: E402
-from infinity._src.checkpoint.directory import newest_generation  # noqa: E402
+from infinity._src.checkpoint.directory import (  # noqa: E402
+    file_name,
+    newest_generation,
+    write_attachment,
+)
+from infinity._src.checkpoint.safe_pickle import extra_bytes  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
-from infinity._src.cli.resume import SmallState, find_source  # noqa: E402
+from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E402
 from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
 from tests.reading import Counted  # noqa: E402
@@ -143,6 +148,11 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     assert status == 2
     assert "go on with it by --resume" in shown
     source = drive / "infinity-run" if kept == "durable" else out / "checkpoint"
+    before = contents(source)
+    status, shown = train([*arguments, "--resume", "--state", "bf16"])
+    assert status == 2
+    assert "--state was exact and is bf16. Give" in shown
+    assert contents(source) == before
     with damaged(source) as file:
         status, shown = train([*arguments, "--resume"])
         assert status == 1
@@ -177,6 +187,11 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
     assert status == 2
     assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
+
+
+def contents(holder: Path) -> dict[str, bytes]:
+    """Every file of a checkpoint or a durable run."""
+    return {path.name: path.read_bytes() for path in holder.iterdir()}
 
 
 @contextlib.contextmanager
@@ -220,7 +235,8 @@ def test_a_run_that_goes_away_leaves_no_run_without_values(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     durable = f"--durable --params nvme --optim nvme --nvme {tmp_path} --ram min --resume".split()
-    monkeypatch.setattr(command, "find_source", lambda _options, directories: directories[0])
+    gone = Source(tmp_path, 0, None)
+    monkeypatch.setattr(command, "find_source", lambda _options, _directories: gone)
     status, shown = train([*common(place), "--out", str(tmp_path / "out"), *durable])
     assert status == 2
     assert f"{tmp_path} held a durable run a moment ago" in shown
@@ -244,10 +260,16 @@ def test_batches_go_on_where_they_were(start: int, batch: int, seed: int) -> Non
     assert all(torch.equal(one, other) for one, other in zip(whole, rest, strict=False))
 
 
-def small(*arguments: str, rank: int = 0, world: int = 1) -> SmallState:
+def small(
+    *arguments: str, source: Source | None = None, rank: int = 0, world: int = 1
+) -> SmallState:
     return SmallState(
-        options(*arguments), WINDOWS, torch.device("cpu"), rank=rank, world=world
+        options(*arguments), WINDOWS, torch.device("cpu"), source, rank=rank, world=world
     )
+
+
+def source_of(extra: Any, step: int = 1) -> Source:
+    return Source(Path("here"), step, extra)
 
 
 def scheduler() -> Any:
@@ -257,25 +279,29 @@ def scheduler() -> Any:
 
 def test_other_ranks_with_the_same_rows_go_on_with_generators_of_their_own() -> None:
     extra = small("--batch", "2", world=2).capture(scheduler(), [(0, 1.0)], "")
+    source = source_of(extra)
     state = torch.get_rng_state()
     torch.rand(1)
     later = torch.get_rng_state()
     for batch, world, same in (("2", 2, True), ("4", 1, False)):
         torch.set_rng_state(later)
         rates = scheduler()
-        found = small("--batch", batch, world=world).take_up(extra, 1, rates, Path("here"))
+        here = small("--batch", batch, source=source, world=world)
+        found = here.take_up(extra, 1, rates)
         assert (found.same_ranks, found.step, found.held_out) == (same, 1, ((0, 1.0),))
         assert torch.equal(torch.get_rng_state(), state if same else later)
         assert rates.get_last_lr() == [0.5]
+        assert here.capture(rates, [], "")["run"] == extra["run"]
+    assert small().capture(scheduler(), [], "")["run"] != extra["run"]
     with pytest.raises(ValueError, match="--batch times ranks was 4 and is 2"):
-        small("--batch", "2").take_up(extra, 1, scheduler(), Path("here"))
+        small("--batch", "2", source=source)
 
 
 def test_options_that_decide_the_losses_stay_as_they_were() -> None:
     delayed = ("--update", "delayed")
-    extra = small(*delayed).capture(scheduler(), [], "")
+    source = source_of(small(*delayed).capture(scheduler(), [], ""))
     # As it is where it is left out.
-    small(*delayed, "--delayed-warmup", "40").take_up(extra, 1, scheduler(), Path("here"))
+    small(*delayed, "--delayed-warmup", "40", source=source)
     for changed, told in (
         ((*delayed, "--delayed-warmup", "9"), "--delayed-warmup was 40 and is 9. Give"),
         ((*delayed, "--state", "bf16"), "--state was exact and is bf16. Give"),
@@ -283,40 +309,48 @@ def test_options_that_decide_the_losses_stay_as_they_were() -> None:
         ((), "--update was delayed and is deferred. Give"),
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
-            small(*changed).take_up(extra, 1, scheduler(), Path("here"))
+            small(*changed, source=source)
 
 
 @pytest.mark.parametrize("extra", [None, {"mine": 1}])
 def test_states_of_another_loop_are_no_run_of_this_one(extra: Any) -> None:
     with pytest.raises(ValueError, match="here was not written by infinity train"):
-        small().take_up(extra, 3, scheduler(), Path("here"))
-    assert small().take_up(extra, 0, scheduler(), Path("here")).step == 0
+        small(source=source_of(extra, 3))
+    assert small(source=source_of(extra, 0)).take_up(extra, 0, scheduler()).step == 0
 
 
 def test_tiles_stay_as_they_were_and_states_from_before_these_options_have_none() -> None:
     extra = small().capture(scheduler(), [(0, 1.0)], "")
     with pytest.raises(ValueError, match="--tile-experts was None and is 2"):
-        small("--tile-experts", "2").take_up(extra, 1, scheduler(), Path("here"))
+        small("--tile-experts", "2", source=source_of(extra))
     for name in ("--tile-linears", "--tile-experts"):
         del extra["train"][name]
-    assert small().take_up(extra, 1, scheduler(), Path("here")).step == 1
+    assert small(source=source_of(extra)).take_up(extra, 1, scheduler()).step == 1
 
 
 def test_held_out_losses_of_other_windows_are_not_gone_on_with() -> None:
-    extra = small().capture(scheduler(), [(0, 1.0)], "")
+    source = source_of(small().capture(scheduler(), [(0, 1.0)], ""))
     device = torch.device("cpu")
     for held_out in (torch.zeros(2, 4), torch.ones(1, 4)):
         other = Corpus(WINDOWS.train, held_out)
-        state = SmallState(options(), other, device, rank=0, world=1)
         with pytest.raises(ValueError, match=r"held-out windows of the text \(--eval-batches"):
-            state.take_up(extra, 1, scheduler(), Path("here"))
+            SmallState(options(), other, device, source, rank=0, world=1)
 
 
-def commit(holder: Path, step: int, generation: int = 1, ranks: Sequence[int] = (0, 1)) -> None:
-    """Write these of two ranks' manifests."""
+def commit(
+    holder: Path,
+    step: int,
+    generation: int = 1,
+    ranks: Sequence[int] = (0, 1),
+    run: str = "one",
+) -> None:
+    """Write these of two ranks' manifests, of the run with this id."""
     holder.mkdir(0o700, parents=True, exist_ok=True)
     for rank in ranks:
-        one = dataclasses.replace(manifest(rank, 2, generation), step=step)
+        data = extra_bytes({"train": {}, "run": run} if step else None)
+        name = file_name("extra", generation, rank)
+        extra = write_attachment(holder, name, data) if data is not None else None
+        one = dataclasses.replace(manifest(rank, 2, generation), step=step, extra=extra)
         (holder / one.name).write_bytes(encoded(one))
 
 
@@ -343,7 +377,7 @@ def test_the_later_step_is_gone_on_with(
         if step is not None:
             commit(holder, step)
     found = find_source(options(*given, "--resume"), [drive])
-    assert found == (tmp_path / source if source else None)
+    assert (found and found.place) == (tmp_path / source if source else None)
     if source is None:
         assert find_source(options(*given), [drive]) is None
         return
@@ -353,6 +387,41 @@ def test_the_later_step_is_gone_on_with(
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(AioError, match=r"manifest-00000001\.rank0"):
         find_source(options(*given, "--resume"), [drive])
+
+
+def test_a_run_and_a_checkpoint_of_another_one_do_not_replace_each_other(tmp_path: Path) -> None:
+    drive, saved = tmp_path / "drive", tmp_path / "out" / "checkpoint"
+    given = ("--durable", "--out", str(tmp_path / "out"), "--resume")
+    named = [(*given, "--save-every", "100"), (*given, "--save-dir", str(saved))]
+
+    def place_of(arguments: Sequence[str]) -> Path | None:
+        found = find_source(options(*arguments), [drive])
+        return found.place if found is not None else None
+
+    commit(saved, 1000, run="earlier")
+    assert place_of(given) == saved
+    for step in (0, 500):
+        commit(drive / "infinity-run", step, run="later")
+        # No option names the checkpoint.
+        assert place_of(given) == drive
+    for earlier, later, same in (
+        ("earlier", "later", False),
+        ("one", "one", True),
+        ("", "later", False),
+        # Of a release that kept no ids.
+        ("", "", False),
+    ):
+        for holder, step, run in ((saved, 1000, earlier), (drive / "infinity-run", 500, later)):
+            commit(holder, step, run=run)
+        before = [contents(saved), contents(drive / "infinity-run")]
+        for arguments in named:
+            if same:
+                assert place_of(arguments) == saved
+                continue
+            told = "durable run at step 500, and .* a checkpoint at step 1000 that is not known"
+            with pytest.raises(ValueError, match=told):
+                place_of(arguments)
+        assert [contents(saved), contents(drive / "infinity-run")] == before
 
 
 def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
@@ -380,11 +449,20 @@ def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
         assert status == 130, shown
     (step, *_) = {one.step for one in newest_generation(saved)}
     assert newest_generation(drive / "infinity-run")[0].step == 0
+    before = contents(drive / "infinity-run")
+    status, shown = train([*arguments, *durable, *saves, "--resume", "--lr", "1"])
+    assert status == 2
+    assert "--lr was 0.003 and is 1.0. Give" in shown
+    assert contents(drive / "infinity-run") == before
     status, shown = train([*arguments, *durable, *saves, "--resume"])
     assert status == 0, shown
     assert f"going on after step {step}, from {saved}" in shown
     for holder in (saved, drive / "infinity-run"):
         assert newest_generation(holder)[0].step == STEPS
+    # Both are of one run now.
+    found = find_source(options("--durable", *saves, "--resume"), [drive])
+    assert found is not None
+    assert found.place == drive
     both = (place / "whole", tmp_path / "out")
     weights = [load_file(each / "model.safetensors") for each in both]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

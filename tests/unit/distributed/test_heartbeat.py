@@ -12,7 +12,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from infinity._src.distributed.heartbeat import Host, PeerProcess, start_time_of
+from infinity._src.distributed.heartbeat import Host, PeerProcess
+from infinity.aio._swap_owner import start_time_of
 
 
 @pytest.fixture

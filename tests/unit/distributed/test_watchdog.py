@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import dataclasses
+import os
 import pickle
+import threading
 
 import pytest
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 
-from infinity._src.distributed.heartbeat import RankRecord
+from infinity._src.distributed.heartbeat import Host, RankRecord
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import (
     Watchdog,
@@ -15,6 +21,7 @@ from infinity._src.distributed.watchdog import (
     shorten,
     timeout_error,
 )
+from infinity.aio._swap_owner import start_time_of
 from infinity.errors import RankFailed, RanksDiverged
 
 HERE = RankRecord(number=7, last="gather of a", host=("host", "boot", 1, 2))
@@ -212,3 +219,27 @@ def test_a_rank_that_ends_with_the_store_is_not_blamed_for_rank_0(
     watchdog._check_ranks(True, 0.1)
     assert watchdog.failure is not None
     assert watchdog.failure.rank == culprit
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_rank_0_that_ends_after_a_failure_stays_until_a_late_rank_has_read_it(failed: bool) -> None:
+    """Its process has the store. Nobody closes: the interpreter exits."""
+    store, here = dist.HashStore(), Host.this()
+    records = PrefixStore("infinity/late", store)
+    host = (here.name, here.boot_id, here.network, here.pids)
+    late = RankRecord(host=host, pid=os.getpid(), start_time=start_time_of(os.getpid()))
+    records.set("1", late.json())
+    watchdog = Watchdog(Topology.of(0, 2, 2), store, timeout_s=60.0, name="late")
+    watchdog.wait_for_all_ranks()
+    if failed:
+        watchdog.report_failure(RankFailed("rank 1 has broken off", rank=1))
+    # As each lane does first.
+    watchdog.report_exit()
+    exits = threading.Thread(target=watchdog._exits)
+    exits.start()
+    exits.join(0.7)
+    assert exits.is_alive() == failed
+    records.set("1", dataclasses.replace(late, read=True).json())
+    exits.join(5.0)
+    assert not exits.is_alive()
+    atexit.unregister(watchdog._exits)

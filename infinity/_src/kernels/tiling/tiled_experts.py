@@ -232,8 +232,10 @@ class _Untouched(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        # Asked for, not read: a checkpoint computes again now, if it has not.
-        assert len(ctx.saved_tensors) < 2
+        # Asked for, not read: a checkpoint computes again now, if it has not. Not inside of the
+        # assert, which python -O leaves out: ranks would gather in another order.
+        saved = ctx.saved_tensors
+        assert len(saved) < 2
         zeros = [
             torch.zeros(shape, dtype=dtype, device=device) if wanted and dy is not None else None
             for (shape, dtype, device), wanted in zip(
