@@ -24,6 +24,7 @@ import torch
 
 import infinity as inf
 from infinity._src.engine import offload
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.predict import Prediction, predict
 from infinity._src.perf.plan.ram_beside import ram_beside
@@ -138,7 +139,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     )
     stats = handle.stats()
     handle.close()
-    beside = ram_beside(shape, machine, job).peak
+    beside = ram_beside(shape_in(job, shape), machine, job).peak
     found = predict(shape, describe(machine, stats.ram_bytes + beside), job)
     return {
         **record,

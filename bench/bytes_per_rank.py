@@ -37,6 +37,7 @@ import torch.multiprocessing as mp
 
 import infinity as inf
 from infinity._src.memory.layout import aligned_section_bytes
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import describe_machine
 from infinity._src.perf.plan.memory import TierBytes
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET
@@ -115,7 +116,7 @@ def predicted(case: str, task: Task) -> Said:
     }
     (sent,) = (
         each
-        for each in exchanges(shape, machine, job).each
+        for each in exchanges(shape_in(job, shape), machine, job).each
         if each.name == "reduction of gradients"
     )
     return states, (int(sent.count * sent.inside), int(sent.count * sent.across))

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from infinity import Policy
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.ram_beside import ram_beside
 from infinity._src.perf.plan.workload import Job, ModelShape
@@ -19,5 +20,5 @@ def job_of(tokens: int, sequence: int, **fields: Any) -> Job:
 
 def with_budget(machine: Machine, shape: ModelShape, job: Job, budget_bytes: float) -> Machine:
     """Give the machine RAM for so large a budget of each rank, and for what lies beside it."""
-    beside = ram_beside(shape, machine, job).peak
+    beside = ram_beside(shape_in(job, shape), machine, job).peak
     return dataclasses.replace(machine, ram_bytes=machine.ranks * budget_bytes + beside)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import infinity as inf
-from infinity._src.perf.plan.experts import cut_experts
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.outside import outside
 from infinity._src.perf.plan.predict import predict
@@ -90,7 +90,7 @@ def forecast(
         expert_tile=expert_tile,
     )  # fmt: skip
     # Of `machine_of`: a plan's machine has room for what lies beside the budget, too.
-    beside = ram_beside(cut_experts(shape, expert_tile), machine, job).peak
+    beside = ram_beside(shape_in(job, shape), machine, job).peak
     machine = dataclasses.replace(machine, ram_bytes=machine.ram_bytes + beside)
     found = predict(shape, machine, job)
     besides = outside(shape, found)

@@ -24,7 +24,9 @@ from infinity._src.perf.plan.experts import (  # noqa: E402
 )
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
 from infinity._src.perf.plan.memory import gpu_need, ways_to_fit  # noqa: E402
+from infinity._src.perf.plan.outside import outside  # noqa: E402
 from infinity._src.perf.plan.predict import predict  # noqa: E402
+from infinity._src.perf.plan.ranks import bytes_of_rank, stages  # noqa: E402
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of  # noqa: E402
 from infinity._src.sizes import GIB  # noqa: E402
 
@@ -230,6 +232,17 @@ def test_tiles_of_a_plan_are_those_of_tile_experts(tile: int) -> None:
     assert sizes[0] == sizes[1]
     parts = [gpu_need(each, machine(), job_of(tokens=64)).parts for each in (cut, real)]
     assert parts[0] == parts[1]
+
+
+def test_every_part_of_a_plan_cuts_the_model_as_its_job_says() -> None:
+    whole, there, job = shape("qwen"), machine(gpus=2), job_of(expert_tile=2)
+    cut = cut_experts(whole, 2)
+    for part in (gpu_need, bytes_of_rank, stages):
+        assert part(whole, there, job) == part(cut, there, job)
+        assert part(whole, there, job) != part(whole, there, job_of())
+    one, other = (predict(each, there, job) for each in (whole, cut))
+    assert (one.ram, one.gpu, one.exchanged) == (other.ram, other.gpu, other.exchanged)
+    assert outside(whole, one) == outside(cut, one)
 
 
 @given(experts=st.integers(1, 7), chosen=st.integers(1, 7), tile=st.integers(1, 7))

@@ -17,7 +17,7 @@ from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.memory import TierBytes
 from infinity._src.perf.plan.predict import predict
 from infinity._src.perf.plan.ranks import Exchanges, bytes_of_rank, exchanges, stages
-from infinity._src.perf.plan.workload import FlatShape, ModelShape, UnitShape
+from infinity._src.perf.plan.workload import FlatShape, JobShape, ModelShape, UnitShape
 from infinity._src.sizes import GIB
 from tests.plans import job_of
 
@@ -146,7 +146,7 @@ def test_all_stages_are_shown_beside_the_one_that_is_planned() -> None:
 
 
 def planned(where: Machine, shape: ModelShape = EVEN, **job: Any) -> Exchanges:
-    return exchanges(shape, where, JOB.replace(**job))
+    return exchanges(JobShape(shape), where, JOB.replace(**job))
 
 
 def test_one_rank_exchanges_nothing() -> None:

@@ -12,7 +12,12 @@ import math
 
 import torch
 
-from infinity._src.perf.plan.workload import FlatShape, ModelShape, UnitShape
+from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape, UnitShape
+
+
+def shape_in(job: Job, shape: ModelShape) -> JobShape:
+    """Return the model as the job has it; a shape that is cut already, as it is."""
+    return JobShape(cut_experts(shape, job.expert_tile))
 
 
 def cut_experts(shape: ModelShape, tile: int) -> ModelShape:
@@ -82,8 +87,8 @@ def touched_share(experts: int, chosen: int, tile: int, tokens: int) -> float:
     return 1.0 - missed**tokens
 
 
-def gathered_share(shape: ModelShape, tile: int, tokens: int) -> float:
-    """Return the share of all parameters that a pass of so many tokens gathers; `shape` is cut."""
+def gathered_share(shape: JobShape, tile: int, tokens: int) -> float:
+    """Return the share of all parameters that a pass of so many tokens gathers."""
     tiled = sum(unit.gathered_bytes() for unit in shape.units if unit.tiles)
     if not tiled:
         return 1.0

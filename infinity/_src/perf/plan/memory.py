@@ -57,9 +57,9 @@ from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import windows_bytes
-from infinity._src.perf.plan.experts import cut_experts
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
+from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape
 from infinity._src.perf.roofline import AtRest
 from infinity._src.sizes import MIB, round_up
 from infinity.aio import Format
@@ -88,7 +88,7 @@ class TierBytes:
         return bool(self.device or self.cpu or self.nvme)
 
 
-def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
+def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, TierBytes]:
     """Bytes that each of several ranks holds besides its placement, by name; no zeros."""
     if machine.world == 1:
         return {}
@@ -126,7 +126,7 @@ def beside_placement(shape: ModelShape, machine: Machine, job: Job) -> dict[str,
 
 
 def place_states(
-    shape: ModelShape, machine: Machine, job: Job, budget: int
+    shape: JobShape, machine: Machine, job: Job, budget: int
 ) -> tuple[list[FlatNeed], PlacementPlan]:
     """Return the needs of one rank and their placement under its `budget` of bytes. If the budget
     is too small, the placement is the smallest there is, with its `ram_bytes` above the budget.
@@ -357,9 +357,9 @@ def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
     return max(1, -(-shape.vocabulary // words))
 
 
-def gpu_need(shape: ModelShape, machine: Machine, job: Job) -> Need:
+def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     """Count the device memory of one GPU. The parts are those of the module's table."""
-    shape = cut_experts(shape, job.expert_tile)
+    shape = shape_in(job, model)
     units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
     largest = float(max((unit.gathered for unit in units), default=0))
     parts = {
@@ -423,7 +423,7 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
     return ((1.0 if job.policy.qgz else 2.0) + coded + partial) * largest
 
 
-def gathered_bytes(shape: ModelShape, machine: Machine, job: Job) -> float:
+def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
     """Count the bytes of gathered parameters on the device of a rank, at most."""
     units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
     return float(gathered_room(units, _passes(machine, job)))

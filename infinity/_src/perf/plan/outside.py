@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import Need
 from infinity._src.perf.plan.predict import Prediction
@@ -50,7 +49,6 @@ class Outside:
 def outside(shape: ModelShape, found: Prediction) -> Outside:
     """Count what a predicted job takes besides. Pure."""
     machine, job = found.machine, found.job
-    shape = cut_experts(shape, job.expert_tile)
     return Outside(
         found.ram_beside,
         _disk_peaks(found.nvme, found.at_rest, job),

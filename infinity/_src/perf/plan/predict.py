@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.perf.pcie import BusyTime, Copied, Copies, LinkSpeed, ModelBytes, copies, dram_s
-from infinity._src.perf.plan.experts import cut_experts, gathered_share
+from infinity._src.perf.plan.experts import gathered_share, shape_in
 from infinity._src.perf.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.perf.plan.memory import (
     Need,
@@ -122,13 +122,13 @@ class Prediction:
         return max(self.terms_s, key=lambda name: self.terms_s[name])
 
 
-def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
+def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     """Plan and time one job. Pure; takes a fraction of a second for the largest models.
 
     Raises: ValueError for a job that makes no sense, naming field and fix.
     """
     _check(job, machine)
-    whole, shape = shape, cut_experts(shape, job.expert_tile)
+    shape = shape_in(job, model)
     ranks, policy = machine.ranks, job.policy
     # A tile is gathered by all ranks as soon as one of them has a token for it.
     touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.micro_batches))
@@ -194,7 +194,7 @@ def predict(shape: ModelShape, machine: Machine, job: Job) -> Prediction:
         limits=found,
         terms_s=terms,
         step_s=found.schedule_s / EFFICIENCY,
-        why_not=_why_not(whole, gpu, ram, nvme, machine, job),
+        why_not=_why_not(model, gpu, ram, nvme, machine, job),
     )
 
 

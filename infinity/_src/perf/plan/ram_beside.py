@@ -15,7 +15,7 @@ from infinity._src.memory.footprint import fill_bytes, held_bytes, passing_bytes
 from infinity._src.memory.layout import plan_flat
 from infinity._src.memory.planner import state_format
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.workload import Job, ModelShape
+from infinity._src.perf.plan.workload import Job, JobShape
 from infinity.aio import Format
 from infinity.aio._records import chunk_numel
 
@@ -43,10 +43,8 @@ class RamBeside:
         return self.held + max(together, *phases.values())
 
 
-def ram_beside(shape: ModelShape, machine: Machine, job: Job) -> RamBeside:
-    """Count the bytes for a model whose experts are cut already. Pure; does not depend on
-    `machine.ram_bytes`.
-    """
+def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
+    """Count the bytes. Pure; does not depend on `machine.ram_bytes`."""
     ranks, policy = machine.ranks, job.policy
     chunks, flats = 0, []
     for flat in shape.flats:

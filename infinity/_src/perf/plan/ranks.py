@@ -44,11 +44,11 @@ from infinity._src.kernels.comm_codec import wire_bytes
 from infinity._src.memory.layout import FlatLayout, aligned_section_bytes, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
-from infinity._src.perf.plan.experts import cut_experts
+from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
 from infinity._src.perf.plan.memory import TierBytes, beside_placement, gathered_bytes, place_states
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, ram_beside
-from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape
+from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape
 
 # -- Traffic of a rank -----------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ class Exchanges:
         return Copies(Copied(window, window), Copied(rest, rest))
 
 
-def exchanges(shape: ModelShape, machine: Machine, job: Job) -> Exchanges:
+def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
     """List the collectives of a step; none where there is one rank."""
     flats = [
         (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
@@ -219,11 +219,12 @@ class RankBytes:
 
 
 def bytes_of_rank(
-    shape: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0
+    model: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0
 ) -> RankBytes:
     """Count the bytes of each rank under the policy's stage. waiting: bytes of CPU memory that all
     ranks of a node need for something else.
     """
+    shape = shape_in(job, model)
     # Memory that other parts hold is not there for the placement.
     beside = beside_placement(shape, machine, job)
     held = int(sum(size.cpu for size in beside.values()))
@@ -238,7 +239,6 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
     """Count the bytes of the same job under each stage; stages 1 and 2 with parameters on the
     device, and without what they do not have. Beside one of these, stage 3 is shown with parameters
     where the optimizer's states are."""
-    shape = cut_experts(shape, job.expert_tile)
     found, policy = [], job.policy
     for stage in STAGES:
         fields: dict[str, Any] = {}
@@ -261,7 +261,7 @@ def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
 
 
 def _states(
-    shape: ModelShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
+    shape: JobShape, machine: Machine, job: Job, needs: Sequence[FlatNeed], plan: PlacementPlan
 ) -> dict[str, TierBytes]:
     cpu = dict.fromkeys(("params", "optim", "grads"), 0.0)
     nvme = dict(cpu)

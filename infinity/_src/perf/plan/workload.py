@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NewType
 
 import torch
 
@@ -218,6 +218,11 @@ class ModelShape:
             inner = (*outer, starts[index])
             found += [dataclasses.replace(each, around=inner) for each in cut]
         return found
+
+
+JobShape = NewType("JobShape", ModelShape)
+"""A model as a job has it, with stacks in the job's tiles (`perf.plan.experts.shape_in`). A
+function of a `ModelShape` and a job takes the model uncut."""
 
 
 @functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
