@@ -113,3 +113,29 @@ def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(
             step(model, optimizer, index, 0)
         close(model)
     assert [name.split("-")[0] for name in run_files(two)] == ["home", "states", "states"]
+
+
+@pytest.mark.parametrize("first", ["closed", "open"])
+def test_a_run_on_the_further_drive_of_another_harms_nothing_of_it(
+    tmp_path: Path, wanted: list[str], first: str
+) -> None:
+    one, two = (tmp_path / name for name in ("one", "two"))
+    for place in (one, two):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    step(model, optimizer, 0, 0)
+    if first == "closed":
+        close(model)
+    other, theirs = made(two)
+    step(other, theirs, 0, 0)
+    close(other)
+    steps = 1
+    if first == "open":
+        step(model, optimizer, 1, 0)
+        close(model)
+        steps = 2
+    # Alone: `two` has manifests of another run by now.
+    model, optimizer = made(one)
+    assert inf.restore(model, optimizer, one).step == steps
+    assert digest(model) == wanted[steps]
+    close(model)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing as mp
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 import infinity as inf
 from infinity._src.checkpoint.directory import newest_generation, read_head
+from infinity._src.checkpoint.fill_journal import FilledFlat
 from infinity._src.checkpoint.manifest import FileEntry, Head
 from infinity._src.checkpoint.run_files import RunFiles
 from tests.crashes import digest, step
@@ -95,6 +97,12 @@ def named(place: Path) -> set[Path]:
     }
 
 
+def put(home: Path, generation: int, rank: int, name: str) -> None:
+    """Write the manifest of one of two ranks, which names a states file of 8192 bytes."""
+    one = dataclasses.replace(manifest(rank, 2, generation), files=(FileEntry(name, 8192),))
+    (home / one.name).write_bytes(b"".join(one.parts()))
+
+
 @pytest.fixture
 def places(tmp_path: Path) -> list[Path]:
     found = [tmp_path / "one", tmp_path / "two"]
@@ -148,14 +156,9 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
     (home / "home-10000000").symlink_to("elsewhere")
     for name in files:
         (home / name).write_bytes(bytes(8192))
-
-    def put(generation: int, rank: int, name: str) -> None:
-        one = dataclasses.replace(manifest(rank, 2, generation), files=(FileEntry(name, 8192),))
-        (home / one.name).write_bytes(b"".join(one.parts()))
-
-    put(1, 0, files[0])
-    put(1, 1, files[3])
-    put(2, 0, files[1])
+    put(home, 1, 0, files[0])
+    put(home, 1, 1, files[3])
+    put(home, 2, 0, files[1])
     run = RunFiles([tmp_path], 0)
     assert run.before is not None
     # Rank 0's third has gone; those of rank 1 are for it to remove.
@@ -165,6 +168,63 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
     assert [type(one) for one in run.before] == [Head, Head]
     assert [len(one.optimizers) for one in run.before] == [1, 0]
     run.close()
-    put(2, 1, files[4])
+    put(home, 2, 1, files[4])
     assert [one.files[0].name for one in newest_generation(home)] == [files[1], files[4]]
     assert all((home / one.files[0].name).exists() for one in newest_generation(home))
+
+
+def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> None:
+    """The journal of the fill outlives the rank's manifest, until all ranks have theirs."""
+    run = RunFiles([tmp_path], 0)
+    named, other = (Path(run.add()[0].path) for _ in range(2))
+    run.keep()
+    put(run.home, 1, 0, named.name)
+    run.close()
+    journal = run.home / "fill.rank0"
+    data = journal.read_bytes()
+    again = RunFiles([tmp_path], 0)
+    assert again.before is None
+    assert states(tmp_path).keys() == {named}
+    assert not other.exists()
+    again.close()
+    # A manifest that cannot be read may name any.
+    journal.write_bytes(data)
+    (manifest_of_0,) = run.home.glob("manifest-*")
+    manifest_of_0.write_bytes(manifest_of_0.read_bytes()[:-1])
+    RunFiles([tmp_path], 0, give_up=True).close()
+    assert states(tmp_path).keys() == {named}
+
+
+def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_there(
+    places: list[Path],
+) -> None:
+    theirs = RunFiles(places, 0)
+    files = [theirs.add() for _ in range(2)]
+    mine = RunFiles(places[1:], 0)
+    own = Path(mine.add()[0].path)
+    there = states(places[1]).keys()
+    assert len(there) == 3
+    # Theirs are held; then a fill that broke off can go on in them; then a manifest names one.
+    mine.remove_strangers([])
+    assert states(places[1]).keys() == there
+    theirs.fill.start({"states": [list(each) for each in theirs.states()]}, known=True)
+    theirs.fill.add(0, FilledFlat(1, b"sums"))
+    theirs.fill.flush()
+    theirs.close()
+    mine.remove_strangers([])
+    assert states(places[1]).keys() == there
+    theirs = RunFiles(places, 0)
+    assert [[file.path for file in theirs.add()] for _ in files] == [
+        [file.path for file in each] for each in files
+    ]
+    theirs.keep()
+    theirs.committed()
+    name = Path(files[0][1].path)
+    put(theirs.home, 1, 0, f"drive1/{name.name}")
+    theirs.close()
+    mine.remove_strangers([])
+    assert states(places[1]).keys() == {own, name}
+    shutil.rmtree(theirs.home)
+    mine.remove_strangers([])
+    assert states(places[1]).keys() == {own}
+    mine.close()

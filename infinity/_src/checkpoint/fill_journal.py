@@ -204,6 +204,18 @@ def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
         yield kind, record[_RECORD.size :], file.tell()
 
 
+def ids_of_fills(home: Path) -> set[str]:
+    """Return the ids of the states files that journals in a run's home tell of. Raises: AioError.
+    """
+    found = set()
+    for path in home.glob("fill.rank*"):
+        journal = FillJournal(path)
+        journal.close()
+        if journal.head is not None:
+            found.add(str(journal.head["id"]))
+    return found
+
+
 def states_of(start: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the inode and length of each states file of a fill."""
     return [(inode, size) for inode, size in start["states"]]

@@ -13,8 +13,9 @@
 A run's states lie in two files on each drive, named anew for each process, so one that has just
 begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
 manifest names are removed: a rank's own when it begins, since their room is wanted, and all when a
-step was committed. An id begins with a sum of the run's first directory: on other drives the files
-of other runs may lie beside these, also of the run that this one is a copy of.
+step was committed. An id begins with a sum of the run's first directory: the files of other runs
+may lie beside these, also of the run that this one is a copy of, and in the home those of runs to
+which it is a further drive.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ from infinity._src.checkpoint.directory import (
     sync_directory,
     typed_errors,
 )
-from infinity._src.checkpoint.fill_journal import FillJournal, described, states_of
+from infinity._src.checkpoint.fill_journal import (
+    FillJournal,
+    described,
+    ids_of_fills,
+    states_of,
+)
 from infinity._src.checkpoint.manifest import Head
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import lock
@@ -151,27 +157,31 @@ class RunFiles:
             for layer in (1, 2)
             for directory in self.directories
         ]
-        named = {
-            entry.name.rpartition("/")[2]
-            for manifest in self.before or ()
-            for entry in manifest.files
-        }
         # Files with the sum of another directory are those of the run that this is a copy of; and
         # what a manifest names is a commit's, however the journal came to outlive it.
-        if found.startswith(self._sum) and not any(path.name in named for path in states):
+        if found.startswith(self._sum) and not self._may_be_named(states):
             with contextlib.suppress(OSError):
                 whole = start is not None and described(states) == states_of(start)
                 if head is not None and head["directories"] == directories and whole:
                     return found
             # Nobody else knows of them, and their room is wanted.
-            remove([each for path in states for each in (path, _sidecar(path))])
+            _unlink_states(states)
         # Random: a process that has just begun overwrites nothing of the run before.
         self.fill.begin({"id": mine, "directories": directories})
         return mine
 
+    def _may_be_named(self, states: Sequence[Path]) -> bool:
+        """Return whether a manifest of this rank names one of these, or may, as it is damaged."""
+        try:
+            named = {path.name for path in _named_in(self.home, self.rank)}
+        except (OSError, ValueError):
+            return True
+        # By name: where the earlier process had them, another drive may be mounted now.
+        return any(path.name in named for path in states)
+
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
-            # Leads back from a further drive: `_is_another_s` asks that run what it names.
+            # Leads back from a further drive: `_of_others` asks that run what it names.
             link.symlink_to(self.home.resolve())
 
     def name(self, layer: int, drive: int) -> str:
@@ -234,29 +244,18 @@ class RunFiles:
         process was about to write. The new process wants their room.
         """
         try:
-            # Each that is there, also one of a commit that broke off: another rank of the dead run
-            # may be about to write its part, and then that generation is whole. No more of this
-            # rank will come, as its lock is held here.
-            mine = [
-                read_head(path)
-                for path, _ in files_of(self.home)
-                if path.name.startswith("manifest-")
-                and path.suffix != ".partial"
-                and is_of(path, self.rank)
-            ]
-            keep = {(self.home / entry.name).resolve() for head in mine for entry in head.files}
+            # No more of this rank will come, as its lock is held here.
+            keep = _named_in(self.home, self.rank)
             gone = [
                 path
                 for path in self._states_here()
                 if path.suffix == f".rank{self.rank}"
                 # Those of a fill that goes on.
                 and not path.name.startswith(f"states-{self._id}-")
-                # Those of a run to which this directory was a further drive.
-                and (self._sum in path.name or not _home_link(path).is_symlink())
+                and self._is_own(path)
                 and path.resolve() not in keep
             ]
-            # The file last: one that is there is found again.
-            remove([each for path in gone for each in (_sidecar(path), path)])
+            _unlink_states(gone)
         except (OSError, ValueError) as error:
             # Nobody knows what a damaged manifest names; a run that is given up may have one.
             log.warning(
@@ -271,9 +270,18 @@ class RunFiles:
                 if found is not None and (directory == self.home or found.group(1) == self._sum):
                     yield path
 
+    def _is_own(self, path: Path) -> bool:
+        """Return whether a states file is of this run, and of no other, by its name and place."""
+        if path.name.startswith(f"states-{self._sum}"):
+            return True
+        # In the home, as after a move of the run; but a link beside it says that it is of a run to
+        # which this directory was a further drive.
+        return path.parent.resolve() == self.home.resolve() and not _home_link(path).is_symlink()
+
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier
-        run, and of processes that died. Also remove links to drives on which no named file lies.
+        run, and of processes that died; those of another run only once that is gone. Also remove
+        links to drives on which no named file lies.
 
         named: names of files as manifests have them.
         """
@@ -295,17 +303,18 @@ class RunFiles:
         }
         # Files of this process that no manifest names yet are in use all the same.
         keep |= {Path(file.path).resolve() for files in self._made for file in files}
+        gone = {path for path in gone if _STATES.fullmatch(path.name)} - keep
         # The lock of this rank is held here, so no other process has its files; other ranks hold
-        # theirs.
+        # theirs, and other runs.
         mine = f".rank{self.rank}"
         gone = {
             path
             for path in gone
-            if _STATES.fullmatch(path.name) and (path.suffix == mine or not _is_held(path))
-        } - keep
+            if (path.suffix == mine and self._is_own(path)) or not _is_held(path)
+        }
         # A copy of the first directory alone must not remove the original's states.
-        gone = {path for path in gone if not self._is_another_s(path)}
-        remove([each for path in gone for each in (path, _sidecar(path))])
+        gone -= self._of_others(gone)
+        _unlink_states(gone)
         # A link stays while a manifest, or this process, goes through it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
         drives = [
@@ -324,23 +333,29 @@ class RunFiles:
             ]
         )
 
-    def _is_another_s(self, path: Path) -> bool:
-        """Return whether these states belong to a run elsewhere that names them.
+    def _of_others(self, states: Iterable[Path]) -> set[Path]:
+        """Return those of these files, resolved, that a run elsewhere names or goes on with.
 
         A copy of a run's first directory alone still has links to the original's other drives.
         """
-        # A file in the home, or with its sum, is of this run.
-        if path.parent == self.home.resolve() or path.name.startswith(f"states-{self._sum}"):
-            return False
-        try:
-            home = _home_link(path).readlink()
-            newest = newest_heads(home)
-        except (OSError, ValueError) as error:
-            # A run that cannot be read may name them; only one that is gone does not.
-            return getattr(error, "errno", None) != errno.ENOENT
-        return any(
-            (home / entry.name).resolve() == path for manifest in newest for entry in manifest.files
-        )
+        found = set()
+        by_link: dict[Path, list[Path]] = {}
+        for path in states:
+            if not self._is_own(path):
+                by_link.setdefault(_home_link(path), []).append(path)
+        for link, paths in by_link.items():
+            try:
+                home = link.readlink() if link.is_symlink() else None
+                # Only a run that is gone has none of them.
+                if home is None or not home.is_dir():
+                    continue
+                kept, filling = _named_in(home), ids_of_fills(home)
+            except (OSError, ValueError):
+                # A run that cannot be read may name them all.
+                found.update(paths)
+                continue
+            found |= {path for path in paths if path in kept or _id_of(path) in filling}
+        return found
 
     def _remove_states(self) -> None:
         """Close the states files; remove those that no manifest names: no run can use them."""
@@ -366,6 +381,34 @@ class RunFiles:
     def close(self) -> None:
         """Let go of the run. The executor must be closed. Idempotent."""
         self._undo.close()
+
+
+def _named_in(home: Path, rank: int | None = None) -> set[Path]:
+    """Return the files, resolved, that the manifests in a home name. rank: those of one alone.
+    Raises: OSError, ValueError for a manifest that cannot be read.
+
+    Each manifest that is there counts, also one of a commit that broke off: another rank of the
+    dead run may be about to write its part, and then that generation is whole.
+    """
+    return {
+        (home / entry.name).resolve()
+        for path, _ in files_of(home)
+        if path.name.startswith("manifest-")
+        and path.suffix != ".partial"
+        and (rank is None or is_of(path, rank))
+        for entry in read_head(path).files
+    }
+
+
+def _unlink_states(states: Iterable[Path]) -> None:
+    """Remove states files, and the words of their owners."""
+    # The file last: one that is there is found again.
+    remove([each for path in states for each in (_sidecar(path), path)])
+
+
+def _id_of(states: Path) -> str:
+    """Return the id of the process that made a states file."""
+    return states.name.split("-")[1]
 
 
 def _home_link(states: Path) -> Path:
