@@ -76,6 +76,8 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
                                                                     at a time
     dcp_storage_info             distributed.checkpoint.            torch cannot read what
                                  filesystem._StorageInfo            `export_dcp` writes
+    is_out_of_memory             what the CPU's allocator says      `infinity train` ends with a
+                                                                    traceback where memory is short
 
 The tests also cover public functions that do more than torch's manual says: a prehook on a node
 runs after hooks on its tensors; hooks with `always_call` run after an exception, and not after
@@ -567,6 +569,17 @@ def _keeps_plainly() -> bool:
     them."""
     hooks = _C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled() and graph_task_id() == NO_TASK and hooks is None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True where memory ran out, the machine's or a device's. The CPU's allocator has no error of
+    its own for that.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    # The second in builds for systems other than Linux.
+    texts = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def dcp_storage_info(relative_path: str, offset: int, length: int) -> Any:

@@ -331,6 +331,15 @@ def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes
     assert pickle.loads(pickle.dumps(info)) == info
 
 
+def test_memory_that_runs_out_is_told_from_other_errors() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert compat.is_out_of_memory(caught.value)
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        assert compat.is_out_of_memory(error)
+    assert not compat.is_out_of_memory(RuntimeError("a shape"))
+
+
 def test_an_assertion_on_a_tensor_raises_with_its_message() -> None:
     compat.assert_async(torch.tensor(True), "never")
     with pytest.raises(RuntimeError, match="index out of range: 3 rows"):

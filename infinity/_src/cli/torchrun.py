@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from infinity._src._torch_compat import is_out_of_memory
 from infinity.errors import AioError
 
 _STOPPED = "infinity train/stopped"  # in the group's store: the rank whose error is told
@@ -73,7 +74,8 @@ class Joined:
             return True
         try:
             # These are this rank's own. Any other error may only mean that another rank has gone.
-            if not isinstance(error, (ValueError, AioError, MemoryError, KeyboardInterrupt)):
+            own = isinstance(error, (ValueError, AioError, KeyboardInterrupt))
+            if not own and not is_out_of_memory(error):
                 deadline = time.monotonic() + _PATIENCE_S
                 while time.monotonic() < deadline and not self.store.check([_STOPPED]):
                     time.sleep(0.05)

@@ -37,6 +37,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import infinity as inf
+from infinity._src._torch_compat import is_out_of_memory
 from infinity._src.bench import hardware
 from infinity._src.bench.swap import SwapTask, measure_swap
 from infinity._src.cli import hf_model
@@ -68,8 +69,8 @@ from infinity.aio._swap_file import resolve_directories
 from infinity.errors import InfinityError
 
 SCHEMA = "infinity.train/1"
-_FORESEEN = (ValueError, InfinityError, OSError, MemoryError)
-"""Errors that are told in one line."""
+_FORESEEN = (ValueError, InfinityError, OSError)
+"""Errors that are told in one line, beside those of memory that ran out."""
 _BENCH_BYTES = 512 * MIB
 _ALONE_STEP = 3
 """The step that begins with no update pending, so that its first forward is measured alone: late
@@ -115,7 +116,9 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
                 raise
     except KeyboardInterrupt:
         return 130
-    except (*_FORESEEN, *lost) as error:
+    except Exception as error:
+        if not isinstance(error, lost) and not _is_foreseen(error):
+            raise
         if not reported and ranks.tells(error):
             _say_error(console, error, options, ranks)
         return 2 if isinstance(error, ValueError) else 1
@@ -135,7 +138,7 @@ def _say_error(
         console.print("interrupted; what was measured so far is in " + str(options.out))
         return
     several = ranks is not None and ranks.world > 1
-    if not isinstance(error, _FORESEEN):
+    if not _is_foreseen(error):
         if not several:
             # The error goes on to the caller, and is shown there with its traceback.
             return
@@ -149,13 +152,29 @@ def _say_error(
     # Some exceptions have no text at all.
     text = str(error) or type(error).__name__
     # A MemoryLimitError names its fix, and others know of no option.
-    if isinstance(error, MemoryError) and not isinstance(error, InfinityError):
-        ram = getattr(options, "ram", None) or "half of what the machine leaves"
-        text = (
-            f"there is not enough memory: {text}. The budget is --ram {ram}: give a smaller one, "
-            "shorter sequences (--seq) or fewer (--batch), or raise the machine's or cgroup's limit"
-        )
+    if is_out_of_memory(error) and not isinstance(error, InfinityError):
+        text = _out_of_memory(error, text, options)
     console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
+
+
+def _is_foreseen(error: BaseException) -> bool:
+    return isinstance(error, _FORESEEN) or is_out_of_memory(error)
+
+
+def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace | None) -> str:
+    """Say what to change where memory ran out."""
+    # torch may add where in its code that was.
+    text = text.partition("\n")[0].removesuffix(".")
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"there is not enough memory on the device: {text}. Give shorter sequences (--seq) or "
+            "fewer (--batch), --checkpointing, or tiles (--tile-linears, --tile-experts)"
+        )
+    ram = getattr(options, "ram", None) or "half of what the machine leaves"
+    return (
+        f"there is not enough memory: {text}. The budget is --ram {ram}: give a smaller one, "
+        "shorter sequences (--seq) or fewer (--batch), or raise the machine's or cgroup's limit"
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

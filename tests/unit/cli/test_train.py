@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -354,6 +354,41 @@ def test_memory_that_is_not_there_is_one_line_that_names_the_fix(
     assert "error: there is not enough memory: a slab of" in shown
     assert "the limit of cgroup /a/job (1 GiB) leaves 4 KiB" in shown
     assert "The budget is --ram 64MiB: give a smaller one" in shown
+    assert "Traceback" not in shown
+
+
+def out_of_device_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nframes")
+
+
+@pytest.mark.parametrize(
+    ("runs_out", "said"),
+    [
+        (
+            lambda: torch.empty(1 << 50, dtype=torch.uint8),
+            ["allocate 1125899906842624 bytes", "The budget is --ram 64MiB: give a smaller one"],
+        ),
+        (
+            out_of_device_memory,
+            ["on the device: CUDA out of memory. Tried to allocate 2.00 GiB. Give shorter"],
+        ),
+    ],
+    ids=["cpu", "device"],
+)
+def test_memory_that_torch_has_no_more_of_is_one_line_that_names_the_fix(
+    model_directory: Path,
+    text: Path,
+    tmp_path: Path,
+    runs_out: Callable[[], object],
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command._Run, "_continue", lambda _run: runs_out())
+    out = ("--out", tmp_path / "out")
+    status, shown = train(model_directory, "--text", text, *out, *SMALL, "--ram", "64MiB")
+    assert status == 1
+    (line,) = [line for line in shown.splitlines() if "error:" in line]
+    assert all(each in line for each in ["error: there is not enough memory", *said])
     assert "Traceback" not in shown
 
 
