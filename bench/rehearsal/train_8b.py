@@ -90,7 +90,7 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     inf.handle(model).close()
     said = forecast.forecast(
         planned, policy, forecast.machine_of(rates, ram_bytes), args.batch * args.tokens,
-        checkpointing=True,
+        checkpointing=True, init=True,
     )  # fmt: skip
     return {
         "parameters": parameters, "layers": args.layers, "tokens": args.batch * args.tokens,

@@ -519,6 +519,8 @@ def _outside(shape: ModelShape, found: Prediction) -> Table:
         f"{rank} {format_size(first.read)} and writes {format_size(first.written)}; "
         f"{_seconds(first.seconds)} s",
     )
+    drawn_s = _seconds(first.init_seconds)
+    table.add_row("  from scratch (init=)", f"draws the values, reads none; {drawn_s} s")
     return table
 
 

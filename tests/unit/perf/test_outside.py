@@ -16,7 +16,7 @@ import infinity as inf
 from infinity._src.memory import footprint
 from infinity._src.memory.footprint import held_bytes, passing_bytes
 from infinity._src.perf.plan.machine import describe_machine
-from infinity._src.perf.plan.outside import Outside, outside
+from infinity._src.perf.plan.outside import DRAW_S, Outside, outside
 from infinity._src.perf.plan.predict import Prediction, predict
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of
 from infinity._src.sizes import GIB
@@ -212,6 +212,15 @@ def test_a_fill_has_two_flats_on_their_way() -> None:
     assert alone <= parts < alone * 1.001 + 65536
     # On several nodes each of two ranks reads the whole of a flat, and copies a quarter.
     assert 2 * (max(wholes) * 5 / 4) <= nodes < 2 * (most + 65536)
+
+
+def test_values_that_are_drawn_take_a_core_of_each_rank_and_nothing_is_read() -> None:
+    shape = shape_of_large()
+    one, two = (planned(shape, gpus=gpus)[0].set_up for gpus in (1, 2))
+    read_s = shape.params * 2 / 2e9
+    for set_up in (one, two):
+        drawn_s = set_up.init_seconds - (set_up.seconds - read_s)
+        assert drawn_s == pytest.approx(DRAW_S * shape.params)
 
 
 def test_ranks_of_several_nodes_each_read_the_whole_source() -> None:

@@ -4,7 +4,8 @@ RAM beside     `perf.plan.ram_beside`
 drives         the states, and checkpoints that lie on the same drives
 set-up         parameters are read from their source and written to the drives. Moments that
                begin as zeros are not written. The ranks of one node each read a part; of several
-               nodes each rank reads the whole, since nothing says that their files are the same
+               nodes each rank reads the whole, since nothing says that their files are the same.
+               `init=` reads nothing: each rank draws all values on a core of its own
 """
 
 from __future__ import annotations
@@ -26,15 +27,22 @@ CHUNK_S = 60e-6
 optimizer (tests/slopes.py, states in RAM, 2 cores)."""
 
 
+DRAW_S = 22e-9
+"""Seconds in which one core draws an element's initial value, twice, as `init=` does: 8.03 billion
+of them in a set-up of 183 s (docs/performance.md)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SetUp:
     """Set-up of one rank, in bytes and seconds. read: of the source of parameters; written: on the
-    drives. seconds: of all ranks together, which share drives and cores.
+    drives. seconds: of all ranks together, which share drives and cores. init_seconds: the same
+    where `init=` draws the values, and nothing is read.
     """
 
     read: float
     written: float
     seconds: float
+    init_seconds: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +88,13 @@ def _set_up(shape: ModelShape, machine: Machine, found: Prediction) -> SetUp:
     read = whole / (machine.world if reads_in_parts(machine) else 1)
     written = (found.on_nvme.params + found.on_nvme.frozen) / machine.ranks
     drives = machine.bandwidths
-    moved = Moved(machine.ranks * read, machine.ranks * written)
-    seconds = drives.io_s(moved) if drives is not None else 0.0
-    seconds += CHUNK_S * found.ram_beside.chunks
+
+    def io_s(read: float) -> float:
+        moved = Moved(machine.ranks * read, machine.ranks * written)
+        return drives.io_s(moved) if drives is not None else 0.0
+
+    seconds = CHUNK_S * found.ram_beside.chunks
     if machine.gpus:
         seconds += PIN_S_PER_BYTE * (found.ram.bytes - found.ram_beside.peak)
-    return SetUp(read, written, seconds)
+    drawn_s = DRAW_S * shape.params
+    return SetUp(read, written, seconds + io_s(read), seconds + drawn_s + io_s(0.0))
