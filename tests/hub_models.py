@@ -24,9 +24,16 @@ EVERY_MIN = 60
 that are not installed."""
 
 WIDE = {
-    "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16, "num_local_experts": 4,
+    "mixtral": {
+        "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 16,
+        "num_local_experts": 4,
+    },
+    "deepseek_v3": {
+        "hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 512,
+        "num_hidden_layers": 24, "n_routed_experts": 4,
+    },
 }  # fmt: skip
-"""A Mixtral of 16 layers, whose largest group has 4 MiB, and which has some 110 MB."""
+"""Models whose largest group has 4 MiB, and which have some 110 and 200 MB."""
 
 _COMMON = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32,

@@ -212,7 +212,7 @@ def build_engine(
             split.comm.world,
         )
     # The source was opened before: a missing file is found before drives are written.
-    tiers = open_tiers(split, seam, owner, undo, in_parts=in_parts)
+    tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
@@ -284,11 +284,12 @@ def open_tiers(
     seam: Seam | None,
     owner: EngineHandle,
     undo: contextlib.ExitStack,
+    source: OpenSource,
     *,
     in_parts: bool,
 ) -> Tiers:
-    """Plan the budget and open the storage of values; it is empty yet. in_parts: how it will be
-    filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
+    """Plan the budget and open the storage of values; it is empty yet. source, in_parts: how it
+    will be filled. Raises: BudgetError, MemoryLimitError, SwapFullError, OSError.
     """
     policy = split.policy
     # Room for the gradients of a few units on their way.
@@ -309,7 +310,7 @@ def open_tiers(
     plan = planner.first()
     # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
     shards = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
-    filling, running = _beside_bytes(split, in_parts=in_parts)
+    filling, running = _beside_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
         plan,
         # Pools, and parameters that stay in RAM, beside the values that the model holds until then.
@@ -347,7 +348,7 @@ def _read_alike(split: Split, source: OpenSource) -> str:
     return place and f"{place} {xxhash.xxh3_128_hexdigest(repr(flats).encode())}"
 
 
-def _beside_bytes(split: Split, *, in_parts: bool) -> tuple[int, int]:
+def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[int, int]:
     """Bytes that this rank takes beside its plan: while it is filled, and in a step. A save finds
     out by itself whether there is memory for it."""
     policy = split.policy
@@ -360,7 +361,9 @@ def _beside_bytes(split: Split, *, in_parts: bool) -> tuple[int, int]:
         all_at_once=not policy.consumes_grads,
         durable=bool(policy.durable),
         drives=len(policy.directories),
-        fill=footprint.fill_bytes(sizes, in_parts=in_parts),
+        fill=footprint.fill_bytes(
+            sizes, in_parts=in_parts, converting=source.converting_bytes
+        ),
     )
     return held + passing["fill"], held + passing["step"]
 

@@ -70,8 +70,10 @@ def export_safetensors(
     when all are on the drive; an earlier export in the directory stays until then, so there has to
     be room for both. On several ranks all must call it; rank 0 writes.
 
-    Raises: OSError naming the path; ValueError for a model that is not offloaded, and for one
-    whose conversion has no way back, or that the release of transformers cannot convert.
+    Raises: MemoryError, before anything is read, where a shard (a group that is converted counts
+    twice) is more than the memory that is left; OSError naming the path; ValueError for a model
+    that is not offloaded, and for one whose conversion has no way back, or that the release of
+    transformers cannot convert.
     """
     if names not in ("hub", "modules"):
         raise ValueError(f"names={names!r}: give 'hub' or 'modules'")

@@ -397,6 +397,11 @@ class ReverseGroup:
     names: dict[str, str]
     targets: dict[str, torch.Tensor]
 
+    @property
+    def renamed(self) -> bool:
+        """True if the one tensor stays as it is."""
+        return not _is_converter(self.transform)
+
     def convert(self, read: Read) -> dict[str, torch.Tensor]:
         """Return the tensors of the files, contiguous or views of what was read."""
         made = _convert(self.first, self.transform, self.sources, self.model, read)

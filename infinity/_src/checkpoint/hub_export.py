@@ -58,13 +58,13 @@ def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
         sizes[name] = buffer.nbytes
     for name in model._keys_to_ignore_on_save or ():
         likes.pop(name, None)
-    return [
-        ExportPart(
-            sum(sizes[name] for _, name in group.sources),
-            functools.partial(_converted, group, readers),
-        )
-        for group in plan_reverse(model, likes, saved_conversions(model))
-    ]
+    parts = []
+    for group in plan_reverse(model, likes, saved_conversions(model)):
+        size = sum(sizes[name] for _, name in group.sources)
+        # What is converted is there twice: as it was read, and as it is written.
+        beside = 0 if group.renamed else size
+        parts.append(ExportPart(size, functools.partial(_converted, group, readers), beside))
+    return parts
 
 
 def _refuse_conversions(model: Any) -> None:

@@ -179,15 +179,29 @@ class HubTensors(FileTensors):
         if not group.stacked or not out.numel():
             out.copy_(self.read(name).reshape(-1)[start : start + out.numel()])
             return
-        row = like.numel() // like.shape[0]
+        row, step = like.numel() // like.shape[0], _rows_together(like)
         first, last = start // row, -(-(start + out.numel()) // row)
-        step = max(1, CONVERTED_BYTES // (row * like.dtype.itemsize))
         for at in range(first, last, step):
             end = min(at + step, last)
             (rows,) = group.convert(files.read, at, end).values()
             begin, stop = max(start, at * row), min(start + out.numel(), end * row)
             values = rows.reshape(-1)[begin - at * row : stop - at * row]
             out[begin - start : stop - start].copy_(values)
+
+    @property
+    def converting_bytes(self) -> int:
+        """Bytes of the group that takes most: tensors of files, what they become, and a copy
+        between two operations; of a stack, for the rows that are converted together. Of weights in
+        tiles, other groups stay beside it.
+        """
+        groups = {group.first: group for group in self._opened.plan.groups.values()}
+        found, made = [0], [0]
+        for group in groups.values():
+            if group.renamed is None:
+                found.append(_converting_bytes(group, self._opened.files))
+                if self._tiled.intersection(group.targets) and not group.stacked:
+                    made.append(_bytes_of(group.targets.values()))
+        return max(found) + (_GROUPS_OF_TILES - 1) * max(made)
 
     def origin(self, name: str) -> str:
         """Say in which file a tensor is, with its bytes."""
@@ -314,6 +328,28 @@ def hub_checkpoint(
             store[attr] = value
         raise
     source.finish()
+
+
+def _rows_together(stack: torch.Tensor) -> int:
+    """Return how many rows of a stack are converted together."""
+    row_bytes = stack.numel() // stack.shape[0] * stack.dtype.itemsize
+    return max(1, CONVERTED_BYTES // max(row_bytes, 1))
+
+
+def _converting_bytes(group: ForwardGroup, files: StoredTensors) -> int:
+    """Return the bytes that converting a group takes at most."""
+    stored = [_like(files, name) for _, name in group.sources]
+    found = _bytes_of(stored) + 2 * _bytes_of(group.targets.values())
+    if group.stacked:
+        (stack,) = group.targets.values()
+        found = -(-found * min(_rows_together(stack), stack.shape[0]) // stack.shape[0])
+    # One weight at a time is made fp32, padded, and multiplied by its scales.
+    quantized = max((each.numel() for each in stored if each.dtype.itemsize == 1), default=0)
+    return found + 3 * torch.float32.itemsize * quantized
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors)
 
 
 def _plan(model: Any, files: StoredTensors, mapping: list[Any]) -> ForwardPlan:

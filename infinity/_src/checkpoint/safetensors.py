@@ -41,6 +41,7 @@ from infinity._src.kernels.tiling.tiled_module import (
     tiled_module_name,
     whole_name,
 )
+from infinity._src.memory.ledger import memory_left_bytes
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
@@ -331,11 +332,12 @@ def read_value(of: Exporter, param: Param, *, masters: bool) -> torch.Tensor:
 @dataclasses.dataclass(frozen=True)
 class ExportPart:
     """Tensors of an export that are read together, and lie in one file. read: gives them by name;
-    collective, and blocks.
+    collective, and blocks. beside_bytes: more RAM than theirs that it takes.
     """
 
     size_bytes: int
     read: Callable[[], dict[str, torch.Tensor]]
+    beside_bytes: int = 0
 
 
 def write_safetensors(
@@ -350,8 +352,8 @@ def write_safetensors(
 
     Files appear under their names only when all are whole and on the drive, the index last; an
     earlier export in the directory stays until then. On several ranks all call it, and rank 0
-    writes. Raises: OSError naming the path, ValueError for a dtype that the format does not have,
-    PeerFailed where another rank met an error.
+    writes. Raises: MemoryError before anything is read; OSError naming the path, ValueError for a
+    dtype that the format does not have, PeerFailed where another rank met an error.
     """
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
     sizes = [part.size_bytes for part in parts]
@@ -360,6 +362,8 @@ def write_safetensors(
         # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
         # read.
         with Rendezvous(comm, f"making {directory}"):
+            # All ranks have them, whoever writes.
+            _check_memory(held_bytes([parts[part] for part in group] for group in groups))
             files.begin()
         for index, group in enumerate(groups):
             tensors: dict[str, torch.Tensor] = {}
@@ -374,6 +378,24 @@ def write_safetensors(
                     files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
         with Rendezvous(comm, f"finishing {directory}"):
             files.finish()
+
+
+def held_bytes(files: Iterable[Sequence[ExportPart]]) -> int:
+    """Return the most RAM that writing files of these parts takes: the tensors of one file."""
+    return max(
+        sum(part.size_bytes for part in file) + max((part.beside_bytes for part in file), default=0)
+        for file in files
+    )
+
+
+def _check_memory(held: int) -> None:
+    left = memory_left_bytes()
+    if held > left:
+        raise MemoryError(
+            f"an export would hold {format_size(held)} of tensors in memory, those of one file, "
+            f"and {format_size(left)} are left; give a smaller shard_bytes_max, or inf.save the "
+            "model and write it by `infinity checkpoint export`, which streams"
+        )
 
 
 def module_parts(model: torch.nn.Module, of: Exporter, *, masters: bool) -> list[ExportPart]:

@@ -47,12 +47,15 @@ def held_bytes(chunks: int, units: int, generations: int = 1) -> int:
     return chunks * (CHUNK_BYTES + SECOND_PLACE_BYTES * (generations - 1)) + units * UNIT_BYTES
 
 
-def fill_bytes(flats: Iterable[tuple[int, int]], *, in_parts: bool) -> int:
+def fill_bytes(
+    flats: Iterable[tuple[int, int]], *, in_parts: bool, converting: int = 0
+) -> int:
     """Compute the most bytes of values on their way to their tiers while a rank is filled: one flat
     is read while the shard of the one before is written.
 
     flats: bytes of each and of its shard, in order. in_parts: no more than the shard is read; else
-    the shard is copied from the whole, unless it is that.
+    the shard is copied from the whole, unless it is that. converting: bytes that the source holds
+    beside what it fills.
     """
     most = before = 0
     for whole, shard in flats:
@@ -61,7 +64,7 @@ def fill_bytes(flats: Iterable[tuple[int, int]], *, in_parts: bool) -> int:
         else:
             most = max(most, whole + max(before, shard if shard < whole else 0))
         before = shard
-    return most
+    return most + converting
 
 
 def passing_bytes(

@@ -125,6 +125,11 @@ class NamedTensors(abc.ABC):
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor; the caller copies it at once."""
 
+    @property
+    def converting_bytes(self) -> int:
+        """Bytes of RAM that reading takes beside the result, at most, where it converts tensors."""
+        return 0
+
     def origin(self, name: str) -> str:  # noqa: ARG002 - of the interface
         """Say where one tensor lies, for messages: its file and its bytes."""
         return ""
@@ -165,6 +170,11 @@ class OpenSource(abc.ABC):
     def files(self) -> SourceFiles:
         """The files that say all of the values, as `FileTensors.files`; none for other kinds."""
         return SourceFiles()
+
+    @property
+    def converting_bytes(self) -> int:
+        """Bytes of RAM that a fill takes beside the values, as `NamedTensors.converting_bytes`."""
+        return 0
 
     @abc.abstractmethod
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
@@ -435,6 +445,10 @@ class _NamedSource(_WholeSource):
         self._known = set(tensors.names())
         # All names and shapes are checked at once: a wrong name never leaves a model half filled.
         self._check()
+
+    @property
+    def converting_bytes(self) -> int:
+        return self._tensors.converting_bytes
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         name = self._found(names)

@@ -21,13 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity as inf
-from infinity._src.checkpoint import hub_files, safetensors_files
+from infinity._src.checkpoint import hub_files, safetensors, safetensors_files
 from infinity._src.checkpoint.gguf_files import UnpackedGguf
 from infinity._src.checkpoint.hub_files import HubTensors
-from infinity.errors import AioError, WeightsError
+from infinity._src.memory import ledger
+from infinity.aio._memory_limits import CgroupLimit
+from infinity.errors import AioError, MemoryLimitError, WeightsError
 from tests import hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names
-from tests.marks import alternating
+from tests.marks import alternating, mostly_slow
 
 CPU = inf.Policy(params="cpu", optim="cpu")
 
@@ -415,15 +417,51 @@ def test_tiles_of_experts_are_filled_with_their_part(
 
 # -- memory ----------------------------------------------------------------------------------------
 
+
+def test_what_a_conversion_holds_is_checked_before_anything_is_taken(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = CgroupLimit("/job", 1 << 40, (1 << 40) - 4096)
+    monkeypatch.setattr(ledger, "cgroup_limits", lambda: [limit])
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    stacks = [p.numel() * 2 for name, p in meta_mixtral.named_parameters() if "experts" in name]
+    for together, copies in ((1 << 20, 1), (1000, meta_mixtral.config.num_local_experts)):
+        monkeypatch.setattr(hub_files, "CONVERTED_BYTES", together)
+        needed = []
+        for load in (mixtral, dict(meta_mixtral.state_dict())):
+            with pytest.raises(MemoryLimitError) as caught:
+                inf.offload(meta_mixtral, policy, load=load)
+            needed.append(caught.value.needed_bytes)
+        # Those of the files, the stack of them, and the stack that the model has.
+        assert needed[0] - needed[1] == 3 * max(stacks) // copies
+
+
+def test_an_export_that_memory_cannot_hold_is_refused_before_anything_is_read(
+    mixtral: Path, meta_mixtral: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = sum(parameter.numel() * 2 for parameter in meta_mixtral.parameters())
+    stack = max(p.numel() * 2 for name, p in meta_mixtral.named_parameters() if "experts" in name)
+    inf.offload(meta_mixtral, CPU, load=mixtral)
+    # A stack is there twice where its experts are written apart.
+    for names, need in (("modules", whole), ("hub", whole + stack)):
+        left = iter((need - 1, need))
+        monkeypatch.setattr(safetensors, "memory_left_bytes", lambda left=left: next(left))
+        with pytest.raises(MemoryError, match="give a smaller shard_bytes_max"):
+            inf.export_safetensors(meta_mixtral, tmp_path / names, names=names)
+        assert not (tmp_path / names).exists()
+        inf.export_safetensors(meta_mixtral, tmp_path / names, names=names)
+        assert (tmp_path / names / "model.safetensors").exists()
+
+
 MEMORY = """
-import sys, threading
+import json, sys, threading
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
 import infinity as inf
 from infinity._src import build
+from infinity._src.checkpoint.hub_files import HubTensors
 from tests import hub_models
-from tests.marks import alternating
 
 def anonymous():
     lines = open("/proc/self/status").read().splitlines()
@@ -445,27 +483,40 @@ def watched(*arguments, **options):
 
 fill, build.fill_tiers, peaks = build.fill_tiers, watched, []
 policy = inf.Policy(params="nvme", optim="nvme", nvme=sys.argv[2], ram="min")
-kind, config = hub_models.tiny("mixtral", **hub_models.WIDE)
+kind, config = hub_models.tiny(sys.argv[3], **json.loads(sys.argv[4]))
 with torch.device("meta"):
     model = kind._from_config(config, dtype=torch.bfloat16)
 largest = max(parameter.numel() for parameter in model.parameters()) * 2
+converting = HubTensors(model, Path(sys.argv[1])).converting_bytes
 inf.offload(model, policy, load=Path(sys.argv[1]))
 unit = max(unit.size_bytes for unit in inf.handle(model).units)
-print(peaks[0], 2 * unit + build.FILL_SPARE_BYTES, largest)
+print(peaks[0], 2 * unit + build.FILL_SPARE_BYTES, largest, converting)
 """
 
 
-def test_memory_stays_below_the_engines_own_and_three_of_the_largest_group(tmp_path: Path) -> None:
-    kind, config = hub_models.tiny("mixtral", **hub_models.WIDE)
-    hub_models.write_values(on_meta(kind, config), tmp_path / "hub")
+@pytest.mark.parametrize("family", mostly_slow(hub_models.WIDE, "mixtral"))
+def test_memory_stays_below_the_engines_own_and_three_of_the_largest_group(
+    family: str, tmp_path: Path
+) -> None:
+    """Experts of a Mixtral; and each matrix of a DeepSeek in fp8, with its scales."""
+    sizes = hub_models.WIDE[family]
+    kind, config = hub_models.tiny(family, **sizes)
+    hub = tmp_path / "hub"
+    if family == "mixtral":
+        hub_models.write_values(on_meta(kind, config), hub)
+    else:
+        hub_models.write(kind, config, torch.bfloat16, hub)
+        hub_models.quantize_fp8(hub)
     ran = subprocess.run(
-        [sys.executable, "-c", MEMORY, tmp_path / "hub", tmp_path],
+        [sys.executable, "-c", MEMORY, hub, tmp_path, family, json.dumps(sizes)],
         capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     # The engine's own: a flat being filled, one being written, and what malloc may keep.
-    peak, own, largest = map(int, ran.stdout.split())
+    peak, own, largest, converting = map(int, ran.stdout.split())
     assert peak <= own + 3 * largest
+    # As `inf.offload` has counted it.
+    assert peak <= own + converting
     total = sum(parameter.numel() * 2 for parameter in on_meta(kind, config).parameters())
     assert total > 3 * (own + 3 * largest), "the model is too small to say anything"
 

@@ -107,6 +107,8 @@ def test_two_flats_are_on_their_way_at_most() -> None:
     assert footprint.fill_bytes(ranks, in_parts=True) == 250
     # A shard is copied from the whole, when the one before is written.
     assert footprint.fill_bytes(ranks, in_parts=False) == 600
+    # A source that converts holds more, whichever flat it is for.
+    assert footprint.fill_bytes(alone, in_parts=True, converting=7) == 507
 
 
 @pytest.mark.parametrize("learns", [False, True])

@@ -3,7 +3,8 @@ units, and more in each phase (`memory.footprint`).
 
 A node needs room for whole budgets and the peak of this. That is conservative for a fill, which
 comes before gradients. Not counted: the interpreter, torch, CUDA's host memory, what a loop
-holds itself, and what a source holds that converts tensors.
+holds itself, and what a source holds that converts tensors: files alone tell that, and
+`inf.offload` counts it.
 """
 
 from __future__ import annotations
