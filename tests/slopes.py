@@ -1,21 +1,28 @@
-"""CPU time and memory of each phase of the engine per chunk, with chunks so small that a laptop
-has as many of them as a model of hundreds of billions of parameters.
+"""CPU time, memory and calls of each phase of the engine per chunk, with chunks so small that a
+laptop has as many of them as a model of hundreds of billions of parameters.
 
-    python -m tests.slopes DIRECTORY '{"chunks": 1000, "flats": 1, "units": ["us", "bytes"]}' ...
+    python -m tests.slopes DIRECTORY '{"chunks": 9, "flats": 1, "drives": 1, "units": ["us"]}' ...
 
-Prints a JSON line for each, with CPU microseconds ("us") and bytes per chunk by phase. CPU time is
-that of all threads of the process (of phases on a device, of the main thread), and the least of two
-turns; bytes are the most that Python and numpy
-have allocated beyond what was there before.
+Prints a JSON line for each, with the units per chunk by phase:
+
+    us       CPU microseconds of all threads of the process (of phases on a device, of the main
+             thread), the least of two turns
+    bytes    the most that Python and numpy have allocated beyond what was there before
+    calls    functions of Python and C that the main thread has called, and threads that it started
+             (on a device, the main thread alone): the same on every machine, busy or not. Loops
+             inside of C are not seen
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
+import itertools
 import json
 import shutil
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -59,13 +66,53 @@ class Rows(nn.Module):
         return torch.stack(found).sum()
 
 
-class Meter:
-    """The phases of one model. traces: allocations are traced, which makes all slower."""
+def _us(action: Callable[[], Any], *, on_device: bool) -> tuple[float, Any]:
+    # The simulated device looks for races in threads of its own, which no device does.
+    clock = time.thread_time if on_device else time.process_time
+    began_s = clock()
+    result = action()
+    return 1e6 * (clock() - began_s), result
 
-    def __init__(self, chunks: int, *, traces: bool) -> None:
-        self.found: dict[str, list[float]] = {}
+
+def _bytes(action: Callable[[], Any], *, on_device: bool) -> tuple[float, Any]:
+    tracemalloc.start()
+    try:
+        result = action()
+        return tracemalloc.get_traced_memory()[1], result
+    finally:
+        tracemalloc.stop()
+
+
+def _calls(action: Callable[[], Any], *, on_device: bool) -> tuple[float, Any]:
+    count = itertools.count()
+
+    def event(_frame: object, kind: str, _of: object) -> None:
+        if kind in ("call", "c_call"):
+            next(count)
+
+    threading.setprofile(None if on_device else event)
+    sys.setprofile(event)
+    try:
+        result = action()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return next(count), result
+
+
+COSTS = {"us": _us, "bytes": _bytes, "calls": _calls}
+"""Cost of an action in each unit, with its result."""
+
+
+class Meter:
+    """The phases of one model, in one unit."""
+
+    def __init__(self, chunks: int, unit: str) -> None:
+        self.found: dict[str, float] = {}
         self._chunks = chunks
-        self._traces = traces
+        self._cost = COSTS[unit]
+        # What is counted is the same each time.
+        self._again = unit == "us"
 
     def phase(
         self,
@@ -78,19 +125,11 @@ class Meter:
         before each turn, and is not measured.
         """
         costs = []
-        for _ in range(1 if self._traces else turns):
+        for _ in range(turns if self._again else 1):
             before()
             gc.collect()
-            if self._traces:
-                tracemalloc.start()
-            # The simulated device looks for races in threads of its own, which no device does.
-            clock = time.thread_time if name.startswith("device") else time.process_time
-            began_s = clock()
-            result = action()
-            costs.append(1e6 * (clock() - began_s))
-            if self._traces:
-                costs[-1] = tracemalloc.get_traced_memory()[1]
-                tracemalloc.stop()
+            cost, result = self._cost(action, on_device=name.startswith("device"))
+            costs.append(cost)
         self.found[name] = min(costs) / self._chunks
         return result
 
@@ -104,11 +143,15 @@ def tiny_chunks() -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def measure(place: Path, chunks: int, flats: int, *, traces: bool) -> dict[str, float]:
+def measure(place: Path, chunks: int, flats: int, drives: int, unit: str) -> dict[str, float]:
     """The cost of each phase per chunk."""
-    meter = Meter(chunks, traces=traces)
+    meter = Meter(chunks, unit)
+    folders = [place / "run" / str(drive) for drive in range(drives)]
+    states = {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["Linear"], "nvme": folders}
+    if drives > 1:
+        # Else they would be measured.
+        states["io"] = {"bandwidths": {str(folder): (1e9, 1e9) for folder in folders}}
     with tiny_chunks() as patch:
-        states = {"params": "nvme", "optim": "nvme", "ram": "min", "units": ["Linear"]}
         _train(meter, place, chunks, flats, "", generations=1, **states)
         _train(meter, place, chunks, flats, "durable ", durable="new", **states)
         _train(meter, place, chunks, flats, "generations ", generations=2, **states)
@@ -119,12 +162,12 @@ def measure(place: Path, chunks: int, flats: int, *, traces: bool) -> dict[str, 
 
 
 def _train(meter: Meter, place: Path, chunks: int, flats: int, kind: str, **chosen: Any) -> None:
-    folder = place / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    shutil.rmtree(place / "run", ignore_errors=True)
+    for folder in chosen["nvme"]:
+        folder.mkdir(parents=True)
+    policy = inf.Policy(**chosen)
     torch.manual_seed(0)
     model = Rows(chunks, flats)
-    policy = inf.Policy(nvme=folder, **chosen)
     meter.phase(f"{kind}offload", lambda: inf.offload(model, policy), turns=1)
     optimizer: Any = meter.phase(
         f"{kind}optimizer", lambda: inf.AdamW(model.parameters(), lr=1e-3), turns=1
@@ -150,7 +193,19 @@ def _train(meter: Meter, place: Path, chunks: int, flats: int, kind: str, **chos
         _checkpoint(meter, place, model, optimizer)
     meter.phase(f"{kind}close", handle.close, turns=1)
     if "durable" in chosen:
-        meter.phase(f"{kind}verify", VerifyJob(run_directory(folder)).verify, turns=1)
+        run = policy.directories[0]
+        meter.phase(f"{kind}verify", VerifyJob(run_directory(run)).verify, turns=1)
+        _go_on(meter, Rows(chunks, flats), dataclasses.replace(policy, durable=True), kind)
+
+
+def _go_on(meter: Meter, model: nn.Module, policy: inf.Policy, kind: str) -> None:
+    """Restore a durable run as the next process does."""
+    meter.phase(f"{kind}offload again", lambda: inf.offload(model, policy), turns=1)
+    optimizer: Any = inf.AdamW(model.parameters(), lr=1e-3)
+    run = policy.directories[0]
+    restored = meter.phase(f"{kind}restore", lambda: inf.restore(model, optimizer, run), turns=1)
+    assert restored.step
+    inf.handle(model).close()
 
 
 def _checkpoint(meter: Meter, place: Path, model: nn.Module, optimizer: Any) -> None:
@@ -174,7 +229,7 @@ def main() -> None:
         values = json.loads(spec)
         place = Path(sys.argv[1]) / "slopes"
         found = {
-            unit: measure(place, values["chunks"], values["flats"], traces=unit == "bytes")
+            unit: measure(place, values["chunks"], values["flats"], values["drives"], unit)
             for unit in values["units"]
         }
         shutil.rmtree(place)

@@ -15,40 +15,51 @@ from infinity._src.checkpoint import reader
 from tests import forks, slopes
 from tests.marks import mostly_slow
 
-SLOPE_MAX = 1.2
-"""Eight times the chunks are eight times the memory: some of it is in no cache any more."""
+SLOPE_MAX = {"bytes": 1.1, "calls": 1.1, "us": 1.2}
+"""Eight times the chunks are eight times the memory, and some of it is in no cache any more: CPU
+time per chunk grows by that alone."""
 BUSY_MAX = 4.0
-"""Beside other tests, and on a shared machine, where CPU time varies by a factor of three. What
+"""CPU time beside other tests, and on a shared machine, where it varies by a factor of three. What
 costs the square is eight times as dear."""
-FLATS = {
-    "more and larger flats": lambda chunks: int(chunks**0.5),
-    "one flat": lambda chunks: 1,
-    "flats of 20 chunks": lambda chunks: chunks // 20,
+TRIES = 3
+"""Measurements of CPU time, at most: the least of each phase counts, and what is truly steep is so
+in all of them."""
+SHAPES = {
+    "more and larger flats": (lambda chunks: int(chunks**0.5), 1),
+    "one flat": (lambda chunks: 1, 1),
+    "flats of 20 chunks": (lambda chunks: chunks // 20, 1),
+    "one flat on 8 drives": (lambda chunks: 1, 8),
 }
+"""Flats of so many chunks, and drives."""
 
 
-@pytest.mark.parametrize("unit", mostly_slow(["us", "bytes"], "us"))
-@pytest.mark.parametrize("shape", mostly_slow(FLATS, "one flat"))
+@pytest.mark.parametrize("unit", mostly_slow(["us", "bytes", "calls"], "us"))
+@pytest.mark.parametrize("shape", mostly_slow(SHAPES, "one flat"))
 @pytest.mark.parametrize("chunks", mostly_slow([100, 1000], 100))
 def test_each_phase_is_linear_in_chunks(chunks: int, shape: str, unit: str, tmp_path: Path) -> None:
-    """Costs that arise once per engine count for it: they make the few chunks dear."""
-    few, many = (
-        json.loads(
-            forks.in_a_fork(
-                "tests.slopes",
-                tmp_path,
-                json.dumps({"chunks": count, "flats": FLATS[shape](count), "units": [unit]}),
-            )
-        )[unit]
-        for count in (chunks, 8 * chunks)
-    )
-    assert few.keys() == many.keys()
-    most = BUSY_MAX if chunks == 100 and unit == "us" else SLOPE_MAX
-    steep = {
-        phase: f"{few[phase]:.1f} {unit} per chunk of {chunks}, {many[phase]:.1f} of {8 * chunks}"
-        for phase in few
-        if many[phase] > most * few[phase]
-    }
+    """Nothing is dearer by more than a tenth: bytes and calls from Python, which no other process
+    disturbs. CPU time, which sees what loops in C do, cannot be held to that on a shared machine.
+    Costs that arise once per engine count for it: they make the few chunks dear."""
+    flats, drives = SHAPES[shape]
+    counts = (chunks, 8 * chunks)
+    most = BUSY_MAX if chunks == 100 and unit == "us" else SLOPE_MAX[unit]
+    least: dict[int, dict[str, float]] = {count: {} for count in counts}
+    for _ in range(TRIES if unit == "us" else 1):
+        for count in counts:
+            spec = {"chunks": count, "flats": flats(count), "drives": drives, "units": [unit]}
+            ran = forks.in_a_fork("tests.slopes", tmp_path, json.dumps(spec))
+            for phase, cost in json.loads(ran)[unit].items():
+                least[count][phase] = min(cost, least[count].get(phase, cost))
+        few, many = least.values()
+        assert few.keys() == many.keys()
+        steep = {
+            phase: f"{few[phase]:.1f} {unit} per chunk of {chunks}, {many[phase]:.1f} of "
+            f"{8 * chunks}"
+            for phase in few
+            if many[phase] > most * few[phase]
+        }
+        if not steep:
+            break
     assert not steep
 
 
