@@ -371,11 +371,17 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -
         with pytest.raises(ValueError, match="is a file, and a checkpoint is a directory"):
             run.save(file)
     for training, message in (
-        (Training(lambda: models.llama(layers=4)), r"missing in it"),
-        (Training(lambda: models.llama(layers=2)), r"not in the model"),
+        (
+            Training(lambda: models.llama(layers=4)),
+            r"layers\.3\.\S+ \(\[\d+.*\], [\d,]+ bytes as bfloat16\), .* more missing in it",
+        ),
+        (
+            Training(lambda: models.llama(layers=2)),
+            r"layers\.2\.\S+ \(data-\S+, [\d,]+ bytes as bfloat16\), .* more not in the model",
+        ),
         (
             Training(lambda: models.llama(hidden=64)),
-            r"is of shape \(96, 32\) in .*; the model wants \(96, 64\)",
+            r"\(96, 32\) in .* \(data-\S+, 6,144 bytes .*wants \(96, 64\), 12,288 bytes",
         ),
         (
             dataclasses.replace(PLAIN, dtype=torch.float32),

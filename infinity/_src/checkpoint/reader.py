@@ -184,6 +184,17 @@ class Checkpoint:
             lambda rank: self._of_rank(rank).chunks(param.flat_index),
         )
 
+    def file_of(self, param: SavedParam) -> str:
+        """Return the name of the file that has the first element of a parameter; empty for one
+        without elements.
+        """
+        if not param.entry.numel:
+            return ""
+        piece = next(self.pieces(param, 0, 1))
+        manifest = self.manifests[piece.rank]
+        row = self._of_rank(piece.rank).rows(param.flat_index, piece.chunk)[0]
+        return manifest.files[int(manifest.rows["file"][row])].name
+
     def attachment(self, kind: str, rank: int) -> bytes | None:
         """Read the "buffers" or the "extra" of a rank, or of rank 0 where there is no such rank;
         None where that rank had none.

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from infinity._src.checkpoint import metadata
-from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, from_json
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef
+from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, dtype_of, from_json
+from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
@@ -32,6 +32,7 @@ from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.chunk_pipeline import BUFFERS, ChunkBuffer, ChunkPipeline, spans_of
+from infinity._src.params.materialize import size_text
 from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity._src.progress import ProgressLine
@@ -58,11 +59,19 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         weight = next((by_name[name] for name in param.keys if name in by_name), None)
         if weight is not None:
             weights[param] = weight
-    missing = [param.name for param in params if param not in weights]
+    missing = [
+        f"{param.name} ({list(param.whole_shape)}, {size_text(param.whole_shape, param.dtype)})"
+        for param in params
+        if param not in weights
+    ]
     # By identity: two names of one tied parameter are the same entry.
     distinct = {id(weight): weight for weight in weights.values()}.values()
     used = {id(saved.entry) for weight in distinct for saved in weight.saved}
-    unexpected = [name for name, saved in checkpoint.params.items() if id(saved.entry) not in used]
+    unexpected = [
+        f"{name} ({_place_of(saved, checkpoint)})"
+        for name, saved in checkpoint.params.items()
+        if id(saved.entry) not in used
+    ]
     if missing or unexpected:
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
@@ -75,8 +84,9 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
 def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> SavedRanges:
     if param.whole_shape != weight.shape:
         raise ValueError(
-            f"{param.keys[0]} is of shape {weight.shape} in {checkpoint.directory}; the model "
-            f"wants {param.whole_shape}"
+            f"{param.keys[0]} is of shape {weight.shape} in {checkpoint.directory} "
+            f"({_place_of(weight.saved[0], checkpoint)}); the model wants {param.whole_shape}, "
+            f"{size_text(param.whole_shape, param.dtype)}"
         )
     ranges = weight.ranges_of(param)
     if ranges is None:
@@ -93,6 +103,12 @@ def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> Sav
                 f"(model.to(torch.{saved.flat.dtype})) before inf.offload"
             )
     return ranges
+
+
+def _place_of(saved: SavedParam, checkpoint: Checkpoint) -> str:
+    """Say where a saved parameter (of a weight in tiles, its first) lies, and its bytes."""
+    size = size_text(saved.entry.shape, dtype_of(saved.flat.dtype))
+    return ", ".join(filter(None, (checkpoint.file_of(saved), size)))
 
 
 class MatchedOptimizer:
