@@ -26,7 +26,8 @@ from tests.distributed.ranks import on_ranks
 from tests.forks import in_a_fork
 from tests.make_fixtures import CASES, LATER, SAVED_AT, Came, Read, Run, States, assert_same
 
-FIXTURES = Path(__file__).parent / "data" / "before_redesign"
+FIXTURES = make_fixtures.BEFORE
+TWO_PARTS = FIXTURES.parent / "commits_in_two_parts"
 RESTORED = [name for name, case in CASES.items() if case.kind != "export"]
 ALONE = [name for name in RESTORED if CASES[name].world == 1]
 DURABLE = [name for name, case in CASES.items() if case.kind == "durable"]
@@ -111,6 +112,15 @@ def test_what_one_rank_saved_comes_back_on_two(tmp_path: Path) -> None:
         # The batches of two ranks are others: only what was restored is the same.
         assert_same(_part(came.states, "restored"), _part(expected("exact"), "restored"))
         assert came.restored.extra["rank"] == 0
+
+
+@pytest.mark.parametrize("name", DURABLE)
+def test_commits_in_two_parts_come_back_and_train_on(name: str, tmp_path: Path) -> None:
+    archive = TWO_PARTS / f"{name}.tar.xz"
+    assert archive.stat().st_size < 25_000
+    written = make_fixtures.unpack(archive, tmp_path / "written")
+    assert {manifest[1] for _, manifest in _manifests(written)} == {_COMMIT_VERSION}
+    assert_came(make_fixtures.read(CASES[name], tmp_path, written), expected(name))
 
 
 @pytest.mark.parametrize("name", DURABLE)
