@@ -204,7 +204,9 @@ class ExpertsTile(Tile):
             return ()
         stack: torch.Tensor = getattr(self, name)
         # One node for all: a selection for each would make a gradient of the whole tile for each.
-        # A view for one: the gradient of `unbind` is a copy.
+        # A view for one: the gradient of `unbind` is a copy. It keeps a -0.0, of which the sum of
+        # selections in the uncut module makes 0.0: AdamW has the same bits of both, and plain SGD
+        # may leave another sign on a weight that is -0.0.
         return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
 
 
