@@ -343,6 +343,44 @@ def test_a_fill_without_known_files_and_other_drives_begin_anew_without_leaks(
     close(model)
 
 
+def test_a_fill_that_is_begun_anew_goes_on_when_it_breaks_off_too(tmp_path: Path) -> None:
+    file, place, more = tmp_path / "a.safetensors", tmp_path / "drive", tmp_path / "more"
+    values = stored(file)
+    for each in (place, more):
+        each.mkdir()
+    broken_off(place, file, "killed")
+    # On other drives nothing is taken over from the first.
+    broken_off(place, file, "killed", more)
+    with Counted() as counted:
+        model = filled(place, file, more)
+    assert 0 < counted.bytes <= WHOLE - (6 << 18)
+    assert_filled(model, values)
+    close(model)
+
+
+def test_a_journal_is_begun_anew_in_place_of_one_that_was_found(tmp_path: Path) -> None:
+    first = FillJournal(tmp_path / "fill")
+    first.begin({"id": "a longer one"})
+    first.start({"source": "x"}, known=True)
+    first.add(0, FilledFlat(7, b"seven"))
+    first.flush()
+    first.close()
+    second = FillJournal(tmp_path / "fill")
+    second.begin({"id": "b"})
+    second.start({"source": "y"}, known=True)
+    second.add(1, FilledFlat(8, b"eight"))
+    second.flush()
+    second.close()
+    third = FillJournal(tmp_path / "fill")
+    assert (third.head, third.started) == ({"id": "b"}, {"source": "y"})
+    assert (third.take(0), third.take(1)) == (None, (8, b"eight"))
+    third.forget()
+    third.close()
+    fourth = FillJournal(tmp_path / "fill")
+    assert (fourth.head, fourth.started) == ({"id": "b"}, None)
+    fourth.close()
+
+
 def test_what_is_written_after_a_fill_ends_its_journal(tmp_path: Path) -> None:
     """A process that is killed after a write finds no fill to go on with, and fills anew."""
     file, place = tmp_path / "a.safetensors", tmp_path / "drive"

@@ -74,6 +74,9 @@ class FillJournal:
         """Write a new journal with this head alone. Blocks. Raises: AioError, SwapFullError."""
         self.close()
         self._head, self._start, self._filled = head, None, {}
+        self._coming.clear()
+        # Of the journal that was found: the new one begins where the file does.
+        self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
             flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
