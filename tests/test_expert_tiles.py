@@ -542,6 +542,33 @@ def test_files_hold_whole_stacks_and_fit_both_kinds_of_model(tmp_path: Path) -> 
     same(model.state_dict(), state)
 
 
+class Reusing:
+    """A source that reads each tensor into the same memory."""
+
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        self.values = values
+        self.memory = torch.empty(max(value.numel() for value in values.values()))
+
+    def names(self) -> list[str]:
+        return list(self.values)
+
+    def shape(self, name: str) -> torch.Size:
+        return self.values[name].shape
+
+    def read(self, name: str) -> torch.Tensor:
+        value = self.values[name]
+        return self.memory[: value.numel()].view(value.shape).copy_(value)
+
+
+def test_a_source_may_read_all_tensors_into_the_same_memory() -> None:
+    values = {name: value.clone() for name, value in Net().state_dict().items()}
+    with torch.device("meta"):
+        net = inf.tile_experts(Net(), experts=5)
+    inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM), load=Reusing(values))
+    same(net.state_dict(), values)
+    inf.handle(net).close()
+
+
 def test_a_checkpoint_is_restored_into_any_tiles_and_into_whole_stacks(tmp_path: Path) -> None:
     def states(model: nn.Module) -> dict[str, torch.Tensor]:
         handle, found = inf.handle(model), {}

@@ -104,6 +104,9 @@ def _in_brackets(details: Iterable[str]) -> str:
 class NamedTensors(abc.ABC):
     """Named tensors that can be read one at a time: a mapping, safetensors, foreign checkpoints."""
 
+    stays = False
+    """True if a tensor that was read keeps its values while others are read."""
+
     @property
     @abc.abstractmethod
     def label(self) -> str:
@@ -457,10 +460,20 @@ class _NamedSource(_WholeSource):
             self._make(name, out)
 
     def _make(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._made(name, tuple(out.shape), out.dtype))
+        out.copy_(self._read(name, tuple(out.shape), out.dtype))
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # As it was read: of a mapping's tensor there is no second one.
+        value = self._read(name, shape, dtype)
+        # Of a mapping's tensor there is no second one.
+        if self._tensors.stays:
+            return value
+        # A source may read the next tensor, of which the same tiles have a part, into its memory.
+        whole = torch.empty(shape, dtype=dtype)
+        return whole.copy_(value)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a whole weight as it was read. Raises: WeightsError for another than was stated.
+        """
         value, label = self._tensors.read(name), self._tensors.label
         # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
         if value.is_floating_point() != dtype.is_floating_point:
@@ -601,6 +614,8 @@ def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:
 
 class _MappingTensors(NamedTensors):
     """A mapping that the user passed."""
+
+    stays = True
 
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self._mapping = mapping
