@@ -31,6 +31,7 @@ from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.source_files import SourceFiles
 from infinity._src.params.unit import Flat, Param
+from infinity._src.sizes import MIB
 from infinity._src.wording import listed, listed_are
 from infinity.errors import WeightsError
 
@@ -66,6 +67,9 @@ Source = (
     | os.PathLike[str]
 )
 """Type of `inf.offload(load=...)`."""
+
+BAND_BYTES = 4 * MIB
+"""Bytes of a weight's rows that are read together for a tile of some of its columns."""
 
 
 @dataclasses.dataclass
@@ -587,21 +591,27 @@ class _FileSource(_NamedSource):
             return
         # On meta: where the tile's elements lie in the weight, without either.
         tile = place.of(torch.empty(place.whole_shape, device="meta"))
-        begin = int(tile.storage_offset())
         if tile.is_contiguous():
-            self._in_files.read_into(name, begin + start, out)
+            self._in_files.read_into(name, int(tile.storage_offset()) + start, out)
             return
-        # The tile's rows with what lies between them.
-        row, strides = math.prod(tile.shape[1:]), tile.stride()
-        first, last = start // row, (start + out.numel() - 1) // row
-        rows = (last - first + 1, *tile.shape[1:])
-        spread = torch.empty(
-            1 + sum((size - 1) * step for size, step in zip(rows, strides, strict=True)),
-            dtype=out.dtype,
-        )
-        self._in_files.read_into(name, begin + first * strides[0], spread)
-        at = start - first * row
-        out.copy_(spread.as_strided(rows, strides).reshape(-1)[at : at + out.numel()])
+        self._fill_rows(name, tile, start, out)
+
+    def _fill_rows(self, name: str, tile: torch.Tensor, start: int, out: torch.Tensor) -> None:
+        """Fill `out` with elements, from `start` on, of a tile whose rows lie apart in the weight.
+        They are read band by band, with what lies between the rows: C tiles side by side read the
+        weight about C times.
+        """
+        begin, apart, row = int(tile.storage_offset()), tile.stride()[0], math.prod(tile.shape[1:])
+        end = start + out.numel()
+        last = -(-end // row)
+        rows = max(1, BAND_BYTES // (apart * out.dtype.itemsize))
+        for first in range(start // row, last, rows):
+            count = min(rows, last - first)
+            band = torch.empty((count - 1) * apart + row, dtype=out.dtype)
+            self._in_files.read_into(name, begin + first * apart, band)
+            values = band.as_strided((count, row), (apart, 1)).reshape(-1)
+            low, high = max(start, first * row), min(end, (first + count) * row)
+            out[low - start : high - start].copy_(values[low - first * row : high - first * row])
 
 
 def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from infinity import tile_linears
 from infinity._src.checkpoint import safetensors_files
 from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
+from infinity._src.params import materialize
 from infinity._src.params.discover import build, find_units
 from infinity._src.params.materialize import Source, fill_flats, fill_shards, open_source
 from infinity._src.params.source_files import SourceFiles, identity_of, place_of
@@ -283,4 +284,44 @@ def test_parts_of_any_shape_tile_and_rank_are_the_whole(
     tile_linears(model, tiles=(min(rows, *map(min, sizes)), min(columns, *map(min, sizes))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(safetensors_files, "PIECE_BYTES", 1000)
+        patch.setattr(materialize, "BAND_BYTES", 500)
         assert_parts_are_whole(model, place, world)
+
+
+class Measured(SafetensorsFiles):
+    """Safetensors that note the bytes of each part that they are asked for."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.parts: list[int] = []
+
+    def read_into(self, name: str, start: int, out: torch.Tensor) -> None:
+        self.parts.append(out.nbytes)
+        super().read_into(name, start, out)
+
+
+def test_a_tile_of_columns_is_read_in_bands_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = torch.randn(60, 40)
+    save_file({"0.weight": weight}, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(40, 60, bias=False))
+    tile_linears(model, tiles=(1, 2))
+    band = 10 * 40 * weight.itemsize
+    monkeypatch.setattr(materialize, "BAND_BYTES", band)
+    tensors = Measured(tmp_path)
+    source = open_source(model, tensors)
+    found: list[torch.Tensor] = []
+
+    def store(flat: Flat, values: torch.Tensor) -> None:
+        found.extend(
+            values[param.offset : param.offset + param.numel].view(param.shape)
+            for param in flat.params
+        )
+
+    for unit in build(model, find_units(model, unit_bytes_max=1 << 29), CPU, 1):
+        fill_flats(unit.flats, source, store)
+    assert torch.equal(torch.cat(found, 1), weight)
+    assert len(tensors.parts) == 2 * 6
+    assert max(tensors.parts) <= band

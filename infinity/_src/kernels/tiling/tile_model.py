@@ -41,10 +41,11 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     yields the tiles. Works on the meta device and without offloading. Its effect on rounding is a
     part of the numerics, decided by `tiles` alone (`infinity._src.kernels.tiling.tiled_linear`).
 
-    tiles: how many along the output features, or (along outputs, along inputs). names: which
-    linears, by qualified name or the end of one ("lm_head", "mlp.down_proj"); None: every
-    torch.nn.Linear that has at least that many features, subclasses left out. A weight that other
-    linears or embeddings share (tied weights) is tiled in all of them.
+    tiles: how many along the output features, or (along outputs, along inputs); a load from files
+    reads a weight about once for each tile along the inputs. names: which linears, by qualified
+    name or the end of one ("lm_head", "mlp.down_proj"); None: every torch.nn.Linear that has at
+    least that many features, subclasses left out. A weight that other linears or embeddings share
+    (tied weights) is tiled in all of them.
 
     Raises: ValueError for names that match nothing or no torch.nn.Linear, more tiles than features,
     a model that is offloaded or has gradients or hooks there, and for a weight shared with a module
