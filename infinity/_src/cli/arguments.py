@@ -433,7 +433,9 @@ def _add_links(machine: argparse._ArgumentGroup) -> None:
     )
     machine.add_argument("--dram", metavar="GB/s", help="bandwidth of the CPU's memory")
     machine.add_argument(
-        "--cores", type=int, help="physical cores of a node's CPUs, which update (32)"
+        "--cores",
+        type=int,
+        help="physical cores of a node's CPUs, which update (32; 64 beside more than two GPUs)",
     )
     machine.add_argument(
         "--adam",

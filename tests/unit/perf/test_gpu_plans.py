@@ -290,6 +290,19 @@ def test_links_to_the_cpu_are_as_many_as_assumed_or_as_told() -> None:
     assert "two GPUs share a link" in machine("rtx4090", gpus=8).sources["pcie_host"]
 
 
+@pytest.mark.parametrize(("gpus", "cores"), [(0, 32), (1, 32), (3, 64)])
+def test_cores_and_rates_of_updates_have_sources_where_the_cpu_computes_too(
+    gpus: int, cores: int
+) -> None:
+    assumed = describe_machine(gpus=gpus).sources
+    assert assumed["cores"].startswith(f"{cores}, assumed")
+    assert assumed["adam"].endswith("assumed")
+    told = describe_machine(
+        gpus=gpus, cores=2, updates_per_core={"exact": 1e9}, updates_name="adam.json"
+    ).sources
+    assert (told["cores"], told["adam"]) == ("given", "measured (adam.json)")
+
+
 def test_kinds_are_named_or_taken_from_the_memory_and_figures_that_are_given_hold() -> None:
     assert describe_machine(gpu_mem_bytes=24 * GIB).pcie_per_gpu == 25e9
     assert describe_machine(gpu_mem_bytes=140 * GIB).hbm_per_gpu == 4800e9

@@ -434,9 +434,8 @@ def _of_cpus(
     dram, what = ASSUMED[f"dram{several}"]
     sources["dram"] = _source(dram_bytes_per_s, f"{_rate(dram)}, assumed: {what}")
     number, what = ASSUMED[f"cores{several}"]
-    if gpus:
-        sources["cores"] = _source(cores, f"{number:g}, assumed: {what}")
-        sources["adam"] = f"measured ({rates_name})" if rates else "of a Xeon of 2.5 GHz, assumed"
+    sources["cores"] = _source(cores, f"{number:g}, assumed: {what}")
+    sources["adam"] = f"measured ({rates_name})" if rates else "of a Xeon of 2.5 GHz, assumed"
     return {
         "dram_bytes_per_s": dram if dram_bytes_per_s is None else dram_bytes_per_s,
         "cores": int(number) if cores is None else cores,
