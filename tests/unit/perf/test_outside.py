@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.checkpoint.directory import files_of
 from infinity._src.memory import footprint
 from infinity._src.memory.footprint import held_bytes, passing_bytes
 from infinity._src.perf.plan.machine import describe_machine
@@ -130,20 +131,29 @@ def test_a_linked_checkpoint_of_a_durable_run_costs_a_third_copy_with_the_next_s
     assert most == pytest.approx(costs.disk["with a checkpoint by links"], rel=0.01)
 
 
-def test_a_killed_run_that_is_restored_takes_a_third_copy(tmp_path: Path) -> None:
-    shape = shape_of(large())
+@pytest.mark.parametrize("amid", ["step", "commit"])
+def test_a_killed_run_that_is_restored_takes_a_third_copy_and_a_fourth_amid_a_commit(
+    tmp_path: Path, amid: str
+) -> None:
+    shape, home = shape_of(large()), tmp_path / "infinity-run"
     for turn in range(2):
         model = copy.deepcopy(large())
         policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, durable=True)
         inf.offload(model, policy)
         optimizer = inf.AdamW(model.parameters())
         most = on_drives(tmp_path, model)
+        older = {path: path.read_bytes() for path, _ in files_of(home)}
         if not turn:
             step(model, optimizer)
         # As a killed process: nothing more is committed.
         inf.handle(model).end(commit=False)
+        if amid == "commit":
+            # As before its last act: the step before has its manifest still.
+            for path, data in older.items():
+                path.write_bytes(data)
     costs, _ = planned(shape, durable=True)
-    assert most == pytest.approx(costs.disk["while a killed run is restored"], rel=0.01)
+    case = {"step": "while a killed run is restored", "commit": "while one killed amid a commit is"}
+    assert most == pytest.approx(costs.disk[case[amid]], rel=0.01)
 
 
 def test_ranks_share_set_up_and_each_has_records_of_its_own() -> None:

@@ -68,10 +68,12 @@ def _disk_peaks(nvme: Need, at_rest: AtRest, job: Job) -> dict[str, float]:
     states = at_rest.states + at_rest.frozen
     if job.policy.durable:
         # A linked checkpoint takes nothing, and the next step leaves its places alone. What a
-        # killed run has committed stays until the new process has, which keeps two generations.
+        # killed run has committed stays until the new process has, which keeps two generations;
+        # amid a commit nobody knows yet which of both counts.
         return {
             "training": nvme.bytes,
             "while a killed run is restored": nvme.bytes + states,
+            "while one killed amid a commit is": nvme.bytes + 2 * states,
             "with a checkpoint by links": nvme.bytes + states,
         }
     return {
