@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import sys
 import time
@@ -100,7 +101,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
     )
     machine = describe_machine(
         gpus=0, ram_bytes=1e15, gpu_mem_bytes=1e15, read_bytes_per_s=read, write_bytes_per_s=write,
-        dram_bytes_per_s=config["memory_bytes_per_s"],
+        dram_bytes_per_s=config["memory_bytes_per_s"], cores=len(os.sched_getaffinity(0)),
     )  # fmt: skip
     model = r1.build_on_meta(workload)
     shape = shape_of(model)
@@ -151,10 +152,7 @@ def step(config: dict[str, Any], workload: r1.Workload, directory: str) -> dict[
 
 def describe(machine: Machine, ram_bytes: int) -> Machine:
     """The machine with so much RAM."""
-    return describe_machine(
-        gpus=0, ram_bytes=ram_bytes, gpu_mem_bytes=1e15, read_bytes_per_s=machine.read_bytes_per_s,
-        write_bytes_per_s=machine.write_bytes_per_s, dram_bytes_per_s=machine.dram_bytes_per_s,
-    )  # fmt: skip
+    return dataclasses.replace(machine, ram_bytes=ram_bytes)
 
 
 def told(found: Prediction, workload: r1.Workload) -> dict[str, Any]:
