@@ -317,7 +317,7 @@ def open_tiers(
         begun_bytes=plan.pool_bytes + plan.sums_bytes + min(plan.resident_bytes, shards),
         filling_bytes=filling,
         running_bytes=running,
-        freed_bytes=_held_bytes(split.params),
+        freed_bytes=_freed_bytes(split.params),
     )
     storage = Storage(
         policy,
@@ -368,8 +368,8 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
     return held + passing["fill"], held + passing["step"]
 
 
-def _held_bytes(params: Sequence[Param]) -> int:
-    """Bytes of RAM that the model's values take for themselves."""
+def _freed_bytes(params: Sequence[Param]) -> int:
+    """Bytes of RAM that the model's values take for themselves, and give back once at rest."""
     held = (param.sites[0][0]._parameters[param.sites[0][1]] for param in params)
     size = sum(value.nbytes for value in held if value is not None and value.device.type == "cpu")
     # Values that are mapped from files are memory that is left already.
