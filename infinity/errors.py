@@ -56,8 +56,8 @@ class BudgetError(InfinityError, ValueError):
 
 
 class MemoryLimitError(InfinityError, MemoryError):
-    """The machine, or a cgroup of this process, leaves less memory than the plan needs; the kernel
-    would end the process. Nothing was taken.
+    """The machine, or a cgroup of this process, leaves less memory than the plan and what lies
+    beside it need; the kernel would end the process. Nothing was taken.
 
     limit: which, in words. needed_bytes: of all ranks that share it. left_bytes: what it leaves.
     """

@@ -71,10 +71,10 @@ def offload(
     generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
 
     Raises: ValueError for a policy or a model that cannot work, WeightsError for values that do not
-    fit it, BudgetError when the policy's `ram`
-    is too small, MemoryLimitError when the machine or the cgroup leaves less than the plan needs,
-    SwapFullError and other OSErrors for the NVMe directories, PeerFailed when another rank failed,
-    which is named. On an error the model is as it was. Collective on several ranks.
+    fit it, BudgetError when the policy's `ram` is too small, MemoryLimitError when the machine or
+    the cgroup leaves less than the plan and what lies beside it need, SwapFullError and other
+    OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an
+    error the model is as it was. Collective on several ranks.
     """
     if not (policy is None or isinstance(policy, Policy)):
         raise ValueError(

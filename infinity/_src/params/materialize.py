@@ -4,11 +4,13 @@
     load=callable             `load(name, tensor)` fills the tensor (an initialiser, say)
     load=mapping              name -> tensor
     load=TensorSource         names, shapes, and a `read` that is called once for each tensor
-    load=directory or file    safetensors, sharded or single, read one tensor at a time
+    load=directory or file    safetensors, sharded or single, or GGUF; a model of transformers gets
+                              its tensors converted, those that are made together at a time
     init=function             `init()` builds the model, which is initialised one tensor at a time
 
-A source knows whole weights; a tile of one is filled with its part (a callable is asked for the
-whole, once). One flat of one unit is in memory at a time, and the one before it while it is
+Of files any part can be read, so a tile, or a rank's shard, takes no more (`_FileSource`). Other
+sources know whole weights: one in tiles is made once, and stays until its last tile has its part
+(`_WholeSource`). One flat of one unit is in memory at a time, and the one before it while it is
 written, so a model on the meta device is never in memory as a whole. If all ranks read the same
 files, each reads its shard of a flat alone (infinity._src.params.source_files). Names, shapes and
 kinds of dtype are checked against the source before anything is filled. A tied parameter is filled
@@ -39,7 +41,7 @@ from infinity.errors import WeightsError
 @runtime_checkable
 class TensorSource(Protocol):
     """Named tensors that are read one at a time: a `load=` of `inf.offload`, beside a callable, a
-    mapping and a directory of safetensors.
+    mapping and files.
 
     Names, and shapes, are asked for before anything is filled, and must be those of the model's
     state dict (one name of a tied parameter is enough; buffers that are not persistent are left
@@ -249,7 +251,8 @@ def open_source(
         return _CallableSource(model, load)
     raise ValueError(
         f"load={type(load).__name__} is not known; give a callable (name, tensor), a mapping from "
-        "names to tensors, an inf.TensorSource, or a directory of safetensors"
+        "names to tensors, an inf.TensorSource, or a directory of safetensors (or a file: "
+        "safetensors, GGUF)"
     )
 
 
