@@ -309,7 +309,7 @@ def open_tiers(
     # Raises before any file is made, if the budget is too small.
     plan = planner.first()
     # Nothing is taken yet. All ranks check, so those that share drives measure them together next.
-    shards = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
+    shards = sum(flat.layout.shard_bytes for flat in split.flats)
     filling, running = _beside_bytes(split, source, in_parts=in_parts)
     split.resources.check_memory(
         plan,
@@ -354,7 +354,7 @@ def _beside_bytes(split: Split, source: OpenSource, *, in_parts: bool) -> tuple[
     policy = split.policy
     layouts = [flat.layout for flat in split.flats]
     chunks = sum(len(layout.chunks) for layout in layouts)
-    sizes = [(each.numel * each.itemsize, each.shard_numel * each.itemsize) for each in layouts]
+    sizes = [(each.size_bytes, each.shard_bytes) for each in layouts]
     held = footprint.held_bytes(chunks, len(split.units), policy.generations)
     passing = footprint.passing_bytes(
         chunks,
@@ -459,7 +459,7 @@ class _Filling:
             )
         # Kept with the values that the drives read.
         self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
-        total = sum(flat.layout.shard_numel * flat.layout.itemsize for flat in split.flats)
+        total = sum(flat.layout.shard_bytes for flat in split.flats)
         self._line = ProgressLine("loading parameters", total, shown=split.comm.rank == 0)
 
     def is_filled(self, flat: Flat) -> bool:
@@ -469,7 +469,7 @@ class _Filling:
             return False
         if not self._in_parts:
             self._split.ranks.note_digest(flat, found)
-        self._line.advance(flat.layout.shard_numel * flat.layout.itemsize)
+        self._line.advance(flat.layout.shard_bytes)
         return True
 
     def store(self, flat: Flat, values: torch.Tensor) -> None:

@@ -153,6 +153,16 @@ class FlatLayout:
         return self.shard_numel * self.world
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole flat, padding included."""
+        return self.numel * self.itemsize
+
+    @property
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard, padding included."""
+        return self.shard_numel * self.itemsize
+
+    @property
     def chunks(self) -> ChunkSpans:
         """Chunks of one shard, in order."""
         return ChunkSpans(self.shard_numel, self.chunk_numel)

@@ -159,7 +159,7 @@ class Flat:
     def size_bytes(self) -> int:
         """Bytes of the whole flat, as it is unsharded."""
         # With padding: the flat is allocated, read and gathered as a whole.
-        return self.layout.numel * self.layout.itemsize
+        return self.layout.size_bytes
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -342,8 +342,7 @@ class Unsharder:
 
     def _target(self, flat: Flat) -> int:
         """Address of this rank's shard in the unsharded flat."""
-        shard_bytes = flat.layout.shard_numel * flat.layout.itemsize
-        return flat.tensor.data_ptr() + self._comm.rank * shard_bytes
+        return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_bytes
 
     def _finish_fill(self, unit: Unit) -> None:
         """Wait until the unit's memory is filled. After a fault the unit is evicted."""

@@ -103,7 +103,7 @@ def beside_placement(shape: JobShape, machine: Machine, job: Job) -> dict[str, T
             round_up(layout.numel * job.grad_itemsize(flat.dtype), 64) for flat, layout in trained
         )
         found["whole sums of gradients"] = TierBytes(cpu=float(whole))
-    shard = float(sum(layout.shard_numel * layout.itemsize for _, layout in layouts))
+    shard = float(sum(layout.shard_bytes for _, layout in layouts))
     if job.policy.hpz:
         # A rank keeps its counterparts' shards too, one of each node, so that a node has every
         # value once.
@@ -273,7 +273,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
         job.policy.params,
         job.policy.optim,
         grad_bytes=grads,
-        delayed_params_bytes=layout.shard_numel * flat.dtype.itemsize if delayed else 0,
+        delayed_params_bytes=layout.shard_bytes if delayed else 0,
         spill_format=held.with_grad(section) if spills else None,
         window_bytes=size if spills else 0,
         versions=job.policy.generations,

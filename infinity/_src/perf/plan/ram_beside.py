@@ -83,7 +83,7 @@ def _measure(
     """Count the chunks of a flat on one rank, the flat's bytes and those of the rank's shard."""
     # Layers repeat: most flats of a model are alike.
     layout = plan_flat(numels, itemsize, world, size)
-    return len(layout.chunks), layout.numel * itemsize, layout.shard_numel * itemsize
+    return len(layout.chunks), layout.size_bytes, layout.shard_bytes
 
 
 __all__ = ["BESIDE_BUDGET", "RamBeside", "ram_beside", "reads_in_parts"]

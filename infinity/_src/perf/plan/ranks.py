@@ -120,7 +120,7 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
     flats = [
         (flat, plan_flat(flat.numels, flat.dtype.itemsize, machine.world)) for flat in shape.flats
     ]
-    plain = float(sum(layout.numel * layout.itemsize for _, layout in flats))
+    plain = float(sum(layout.size_bytes for _, layout in flats))
     if machine.world == 1:
         return Exchanges((), plain, 1, 1)
     trained = [found for found in flats if found[0].trainable]

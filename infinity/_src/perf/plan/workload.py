@@ -227,7 +227,7 @@ function of a `ModelShape` and a job takes the model uncut."""
 
 @functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
 def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
-    return plan_flat(numels, itemsize, world).numel * itemsize
+    return plan_flat(numels, itemsize, world).size_bytes
 
 
 def shape_of(
