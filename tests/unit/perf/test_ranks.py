@@ -119,6 +119,19 @@ def test_the_plan_s_ram_is_what_its_ranks_hold() -> None:
         )
 
 
+def test_activations_that_wait_in_ram_leave_less_for_the_states_of_each_rank() -> None:
+    job = JOB.replace(activations="cpu")
+    roomy = predict(EVEN, machine(), job)
+    waiting = roomy.ram.parts["activations"]
+    assert waiting == JOB.tokens * EVEN.boundary_bytes_per_token
+    # All states would find room without them.
+    where = dataclasses.replace(machine(), ram_bytes=roomy.ram.bytes - waiting / 2)
+    found, of_rank = predict(EVEN, where, job), bytes_of_rank(EVEN, where, job).total
+    assert found.ram.bytes == 4 * of_rank.cpu + waiting
+    assert found.nvme.bytes == pytest.approx(4 * of_rank.nvme, rel=0.001)
+    assert of_rank.nvme > 0
+
+
 def test_what_does_not_fit_beside_whole_sums_says_so() -> None:
     job = JOB.replace(zero=1, params="device", optim="cpu")
     least = predict(EVEN, dataclasses.replace(machine(), ram_bytes=1.0), job).ram.bytes

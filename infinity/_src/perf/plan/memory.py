@@ -59,6 +59,7 @@ from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
+from infinity._src.perf.plan.ram_beside import RamBeside, ram_beside
 from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape
 from infinity._src.perf.roofline import AtRest
 from infinity._src.sizes import MIB, round_up
@@ -219,6 +220,43 @@ def _grain(shape: ModelShape, ranks: int, state: str) -> int:
         held = state_format(state, flat.dtype) if flat.trainable else None
         pieces += -(-flat.numel // (ranks * chunk_numel(held or Format.RAW)))
     return -(-pieces // PIECES_MAX)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """Placement of one rank's states in its part of a node's RAM, and what takes RAM besides.
+
+    waiting, spilled: bytes of activations of all ranks of a node, in RAM and on drives. beside:
+    parts of `beside_placement`, with `held` bytes of RAM. outside: RAM beside the budgets. left:
+    bytes of RAM that one rank has for its placement and `held`. needs, plan: of `place_states`.
+    """
+
+    waiting: float
+    spilled: float
+    beside: dict[str, TierBytes]
+    held: int
+    outside: RamBeside
+    left: int
+    needs: list[FlatNeed]
+    plan: PlacementPlan
+
+
+def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
+    """Place the states of one rank. The ranks of a node share its RAM evenly, after what
+    activations and other parts take."""
+    boundary = float(
+        machine.ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
+    )
+    # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
+    boundary = boundary if job.checkpointing else 0.0
+    waiting = boundary if job.policy.activations == "cpu" else 0.0
+    spilled = boundary if job.policy.activations == "nvme" else 0.0
+    beside = beside_placement(shape, machine, job)
+    held = int(sum(size.cpu for size in beside.values()))
+    outside = ram_beside(shape, machine, job)
+    left = int(machine.ram_bytes - waiting - outside.peak) // machine.ranks
+    needs, plan = place_states(shape, machine, job, left - held)
+    return Placed(waiting, spilled, beside, held, outside, left, needs, plan)
 
 
 def _needs(

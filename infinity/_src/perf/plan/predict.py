@@ -15,14 +15,13 @@ from infinity._src.perf.plan.experts import gathered_share, shape_in
 from infinity._src.perf.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.perf.plan.memory import (
     Need,
-    beside_placement,
     bytes_at_rest,
     gpu_need,
     least_need,
-    place_states,
+    place_in_ram,
     ways_to_fit,
 )
-from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside, ram_beside
+from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside
 from infinity._src.perf.plan.ranks import Exchanges, exchanges
 from infinity._src.perf.plan.workload import Job, ModelShape
 from infinity._src.perf.roofline import (
@@ -132,25 +131,17 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     ranks, policy = machine.ranks, job.policy
     # A tile is gathered by all ranks as soon as one of them has a token for it.
     touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.micro_batches))
-    boundary = ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
-    # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
-    boundary = boundary if job.checkpointing else 0
-    waiting = boundary if policy.activations == "cpu" else 0
-    spilled = boundary if policy.activations == "nvme" else 0
-    beside = {name: size.cpu for name, size in beside_placement(shape, machine, job).items()}
-    # The ranks of a node share its memory evenly, after what activations and other parts take.
-    outside, held = ram_beside(shape, machine, job), int(sum(beside.values()))
-    left = int(machine.ram_bytes - waiting - outside.peak) // ranks
-    needs, plan = place_states(shape, machine, job, left - held)
+    placed = place_in_ram(shape, machine, job)
+    plan, spilled = placed.plan, placed.spilled
     found_bytes = [
         bytes_at_rest(need, row, found)
-        for need, row, found in zip(needs, plan.nvme_masks, plan.formats, strict=True)
+        for need, row, found in zip(placed.needs, plan.nvme_masks, plan.formats, strict=True)
     ]
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
     moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
     compute = _compute(shape, machine, job, at_rest.states, on_nvme)
-    sizes = _model_bytes(shape, machine, job, at_rest, waiting + spilled, touched)
+    sizes = _model_bytes(shape, machine, job, at_rest, placed.waiting + spilled, touched)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
     copied = _copies(machine, job, sizes, between)
@@ -172,15 +163,17 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         others=busy.values(),
         apart=policy.update_on == "device",
     )
-    ram = _ram(plan, machine, beside, {"activations": waiting, BESIDE_BUDGET: outside.peak})
+    beside = {name: size.cpu for name, size in placed.beside.items()}
+    of_node = {"activations": placed.waiting, BESIDE_BUDGET: placed.outside.peak}
+    ram = _ram(plan, machine, beside, of_node)
     gpu, nvme = gpu_need(shape, machine, job), _nvme(on_nvme, machine, job, spilled)
     return Prediction(
         job=job,
         machine=machine,
         gpu=gpu,
         ram=ram,
-        ram_beside=outside,
-        policy_ram=max(left, plan.ram_bytes + held),
+        ram_beside=placed.outside,
+        policy_ram=max(placed.left, plan.ram_bytes + placed.held),
         nvme=nvme,
         at_rest=at_rest,
         on_nvme=on_nvme,

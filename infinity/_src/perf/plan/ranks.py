@@ -46,8 +46,8 @@ from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.memory import TierBytes, beside_placement, gathered_bytes, place_states
-from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, ram_beside
+from infinity._src.perf.plan.memory import TierBytes, gathered_bytes, place_in_ram
+from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET
 from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape
 
 # -- Traffic of a rank -----------------------------------------------------------------------------
@@ -218,21 +218,13 @@ class RankBytes:
         return sum(self.states.values(), TierBytes())
 
 
-def bytes_of_rank(
-    model: ModelShape, machine: Machine, job: Job, *, waiting: float = 0.0
-) -> RankBytes:
-    """Count the bytes of each rank under the policy's stage. waiting: bytes of CPU memory that all
-    ranks of a node need for something else.
-    """
+def bytes_of_rank(model: ModelShape, machine: Machine, job: Job) -> RankBytes:
+    """Count the bytes of each rank under the policy's stage."""
     shape = shape_in(job, model)
-    # Memory that other parts hold is not there for the placement.
-    beside = beside_placement(shape, machine, job)
-    held = int(sum(size.cpu for size in beside.values()))
-    outside = ram_beside(shape, machine, job).peak
-    left = int(machine.ram_bytes - waiting - outside) // machine.ranks
-    needs, plan = place_states(shape, machine, job, left - held)
-    beside[BESIDE_BUDGET] = TierBytes(cpu=outside / machine.ranks)
-    return RankBytes(job.policy.zero, _states(shape, machine, job, needs, plan) | beside)
+    placed = place_in_ram(shape, machine, job)
+    states = _states(shape, machine, job, placed.needs, placed.plan)
+    beside = {BESIDE_BUDGET: TierBytes(cpu=placed.outside.peak / machine.ranks)}
+    return RankBytes(job.policy.zero, states | placed.beside | beside)
 
 
 def stages(shape: ModelShape, machine: Machine, job: Job) -> list[RankBytes]:
