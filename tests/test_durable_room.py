@@ -19,6 +19,7 @@ from infinity._src.checkpoint.directory import newest_generation, read_head
 from infinity._src.checkpoint.fill_journal import FilledFlat
 from infinity._src.checkpoint.manifest import FileEntry, Head
 from infinity._src.checkpoint.run_files import RunFiles
+from infinity.aio._swap_owner import lock
 from tests.crashes import digest, step
 from tests.durable_runs import close, made, undisturbed
 from tests.unit.checkpoint.test_manifest import manifest
@@ -159,7 +160,7 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
     put(home, 1, 0, files[0])
     put(home, 1, 1, files[3])
     put(home, 2, 0, files[1])
-    run = RunFiles([tmp_path], 0)
+    run = RunFiles([tmp_path], 0, 2)
     assert run.before is not None
     # Rank 0's third has gone; those of rank 1 are for it to remove.
     left = {path.name for path in states(tmp_path)}
@@ -173,16 +174,36 @@ def test_a_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> 
     assert all((home / one.files[0].name).exists() for one in newest_generation(home))
 
 
+def test_a_smaller_run_finds_room_where_ranks_that_it_has_not_left_unnamed_states(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "infinity-run"
+    home.mkdir(0o700)
+    names = [f"states-{0:016x}-{layer}.rank{rank}" for rank in (0, 1) for layer in (1, 2, 3)]
+    for name in names:
+        (home / name).write_bytes(bytes(8192))
+    put(home, 1, 0, names[0])
+    put(home, 1, 1, names[3])
+    # A process that is not gone may be about to name it.
+    fd = os.open(home / names[4], os.O_RDWR)
+    assert lock(fd)
+    RunFiles([tmp_path], 0, 1).close()
+    assert {path.name for path in states(tmp_path)} == {names[0], names[3], names[4]}
+    os.close(fd)
+    RunFiles([tmp_path], 0, 1).close()
+    assert {path.name for path in states(tmp_path)} == {names[0], names[3]}
+
+
 def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: Path) -> None:
     """The journal of the fill outlives the rank's manifest, until all ranks have theirs."""
-    run = RunFiles([tmp_path], 0)
+    run = RunFiles([tmp_path], 0, 1)
     named, other = (Path(run.add()[0].path) for _ in range(2))
     run.keep()
     put(run.home, 1, 0, named.name)
     run.close()
     journal = run.home / "fill.rank0"
     data = journal.read_bytes()
-    again = RunFiles([tmp_path], 0)
+    again = RunFiles([tmp_path], 0, 1)
     assert again.before is None
     assert states(tmp_path).keys() == {named}
     assert not other.exists()
@@ -191,16 +212,16 @@ def test_the_first_commit_that_another_rank_may_end_keeps_its_states(tmp_path: P
     journal.write_bytes(data)
     (manifest_of_0,) = run.home.glob("manifest-*")
     manifest_of_0.write_bytes(manifest_of_0.read_bytes()[:-1])
-    RunFiles([tmp_path], 0, give_up=True).close()
+    RunFiles([tmp_path], 0, 1, give_up=True).close()
     assert states(tmp_path).keys() == {named}
 
 
 def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_there(
     places: list[Path],
 ) -> None:
-    theirs = RunFiles(places, 0)
+    theirs = RunFiles(places, 0, 1)
     files = [theirs.add() for _ in range(2)]
-    mine = RunFiles(places[1:], 0)
+    mine = RunFiles(places[1:], 0, 1)
     own = Path(mine.add()[0].path)
     there = states(places[1]).keys()
     assert len(there) == 3
@@ -213,7 +234,7 @@ def test_states_of_a_run_to_which_the_home_is_a_further_drive_stay_while_it_is_t
     theirs.close()
     mine.remove_strangers([])
     assert states(places[1]).keys() == there
-    theirs = RunFiles(places, 0)
+    theirs = RunFiles(places, 0, 1)
     assert [[file.path for file in theirs.add()] for _ in files] == [
         [file.path for file in each] for each in files
     ]

@@ -327,6 +327,7 @@ def open_tiers(
         device=split.device,
         node_resources=split.resources,
         rank=split.comm.rank,
+        world=split.comm.world,
         check=split.comm.check_stuck,
     )
     _create_chunks(split, storage, plan)

@@ -78,7 +78,7 @@ def _open_space(
 
 
 def _open_run(
-    policy: Policy, space: SwapSpace | None, rank: int, undo: contextlib.ExitStack
+    policy: Policy, space: SwapSpace | None, rank: int, world: int, undo: contextlib.ExitStack
 ) -> tuple[RunFiles | None, tuple[int, int]]:
     """Open the files of a durable run, if the policy has one, and return them with the layers of
     swap files in which the two generations of a chunk lie.
@@ -88,7 +88,7 @@ def _open_run(
     assert space is not None, "Policy sees to it that there are directories"
     # A durable run has two layers of files of its own. The swap file beside them has values that
     # need not outlive the process.
-    run = RunFiles(policy.directories, rank, give_up=policy.durable == "new")
+    run = RunFiles(policy.directories, rank, world, give_up=policy.durable == "new")
     undo.callback(run.close)
     for _ in range(2):
         files = run.add()
@@ -120,6 +120,7 @@ class Storage:
         device: Device,
         node_resources: NodeResources,
         rank: int = 0,
+        world: int = 1,
         check: Callable[[], None] | None = None,
     ) -> None:
         # First: memory that is allocated from here on comes from the NUMA node of the device.
@@ -129,7 +130,7 @@ class Storage:
         undo.callback(device.close)
         settings = policy.io_settings
         space = _open_space(policy, seam, node_resources, undo)
-        self.run, layers = _open_run(policy, space, rank, undo)
+        self.run, layers = _open_run(policy, space, rank, world, undo)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so
             # that all of them finish together.

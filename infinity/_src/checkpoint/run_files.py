@@ -12,10 +12,10 @@
 
 A run's states lie in two files on each drive, named anew for each process, so one that has just
 begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
-manifest names are removed: a rank's own when it begins, since their room is wanted, and all when a
-step was committed. An id begins with a sum of the run's first directory: the files of other runs
-may lie beside these, also of the run that this one is a copy of, and in the home those of runs to
-which it is a further drive.
+manifest names are removed: a rank's own when it begins, since their room is wanted, with those of
+ranks that an earlier run had and this one has not, and all when a step was committed. An id begins
+with a sum of the run's first directory: the files of other runs may lie beside these, also of the
+run that this one is a copy of, and in the home those of runs to which it is a further drive.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ def check_no_run(directory: Path) -> None:
 class RunFiles:
     """One rank's files of a durable run in these directories.
 
+    world: how many ranks the run has now; files of others are nobody's but rank 0's to remove.
     give_up: the run that lies there is given up, so its manifests may be damaged.
 
     Raises: AioError (EWOULDBLOCK) while another process holds the run, ChecksumError for a damaged
@@ -90,7 +91,9 @@ class RunFiles:
     first has a run's manifests.
     """
 
-    def __init__(self, directories: Sequence[Path], rank: int, *, give_up: bool = False) -> None:
+    def __init__(
+        self, directories: Sequence[Path], rank: int, world: int, *, give_up: bool = False
+    ) -> None:
         self.rank = rank
         self.directories = [directory / RUN_DIRECTORY for directory in directories]
         self.layers: dict[int, list[SwapFile]] = {}
@@ -114,7 +117,7 @@ class RunFiles:
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
-            self._remove_unnamed()
+            self._remove_unnamed(world)
             self._undo = undo.pop_all()
 
     @property
@@ -239,9 +242,10 @@ class RunFiles:
         if self.fill.head is not None:
             self.fill.remove()
 
-    def _remove_unnamed(self) -> None:
+    def _remove_unnamed(self, world: int) -> None:
         """Remove this rank's states files that no manifest names: the generation that a killed
-        process was about to write. The new process wants their room.
+        process was about to write. The new process wants their room. Rank 0 removes those of ranks
+        that a larger run had before, too.
         """
         try:
             # No more of this rank will come, as its lock is held here.
@@ -256,11 +260,28 @@ class RunFiles:
                 and path.resolve() not in keep
             ]
             _unlink_states(gone)
+            if self.rank == 0:
+                self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
             # Nobody knows what a damaged manifest names; a run that is given up may have one.
             log.warning(
                 "%s: states that nothing names stay until a commit: %s", self.home, error
             )
+
+    def _remove_unnamed_beyond(self, world: int) -> None:
+        """Remove states files that no manifest names of ranks from `world` on, whose processes are
+        gone. Raises: OSError, ValueError for a manifest that cannot be read."""
+        free = [
+            path
+            for path in self._states_here()
+            if int(path.suffix.removeprefix(".rank")) >= world
+            and self._is_own(path)
+            and not _is_held(path)
+        ]
+        if free:
+            # Read after that: a process that is gone has named all that it ever will.
+            keep = _named_in(self.home)
+            _unlink_states(path for path in free if path.resolve() not in keep)
 
     def _states_here(self) -> Iterator[Path]:
         """Yield the states files in these directories that are of this run."""
