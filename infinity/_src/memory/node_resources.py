@@ -179,6 +179,8 @@ class NodeResources:
         """
         if self._comm.world == 1 or self._rendezvous is None:
             return
+        # Measured when all are here: until then another may remove what an earlier run left.
+        self.check_peers()
         wants: dict[str, int] = {}
         free: dict[str, tuple[int, str]] = {}
         for file, size in zip(files, sizes, strict=True):
