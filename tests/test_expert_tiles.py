@@ -32,7 +32,8 @@ from infinity._src.memory.constants import AHEAD, UNITS_AHEAD
 from infinity._src.memory.device_room import Passes
 from infinity._src.params import deferred_init
 from infinity._src.params.deferred_init import DeferredModel
-from infinity._src.params.discover import check_gatherable, find_units
+from infinity._src.params.discover import build, check_gatherable, find_units
+from infinity._src.params.materialize import fill_flats, open_source
 from infinity._src.params.unit import Unit
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
@@ -567,6 +568,29 @@ def test_a_source_may_read_all_tensors_into_the_same_memory() -> None:
     inf.offload(net, inf.Policy(params="cpu", optim="cpu", ram=RAM), load=Reusing(values))
     same(net.state_dict(), values)
     inf.handle(net).close()
+
+
+def test_whole_stacks_are_in_the_memory_of_a_fill_until_their_last_tile() -> None:
+    values = nn.Sequential(Net(), Net(8)).state_dict()
+    with torch.device("meta"):
+        net = nn.Sequential(*(inf.tile_experts(Net(*size), experts=5) for size in ((), (8,))))
+    # Of the larger layer: those of two layers are never there together.
+    stacks = sum(values[f"0.experts.{name}"].nbytes for name in ("gate_up_proj", "down_proj"))
+    sources: list[Any] = [Reusing(values), lambda name, out: out.copy_(values[name])]
+    for load in (*sources, types.MappingProxyType(values)):
+        source: Any = open_source(net, load)
+        assert source.converting_bytes == stacks
+        held: list[int] = []
+
+        def store(*_: object, held: list[int] = held, source: Any = source) -> None:
+            held.append(sum(whole.nbytes for whole in source._wholes.values()))
+
+        for unit in build(net, find_units(net, unit_bytes_max=1 << 29), torch.device("cpu"), 1):
+            fill_flats(unit.flats, source, store)
+        assert max(held) == stacks
+        assert not source._wholes
+    # Tensors of a dict are there already.
+    assert open_source(net, values).converting_bytes == 0
 
 
 def test_a_checkpoint_is_restored_into_any_tiles_and_into_whole_stacks(tmp_path: Path) -> None:

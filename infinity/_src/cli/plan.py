@@ -520,7 +520,11 @@ def _outside(shape: ModelShape, found: Prediction) -> Table:
         f"{_seconds(first.seconds)} s",
     )
     drawn_s = _seconds(first.init_seconds)
-    table.add_row("  from scratch (init=)", f"draws the values, reads none; {drawn_s} s")
+    filling = format_size(costs.ram.fill_without_files)
+    table.add_row(
+        "  from scratch (init=)",
+        f"draws the values, reads none; {drawn_s} s, and {filling} of RAM beside it in the fill",
+    )
     return table
 
 
@@ -702,6 +706,7 @@ def _outside_record(costs: Outside) -> dict[str, Any]:
         "ram_held_bytes": costs.ram.held,
         "ram_passing_bytes": costs.ram.passing,
         "ram_peak_bytes": costs.ram.peak,
+        "ram_fill_without_files_bytes": costs.ram.fill_without_files,
         "disk_bytes": costs.disk,
         "set_up": dataclasses.asdict(costs.set_up),
     }

@@ -32,7 +32,7 @@ from torch import nn
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.source_files import SourceFiles
-from infinity._src.params.unit import Flat, Param
+from infinity._src.params.unit import Flat, Param, place_at
 from infinity._src.sizes import MIB
 from infinity._src.wording import listed, listed_are
 from infinity.errors import WeightsError
@@ -111,7 +111,7 @@ class NamedTensors(abc.ABC):
     """Named tensors that can be read one at a time: a mapping, safetensors, foreign checkpoints."""
 
     stays = False
-    """True if a tensor that was read keeps its values while others are read."""
+    """True if tensors are in memory already, and keep their values while others are read."""
 
     @property
     @abc.abstractmethod
@@ -335,6 +335,17 @@ class _WholeSource(OpenSource):
         super().__init__(model)
         self._wholes: dict[str, torch.Tensor] = {}
 
+    @property
+    def converting_bytes(self) -> int:
+        """As `OpenSource.converting_bytes`: the weights of the module whose tiles need most."""
+        sizes: dict[str, dict[str, int]] = {}
+        for entry in find_parameters(self._model):
+            place, name = place_at(entry.sites), entry.keys[0]
+            if place is not None:
+                weights = sizes.setdefault(name.rpartition(".")[0], {})
+                weights[name] = math.prod(place.whole_shape) * entry.parameter.dtype.itemsize
+        return max((sum(weights.values()) for weights in sizes.values()), default=0)
+
     def fill(self, param: Param, out: torch.Tensor) -> None:
         place, name = param.place, self._name_of(param.keys)
         if place is None:
@@ -458,7 +469,8 @@ class _NamedSource(_WholeSource):
 
     @property
     def converting_bytes(self) -> int:
-        return self._tensors.converting_bytes
+        kept = 0 if self._tensors.stays else super().converting_bytes
+        return self._tensors.converting_bytes + kept
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         name = self._found(names)
@@ -471,7 +483,7 @@ class _NamedSource(_WholeSource):
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         value = self._read(name, shape, dtype)
-        # Of a mapping's tensor there is no second one.
+        # Of what is there already there is no second one.
         if self._tensors.stays:
             return value
         # A source may read the next tensor, of which the same tiles have a part, into its memory.
@@ -581,6 +593,11 @@ class _FileSource(_NamedSource):
     def files(self) -> SourceFiles:
         return self._in_files.files
 
+    @property
+    def converting_bytes(self) -> int:
+        # Parts are read, and no whole weight stays.
+        return self._tensors.converting_bytes
+
     def fill(self, param: Param, out: torch.Tensor) -> None:
         self.fill_part(param, 0, out.view(-1))
 
@@ -628,11 +645,11 @@ def size_text(shape: Iterable[int], dtype: torch.dtype) -> str:
 class _MappingTensors(NamedTensors):
     """A mapping that the user passed."""
 
-    stays = True
-
     def __init__(self, mapping: Mapping[str, torch.Tensor]) -> None:
         self._mapping = mapping
-        # A mapping may read its values from somewhere, so each is looked at once before the fill.
+        # Another mapping may read its values from somewhere, each time that it is asked.
+        self.stays = isinstance(mapping, dict)
+        # For the same reason each is looked at once before the fill.
         self._seen: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
 
     @property

@@ -16,16 +16,19 @@ from hypothesis import strategies as st
 transformers = pytest.importorskip("transformers")
 
 import infinity as inf  # noqa: E402
+from infinity._src.params.materialize import open_source  # noqa: E402
 from infinity._src.perf.plan.changes import one_change  # noqa: E402
 from infinity._src.perf.plan.experts import (  # noqa: E402
     cut_experts,
     gathered_share,
+    shape_in,
     touched_share,
 )
 from infinity._src.perf.plan.machine import Machine, describe_machine  # noqa: E402
 from infinity._src.perf.plan.memory import gpu_need, ways_to_fit  # noqa: E402
 from infinity._src.perf.plan.outside import outside  # noqa: E402
 from infinity._src.perf.plan.predict import predict  # noqa: E402
+from infinity._src.perf.plan.ram_beside import ram_beside  # noqa: E402
 from infinity._src.perf.plan.ranks import bytes_of_rank, stages  # noqa: E402
 from infinity._src.perf.plan.workload import Job, ModelShape, shape_of  # noqa: E402
 from infinity._src.sizes import GIB  # noqa: E402
@@ -232,6 +235,23 @@ def test_tiles_of_a_plan_are_those_of_tile_experts(tile: int) -> None:
     assert sizes[0] == sizes[1]
     parts = [gpu_need(each, machine(), job_of(tokens=64)).parts for each in (cut, real)]
     assert parts[0] == parts[1]
+
+
+def test_a_fill_without_files_has_the_whole_stacks_of_one_layer_besides() -> None:
+    config = transformers.MixtralConfig(
+        num_hidden_layers=2, hidden_size=64, intermediate_size=96, vocab_size=100
+    )
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(config)
+    model.set_experts_implementation("eager")
+    job = job_of(expert_tile=3)
+    planned = shape_in(job, shape_of(model))
+    source = open_source(inf.tile_experts(model, experts=3), lambda _name, _out: None)
+    assert source.converting_bytes == 8 * 3 * 64 * 96 * 4
+    one, two = (ram_beside(planned, machine(gpus=gpus), job) for gpus in (1, 2))
+    assert one.fill_without_files == one.passing["fill"] + source.converting_bytes
+    # Each of two ranks holds whole flats then, and not its parts alone.
+    assert two.fill_without_files > two.passing["fill"] + 2 * source.converting_bytes
 
 
 def test_every_part_of_a_plan_cuts_the_model_as_its_job_says() -> None:

@@ -29,12 +29,14 @@ class RamBeside:
     """RAM of all ranks of a node beside the budget, in bytes. chunks: of one rank.
 
     held: from set-up on. passing: the most in each phase. peak: of these that may come together, a
-    step beside a save.
+    step beside a save. fill_without_files: the most of a fill from `init=`, a callable or a
+    `TensorSource`, which give whole weights; in none of the others.
     """
 
     chunks: int
     held: int
     passing: dict[str, int]
+    fill_without_files: int
 
     @property
     def peak(self) -> int:
@@ -66,7 +68,20 @@ def ram_beside(shape: JobShape, machine: Machine, job: Job) -> RamBeside:
         chunks,
         ranks * held_bytes(chunks, len(shape.units), policy.generations),
         {name: ranks * size for name, size in passing.items()},
+        ranks * fill_bytes(flats, in_parts=False, converting=_tiled_stacks_bytes(shape)),
     )
+
+
+def _tiled_stacks_bytes(shape: JobShape) -> int:
+    """Count the bytes of whole stacks that stay while the tiles of one layer are filled. Linears in
+    tiles are whole among the flats, which have more than a fill then."""
+    stacks: dict[str, int] = {}
+    for unit in shape.units:
+        if unit.tiles:
+            layer = unit.name.rpartition("[")[0]
+            size = sum(flat.numel * flat.dtype.itemsize for flat in unit.flats)
+            stacks[layer] = stacks.get(layer, 0) + size
+    return max(stacks.values(), default=0)
 
 
 def reads_in_parts(machine: Machine) -> bool:
