@@ -23,7 +23,6 @@ from infinity._src.hooks import activation_offload as activations
 from infinity._src.microbatch.random_streams import SEEDS
 from infinity._src.microbatch.sliced_logits import SlicedLogits
 from tests import harness, models
-from tests.distributed.ranks import Train, assert_ranks_agree, on_ranks
 from tests.harness import Result, Training
 from tests.marks import pairwise
 from tests.test_bitwise import policy
@@ -115,9 +114,7 @@ def loop_of_the_engine(state: str) -> Result:
     return harness.offloaded(LLAMA, inf.Policy(params="cpu", optim="cpu", state=state))
 
 
-@pytest.mark.parametrize(
-    ("state", "placement", "update"), pairwise(STATES, PLACEMENTS, UPDATES)
-)
+@pytest.mark.parametrize(("state", "placement", "update"), pairwise(STATES, PLACEMENTS, UPDATES))
 def test_every_state_and_update_has_the_bits_of_the_engines_own_loop(
     state: dict[str, Any], placement: dict[str, Any], update: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -241,8 +238,7 @@ def test_a_loss_of_the_items_of_the_batch_is_added_up() -> None:
     batch["labels"][0, 3:] = -100  # slices with different numbers of items
     items = int((batch["labels"][:, 1:] != -100).sum())
     sliced, plain, loop = (
-        models.make(each)
-        for each in (Microbatched(models.llama, 2), models.llama, models.llama)
+        models.make(each) for each in (Microbatched(models.llama, 2), models.llama, models.llama)
     )
     loss = sliced(**batch, num_items_in_batch=items).loss
     loss.backward()
@@ -323,7 +319,8 @@ def test_a_module_that_is_called_twice_adds_up_its_last_call_first() -> None:
         last.append(weights[1].grad)
     total = last[0]
     for term in (*last[1:], *first):
-        assert term is not None and total is not None
+        assert term is not None
+        assert total is not None
         total = total + term
     assert torch.equal(grads_of(model)["blocks.0.weight"], total)
 
@@ -500,28 +497,6 @@ def test_bytes_do_not_grow_with_the_number_of_slices(tmp_path: Path) -> None:
     assert sliced.bytes_read <= alone.bytes_read + alone.bytes_read // 10 < looped.bytes_read
     assert sliced.bytes_written == alone.bytes_written
     assert sliced.grad_bytes == 0 < looped.grad_bytes
-
-
-RANKS = Training(models.llama, accumulation=1, rows=8, steps=2)
-
-
-def test_two_ranks_reduce_each_unit_once_for_all_slices(tmp_path: Path) -> None:
-    sliced = dataclasses.replace(RANKS, factory=Microbatched(models.llama, 4))
-    figures = ("comm_reduce_inside_bytes", "comm_reduce_across_bytes")
-    runs: tuple[tuple[Training, dict[str, Any]], ...] = (
-        (RANKS, {"params": "cpu", "optim": "cpu"}),
-        (sliced, {"params": "cpu", "optim": "cpu"}),
-        (sliced, {**NVME, "update": "backward", "generations": 2}),
-    )
-    found = on_ranks(Train(runs, held=figures), tmp_path / "run", 2)
-    one, cpu, nvme = zip(*found, strict=True)
-    for results in (cpu, nvme):
-        assert_ranks_agree(list(results))
-    for rank in range(2):
-        harness.assert_equal(nvme[rank], cpu[rank])
-        assert cpu[rank].stats == one[rank].stats, "one reduction for each unit and step"
-        assert any(cpu[rank].stats.values())
-        assert cpu[rank].losses == pytest.approx(one[rank].losses, rel=2e-2)
 
 
 def test_inputs_of_slices_rest_on_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

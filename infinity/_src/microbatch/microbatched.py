@@ -22,9 +22,7 @@ _DROPOUTS: tuple[type, ...] = (
 )
 
 
-def microbatched(
-    model: M, n: int, *, blocks: Named | None = None, shared: Sequence[str] = ()
-) -> M:
+def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Sequence[str] = ()) -> M:
     """Have one forward and one backward of `model` do the work of n micro-batches, in place, and
     return it: before the optimizer and before `inf.offload`.
 

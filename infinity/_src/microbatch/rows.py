@@ -104,8 +104,8 @@ def settled(value: Any) -> Any:
 
 
 def cut_rows(whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
-    """Return the rows [first, last) of each slice. Those of a tensor without gradient are views
-    where they begin as an allocation would."""
+    """Return the rows [first, last) of each slice. Parts of a tensor without gradient are
+    views where they begin as an allocation would."""
     if whole.requires_grad:
         parts: tuple[torch.Tensor, ...] = _Cut.apply(whole, bounds)
         return parts
@@ -130,7 +130,7 @@ def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     first = parts[0]
     if first.is_contiguous():
         return torch.cat(list(parts))
-    order = [0, *sorted(range(1, first.dim()), key=lambda dim: -first.stride(dim))]
+    order = [0, *sorted(range(1, first.dim()), key=first.stride, reverse=True)]
     back = [order.index(dim) for dim in range(first.dim())]
     return torch.cat([part.permute(order) for part in parts]).permute(back)
 

@@ -11,6 +11,7 @@ micro-batches does. Each slice of a block is checkpointed: one slice's activatio
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -111,8 +112,8 @@ def rows_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
     """Count the rows of the batch in the arguments of a forward."""
     named = (kwargs[name] for name in BATCHES if isinstance(kwargs.get(name), torch.Tensor))
     for tensor in (*named, *tensors_in([args, dict(kwargs)])):
-        if tensor.dim() and tensor.shape[0]:
-            return tensor.shape[0]
+        if tensor.dim() and len(tensor):
+            return len(tensor)
     raise ValueError(
         f"{owner}: inf.microbatched found no batch among the arguments; pass tensors whose first "
         "dimension is the batch"
@@ -242,17 +243,13 @@ class Run:
             return PerSlice([value] * self.count)
 
         cut_args = tuple(
-            mapped(value, lambda leaf, name=name: parts_of(name, leaf))
+            mapped(value, functools.partial(parts_of, name))
             for name, value in zip(named, args, strict=True)
         )
         cut_kwargs = {
-            name: mapped(value, lambda leaf, name=name: parts_of(name, leaf))
-            for name, value in kwargs.items()
+            name: mapped(value, functools.partial(parts_of, name)) for name, value in kwargs.items()
         }
-        return [
-            mapped((cut_args, cut_kwargs), lambda leaf, index=index: leaf.parts[index])
-            for index in range(self.count)
-        ]
+        return [mapped((cut_args, cut_kwargs), _part(index)) for index in range(self.count)]
 
     def _has_rows(
         self, owner: str, name: str, tensor: torch.Tensor, first: torch.Tensor | None
@@ -356,6 +353,10 @@ class _Parts:
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     # Inference tensors have no version counter.
     return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+def _part(index: int) -> Callable[[PerSlice], Any]:
+    return lambda cut: cut.parts[index]
 
 
 class _Place:
