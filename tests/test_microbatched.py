@@ -423,6 +423,36 @@ def test_a_model_without_randomness_leaves_the_callers_numbers_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+IMAGES: dict[str, Any] = {
+    "pixel_values": torch.linspace(-2, 2, 4 * 3 * 16 * 16).view(4, 3, 16, 16).bfloat16(),
+    "labels": torch.arange(4),
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "an encoder and a decoder": (models.t5, models.token_batches(1, rows=4)[0]),
+    "tied weights": (models.gpt2, models.token_batches(1, rows=4)[0]),
+    "one layer for all": (models.albert, models.token_batches(1, rows=4)[0]),
+    "images": (vit, IMAGES),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+def test_offloading_changes_no_bits_of_a_model_in_slices(name: str, tmp_path: Path) -> None:
+    factory, batch = MODELS[name]
+    model, plain = (models.make(Microbatched(factory, 2)) for _ in range(2))
+    plain(**batch).loss.backward()
+    inf.offload(model, policy(tmp_path, **NVME))
+    model(**batch).loss.backward()
+    ours = {
+        name: param.grad.materialize()  # type: ignore[attr-defined]
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    theirs = {name: grad.float() for name, grad in grads_of(plain).items()}
+    inf.handle(model).close()
+    assert not differing(ours, theirs)
+
+
 # -- logits ----------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -133,7 +134,7 @@ class Run:
         # As torch.tensor_split: the first slices take one row more where rows are left over.
         size, more = divmod(rows, self.count)
         self.sizes = [size + (index < more) for index in range(self.count)]
-        ends = [sum(self.sizes[: index + 1]) for index in range(self.count)]
+        ends = list(itertools.accumulate(self.sizes))
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.defers = False
         self._streams = RandomStreams()
