@@ -23,7 +23,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ from infinity._src.memory.node_resources import NodeResources, open_node_resourc
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.memory.swap_space import NoRoomError
+from infinity._src.microbatch.microbatched import is_microbatched
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
@@ -764,7 +765,7 @@ def build_hooks(
     """
     # One stack for hooks and activations: both ask which module runs.
     frames, tier = FrameStack(), split.policy.params
-    return attach(
+    lifecycle = attach(
         model,
         split.units,
         unsharder,
@@ -775,3 +776,15 @@ def build_hooks(
         activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
         frames=frames,
     )
+    if is_microbatched(model):
+        sum_slices_as_they_wait(split.flats, grads.reducer.dtype)
+    return lifecycle
+
+
+def sum_slices_as_they_wait(flats: Iterable[Flat], dtype: Callable[[Flat], torch.dtype]) -> None:
+    """Have autograd add up the gradients of slices in the dtype in which gradients wait, as a loop
+    over micro-batches adds up its own.
+    """
+    for flat in flats:
+        for param in flat.params if dtype(flat) is not flat.dtype else ():
+            param.gathered.grad_dtype = dtype(flat)

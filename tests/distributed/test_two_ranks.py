@@ -16,6 +16,7 @@ from infinity.errors import NonFiniteGradient, RankFailed, StateInvalid
 from tests import harness, models
 from tests.distributed.ranks import Job, Train, assert_ranks_agree, mean_losses, on_ranks
 from tests.harness import Training
+from tests.test_microbatched import Microbatched
 
 WORLD = 2
 
@@ -222,3 +223,25 @@ def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_on_both(tmp_pa
     (outcome, _), (scale, _) = results[0]
     assert outcome == "NonFiniteGradient"
     assert scale == 128.0
+
+
+WHOLE = Training(models.llama, accumulation=1, rows=8, steps=2)
+
+
+def test_two_ranks_reduce_each_unit_once_for_all_slices(tmp_path: Path) -> None:
+    sliced = dataclasses.replace(WHOLE, factory=Microbatched(models.llama, 4))
+    figures = ("comm_reduce_inside_bytes", "comm_reduce_across_bytes")
+    runs: tuple[tuple[Training, dict[str, Any]], ...] = (
+        (WHOLE, PLACEMENTS["cpu"]),
+        (sliced, PLACEMENTS["cpu"]),
+        (sliced, {**PLACEMENTS["nvme"], "update": "backward", "generations": 2}),
+    )
+    found = on_two_ranks(Train(runs, held=figures), tmp_path / "run")
+    one, cpu, nvme = zip(*found, strict=True)
+    for results in (cpu, nvme):
+        assert_ranks_agree(list(results))
+    for rank in range(WORLD):
+        harness.assert_equal(nvme[rank], cpu[rank])
+        assert cpu[rank].stats == one[rank].stats, "one reduction for each unit and step"
+        assert any(cpu[rank].stats.values())
+        assert cpu[rank].losses == pytest.approx(one[rank].losses, rel=2e-2)

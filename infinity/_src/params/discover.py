@@ -31,7 +31,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -44,6 +44,7 @@ from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, 
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
 from infinity._src.memory.layout import plan_flat
+from infinity._src.params.blocks import CONTAINERS, Named, find_blocks, is_list, list_children
 from infinity._src.params.call_order import call_order
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
@@ -56,18 +57,6 @@ log = logging.getLogger("infinity")
 
 SMALL_BYTES = 1 << 20
 """Bytes of a module that is worth no unit of its own: a gather, a gate and an update cost more."""
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called: hooks on them never run, so no unit can belong to one."""
-
-
-def _is_list(module: nn.Module) -> bool:
-    """A ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a list of
-    experts).
-    """
-    return isinstance(module, nn.ModuleList) or (
-        isinstance(module, nn.ModuleDict) and len(module) > 1
-    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -121,7 +110,7 @@ class UnitSpec:
 def find_units(
     model: nn.Module,
     *,
-    units: Sequence[nn.Module | type[nn.Module] | str] | None = None,
+    units: Named | None = None,
     unit_bytes_max: int,
     nested: bool = True,
 ) -> list[UnitSpec]:
@@ -208,10 +197,8 @@ class _Finder:
         self._blocks: set[int] = set()
         self._specs: list[UnitSpec] = []
 
-    def find(self, units: Sequence[nn.Module | type[nn.Module] | str] | None) -> list[UnitSpec]:
-        blocks = self._no_split_blocks() if units is None else self._named_blocks(units)
-        if units is None and not blocks:
-            blocks = list(self._list_children(self._model))
+    def find(self, units: Named | None) -> list[UnitSpec]:
+        blocks = find_blocks(self._model, units, argument="units")
         self._blocks = {id(block) for block in blocks}
         # Before the walk: a tile is a unit of its own, also inside of a block.
         self._claim_tiles(blocks)
@@ -238,64 +225,13 @@ class _Finder:
         for index, spec in enumerate(self._specs):
             spec.around = tuple(sorted(around[index] - {index}))
 
-    # -- blocks ------------------------------------------------------------------------------------
-
-    def _no_split_blocks(self) -> list[nn.Module]:
-        names: set[str] = set()
-        for module in self._model.modules():
-            names |= set(getattr(module, "_no_split_modules", None) or ())
-        return [module for module in self._model.modules() if type(module).__name__ in names]
-
-    def _named_blocks(self, units: Sequence[nn.Module | type[nn.Module] | str]) -> list[nn.Module]:
-        modules = dict(self._model.named_modules(remove_duplicate=False))
-        blocks: list[nn.Module] = []
-        for wanted in units:
-            if isinstance(wanted, nn.Module):
-                found = [wanted] if id(wanted) in self._names else []
-            elif isinstance(wanted, type):
-                found = [module for module in modules.values() if isinstance(module, wanted)]
-            elif wanted in modules:
-                # Before names of classes: a qualified name says exactly which module is meant.
-                found = [modules[wanted]]
-            else:
-                found = [module for module in modules.values() if type(module).__name__ == wanted]
-            if not found:
-                text = type(wanted).__name__ if isinstance(wanted, nn.Module) else repr(wanted)
-                raise ValueError(
-                    f"units: the model has no {text}; give modules of this model, their classes, "
-                    "the classes' names, or qualified names as model.named_modules() lists them"
-                )
-            if any(isinstance(module, _CONTAINERS) for module in found):
-                raise ValueError(
-                    f"units: {wanted!r} is a container, which is never called; name its children"
-                )
-            blocks += found
-        return blocks
-
-    def _list_children(self, module: nn.Module) -> Iterator[nn.Module]:
-        """The children of the outermost lists of modules below `module` that hold parameters."""
-        for child in module.children():
-            if _is_list(child):
-                yield from self._members(child)
-            else:
-                yield from self._list_children(child)
-
-    def _members(self, container: nn.Module) -> Iterator[nn.Module]:
-        for member in container.children():
-            if _is_list(member):
-                yield from self._members(member)
-            elif isinstance(member, _CONTAINERS):
-                yield from self._list_children(member)
-            elif any(True for _ in member.parameters()):
-                yield member
-
     # -- the walk ----------------------------------------------------------------------------------
 
     def _visit(self, module: nn.Module, caller: nn.Module, bytes_max: int) -> None:
         """Make units of what is below `module`, of so many bytes at most. `caller`: the nearest
         module around it that is called.
         """
-        if not isinstance(module, _CONTAINERS):
+        if not isinstance(module, CONTAINERS):
             caller = module
             if id(module) in self._blocks or not self._has_block(module):
                 self._emit(module, bytes_max)
@@ -311,7 +247,7 @@ class _Finder:
             for block in blocks:
                 for inner in block.modules():
                     tile = (
-                        next(tile_modules(inner), None) if isinstance(inner, _CONTAINERS) else None
+                        next(tile_modules(inner), None) if isinstance(inner, CONTAINERS) else None
                     )
                     if tile is not None:
                         raise ValueError(
@@ -334,7 +270,7 @@ class _Finder:
             return
         # Experts first: each is a unit, so that only routed ones are gathered.
         if self._nested:
-            for child in list(self._list_children(module)):
+            for child in list(list_children(module)):
                 self._emit(child, self._unit_bytes_max)
             if self._bytes(subtree) <= bytes_max:
                 self._claim(module, module, subtree)
@@ -350,7 +286,7 @@ class _Finder:
     def _may_split(self, module: nn.Module) -> bool:
         """True when all ranks call the module's submodules in the same order."""
         return self._nested or not any(
-            isinstance(child, _CONTAINERS) for child in module.children()
+            isinstance(child, CONTAINERS) for child in module.children()
         )
 
     def _claim(self, module: nn.Module, caller: nn.Module, entries: list[FoundParameter]) -> None:
@@ -443,7 +379,7 @@ class _Finder:
         def visit(module: nn.Module, scope: int) -> None:
             found.setdefault(id(module), scope)
             for child in module.children():
-                alone = id(child) in self._blocks or _is_list(module)
+                alone = id(child) in self._blocks or is_list(module)
                 visit(child, id(child) if alone else scope)
 
         visit(self._model, 0)
@@ -462,7 +398,7 @@ class _Finder:
             for entry in spec.entries:
                 for module, _ in entry.sites:
                     # Hooks on a container never run: the module around it is served.
-                    while isinstance(module, _CONTAINERS) and id(module) in parents:
+                    while isinstance(module, CONTAINERS) and id(module) in parents:
                         module = parents[id(module)]
                     if id(module) not in inside and all(
                         module is not known for known in spec.modules

@@ -24,7 +24,11 @@ from infinity._src.kernels.tiling.tiled_experts import (
     TiledExperts,
     check_eager,
 )
-from infinity._src.kernels.tiling.tiled_module import EXPERT_STACKS, STACK_WEIGHTS
+from infinity._src.kernels.tiling.tiled_module import (
+    EXPERT_STACKS,
+    STACK_WEIGHTS,
+    refuse_microbatched,
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -56,6 +60,7 @@ def tile_experts(model: M, *, experts: int, names: str | Sequence[str] | None = 
     # `type`, not isinstance: True is an int.
     if type(experts) is not int or experts < 1:
         raise ValueError(f"experts={experts!r} is not a positive whole number of experts per tile")
+    refuse_microbatched(model, "inf.tile_experts(model, ...)")
     if "_infinity_handle" in model.__dict__:
         raise ValueError(
             "this model is offloaded already; call inf.tile_experts(model, ...) before "

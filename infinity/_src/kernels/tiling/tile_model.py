@@ -24,6 +24,7 @@ from infinity._src.kernels.tiling.tiled_module import (
     Tiles,
     copy_tiles,
     parse_tiles,
+    refuse_microbatched,
 )
 
 M = TypeVar("M", bound=nn.Module)
@@ -53,6 +54,7 @@ def tile_linears(model: M, *, tiles: Tiles, names: str | Sequence[str] | None = 
     """
     # Before anything is looked at: a wrong argument leaves the model as it was.
     parse_tiles(tiles)
+    refuse_microbatched(model, "inf.tile_linears(model, ...)")
     if "_infinity_handle" in model.__dict__:
         raise ValueError(
             "this model is offloaded already; call inf.tile_linears(model, ...) before "
@@ -89,6 +91,7 @@ def tile_loss(model: M, *, tiles: int | None = None, head: str | None = None) ->
     Raises: ValueError for a head that is not found or cannot be tiled (see `tile_linears`), or has
     tiles along its inputs.
     """
+    refuse_microbatched(model, "inf.tile_loss(model)")
     if "_infinity_handle" in model.__dict__:
         raise ValueError(
             "this model is offloaded already; call inf.tile_loss(model) before inf.offload(model, "

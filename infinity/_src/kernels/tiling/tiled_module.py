@@ -535,6 +535,15 @@ def exclude_from_compile(model: nn.Module) -> None:
             kind.forward = disabled
 
 
+def refuse_microbatched(model: nn.Module, call: str) -> None:
+    """Raise ValueError for a model whose modules run in slices already: those that are replaced
+    would not."""
+    if hasattr(type(model), "_infinity_slicing"):
+        raise ValueError(
+            f"this model is microbatched already; call {call} before inf.microbatched(model, n)"
+        )
+
+
 def copy_tile(weight: torch.Tensor, place: TilePlace) -> nn.Parameter:
     """Copy a tile of a weight into a parameter of its own, with the weight's `requires_grad` and
     attributes.

@@ -1,0 +1,125 @@
+"""`microbatched`: a model whose forward takes all micro-batches at once, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from infinity._src.kernels.tiling.deferred_logits import find_head
+from infinity._src.kernels.tiling.tiled_linear import TiledLinear
+from infinity._src.microbatch.sliced_module import Role, SlicedModule, slice_module
+from infinity._src.microbatch.slicing import Slicing
+from infinity._src.params.blocks import CONTAINERS, Named, find_blocks
+
+M = TypeVar("M", bound=nn.Module)
+
+_DROPOUTS: tuple[type, ...] = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+
+def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Sequence[str] = ()) -> M:
+    """Have one forward and one backward of `model` do the work of n micro-batches, in place, and
+    return it: before the optimizer and before `inf.offload`.
+
+    The caller passes the whole batch, takes one loss and calls one `backward()`. Blocks, embedding,
+    final norm, head and loss run in n slices of the batch, one after the other, and each block is
+    checkpointed for each slice. So an offloaded model reads and reduces each unit as often as with
+    one micro-batch. Parameters get the bits that a loop over `batch.tensor_split(n)` with
+    `(loss / n).backward()` gives, where a micro-batch uses them once. Gradients of a parameter that
+    is used several times are added up use by use, the last of forward first, and of each use slice
+    by slice.
+
+    n: slices of a batch of n rows or more; a smaller batch has one for each row. Rows are the first
+    dimension of tensors. blocks: as `Policy.units`; None: those of `_no_split_modules`, else the
+    children of ModuleLists. shared: names of arguments of blocks that all slices get whole, for
+    tensors as long as the batch that have no rows.
+
+    The loss of a model of transformers (`labels=`) is the mean over the slices of their losses, or
+    with `num_items_in_batch` the sum. Its logits are computed when they are used. Dropout draws
+    from a stream for each slice, seeded as `infinity._src.microbatch.random_streams` says. Without
+    gradients the model runs as ever. See docs/guide.md for what a model must be like.
+
+    Raises: ValueError for n that is no positive whole number, a model that is offloaded or sliced
+    already, or has no blocks, and for modules with a forward of their own. On an error the model is
+    as it was. In forward: ValueError for a cache, and for arguments and outputs of blocks of which
+    it is not clear how they are cut and joined.
+    """
+    # `type`, not isinstance: True is an int.
+    if type(n) is not int or n < 1:
+        raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
+    if "_infinity_handle" in model.__dict__:
+        raise ValueError(
+            "this model is offloaded already; call inf.microbatched(model, n) before "
+            "inf.offload(model, ...)"
+        )
+    if is_microbatched(model):
+        raise ValueError("this model, or a part of it, is microbatched already: build it anew")
+    names = {module: name for name, module in model.named_modules()}
+    roles = _roles(model, find_blocks(model, blocks, argument="blocks"))
+    for module in roles:
+        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{names[module] or type(module).__name__} has a forward of its own, which would "
+                "not run in slices: set it afterwards, or name other modules in blocks="
+            )
+    slicing = Slicing(n, frozenset(shared))
+    for module, role in roles.items():
+        slice_module(module, role, slicing, names[module])
+    return model
+
+
+def is_microbatched(model: nn.Module) -> bool:
+    """True for a model with modules that run in slices."""
+    return any(isinstance(module, SlicedModule) for module in model.modules())
+
+
+def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Role]:
+    """Choose the modules that run in slices, and those around them."""
+    if not blocks:
+        raise ValueError(
+            "inf.microbatched found no blocks: the model has neither _no_split_modules nor a "
+            "ModuleList; name them, as in blocks=['Block']"
+        )
+    chosen, head = set(blocks), find_head(model)
+    roles: dict[nn.Module, Role] = {}
+
+    def has_block(module: nn.Module) -> bool:
+        return any(child in chosen for child in module.modules())
+
+    def visit(module: nn.Module) -> None:
+        if module in roles:
+            return
+        if module in chosen:
+            # Blocks inside of a block run with it.
+            roles[module] = Role.BLOCK
+            return
+        around = has_block(module)
+        if not isinstance(module, CONTAINERS):
+            if not around:
+                if _is_worth_it(module):
+                    roles[module] = Role.HEAD if _is_head(module, head) else Role.PART
+                return
+            roles[module] = Role.AROUND
+        for child in module.children():
+            visit(child)
+
+    visit(model)
+    return roles
+
+
+def _is_worth_it(module: nn.Module) -> bool:
+    """True for a module that gets gradients, or draws random numbers."""
+    return any(True for _ in module.parameters()) or any(
+        isinstance(part, _DROPOUTS) for part in module.modules()
+    )
+
+
+def _is_head(module: nn.Module, head: nn.Module | None) -> bool:
+    # Hooks of users on a head want its logits, which `SlicedLogits` would keep from them.
+    hooked = module._forward_hooks or module._forward_pre_hooks
+    return module is head and isinstance(module, (nn.Linear, TiledLinear)) and not hooked

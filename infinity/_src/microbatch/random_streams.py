@@ -1,0 +1,79 @@
+"""Random numbers of slices: each slice draws from a stream of its own.
+
+    base = torch.randint(2**62, ())            the number that torch's generator would give next
+    slice i draws as after torch.manual_seed(base + i), through all modules of the forward
+
+A plain loop that seeds so before micro-batch i draws the same masks. The generator of the caller
+moves on by that one number if a slice has drawn any, and stays if none has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+SEEDS = 1 << 62
+"""Bases are below this."""
+
+_CPU = torch.device("cpu")
+
+
+def _state(device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module: Any = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state(device)
+    return state
+
+
+def _set_state(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        module: Any = torch.get_device_module(device)
+        module.set_rng_state(state, device)
+
+
+class RandomStreams:
+    """Streams of the slices of one forward."""
+
+    def __init__(self) -> None:
+        self._before = torch.get_rng_state()
+        # A copy draws: a forward without randomness leaves the caller's numbers as they are.
+        ahead = torch.Generator()
+        ahead.set_state(self._before)
+        self._base = int(torch.randint(SEEDS, (), generator=ahead))
+        self._after = ahead.get_state()
+        self._states: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._drawn = False
+
+    @contextlib.contextmanager
+    def of(self, index: int, device: torch.device) -> Iterator[None]:
+        """Draw from the stream of a slice inside, on the CPU and on `device`."""
+        devices = [_CPU] if device.type == "cpu" else [_CPU, device]
+        outside = [_state(each) for each in devices]
+        begun = [self._begun(index, each) for each in devices]
+        for each, state in zip(devices, begun, strict=True):
+            _set_state(each, state)
+        try:
+            yield
+        finally:
+            for each, state, before in zip(devices, begun, outside, strict=True):
+                now = _state(each)
+                self._drawn = self._drawn or not torch.equal(now, state)
+                self._states[index, each] = now
+                _set_state(each, before)
+
+    def _begun(self, index: int, device: torch.device) -> torch.Tensor:
+        known = self._states.get((index, device))
+        if known is not None:
+            return known
+        return torch.Generator(device=device).manual_seed(self._base + index).get_state()
+
+    def end(self) -> None:
+        """Let the caller's generator move on if a slice has drawn, and nobody else has."""
+        if self._drawn and torch.equal(torch.get_rng_state(), self._before):
+            torch.set_rng_state(self._after)

@@ -1,0 +1,177 @@
+"""Rows of a batch: a tensor is cut into the rows of each slice, and the slices are joined again.
+
+    Cut    whole [rows, ...]          -> one copy [rows of the slice, ...] for each slice
+    Join   [rows of the slice, ...]   -> whole [rows, ...]
+
+Parts are copies with memory of their own: they are freed, or put away, one by one, and a kernel
+finds them aligned as a batch of their own would be. Both move values and never round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+ALIGNED_BYTES = 256
+"""Kernels may sum in another order where a tensor begins elsewhere than an allocation would."""
+
+Bounds = Sequence[tuple[int, int]]
+
+
+class PerSlice:
+    """Value that each slice has for itself, and that has no rows of the batch: a bias that all rows
+    share, a loss.
+
+    A model may hand it to modules that run in slices. Anything else with it is a ValueError.
+
+    parts: one value for each slice. owner: the name of the module that returned it.
+    """
+
+    def __init__(self, parts: Sequence[Any], owner: str = "") -> None:
+        self.parts = tuple(parts)
+        self.owner = owner
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"{what} of an output of {self.owner} that is no batch of rows: each of the "
+            f"{len(self.parts)} slices has its own, and inf.microbatched cannot tell how they are "
+            "put together; return one value for each row, or leave it out in training"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Copying and pickling ask for these, and take no for an answer.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(name)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> NoReturn:
+        """Refuse every operation of torch."""
+        found: list[PerSlice] = []
+        mapped(
+            [*args, *(kwargs or {}).values()],
+            lambda leaf: found.append(leaf) if isinstance(leaf, cls) else None,
+        )
+        found[0]._refuse(getattr(func, "__name__", str(func)))
+
+
+def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
+    """Return `value` with `leaf(item)` in place of each item of its tuples, lists and dicts."""
+    if isinstance(value, tuple):
+        items = [mapped(item, leaf) for item in value]
+        # A named tuple takes its items one by one.
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if type(value) is list:
+        return [mapped(item, leaf) for item in value]
+    if isinstance(value, dict):
+        return like_dict(value, {key: mapped(item, leaf) for key, item in value.items()})
+    return leaf(value)
+
+
+def like_dict(dictionary: dict[str, Any], items: dict[str, Any]) -> Any:
+    """Return a dict of the type of `dictionary` with these items."""
+    kind: Any = type(dictionary)
+    # Outputs of transformers are dicts and dataclasses in one.
+    return kind(**items) if dataclasses.is_dataclass(dictionary) else kind(items)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in tuples, lists and dicts, in their order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def settled(value: Any) -> Any:
+    """Return `value`; of logits that are computed when they are used, the computed ones."""
+    if type(value) is torch.Tensor or not hasattr(value, "infinity_inputs"):
+        return value
+    return value.compute()
+
+
+def cut_rows(whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
+    """Return the rows [first, last) of each slice. Parts of a tensor without gradient are
+    views where they begin as an allocation would."""
+    if whole.requires_grad:
+        parts: tuple[torch.Tensor, ...] = _Cut.apply(whole, bounds)
+        return parts
+    return tuple(_aligned(whole, first, last) for first, last in bounds)
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of all slices as one tensor."""
+    whole: torch.Tensor = _Join.apply(*parts)
+    return whole
+
+
+def _aligned(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    part = whole[first:last]
+    begins = first * whole.stride(0) * whole.element_size()
+    return part if begins % ALIGNED_BYTES == 0 else part.clone()
+
+
+def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate along the rows. The other dimensions keep their order in memory: kernels choose
+    by it."""
+    first = parts[0]
+    if first.is_contiguous():
+        return torch.cat(list(parts))
+    order = [0, *sorted(range(1, first.dim()), key=first.stride, reverse=True)]
+    back = [order.index(dim) for dim in range(first.dim())]
+    return torch.cat([part.permute(order) for part in parts]).permute(back)
+
+
+class _Cut(torch.autograd.Function):
+    """Copies of the rows of each slice. Gradients of slices without one are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.bounds, ctx.row = bounds, whole.shape[1:]
+        return tuple(whole[first:last].clone() for first, last in bounds)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        given = next((grad for grad in grads if grad is not None), None)
+        if given is None:
+            return None, None
+        parts = [
+            given.new_zeros((last - first, *ctx.row)) if grad is None else grad
+            for grad, (first, last) in zip(grads, ctx.bounds, strict=True)
+        ]
+        return _concatenate(parts), None
+
+
+class _Join(torch.autograd.Function):
+    """Rows of all slices as one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sizes = [len(part) for part in parts]
+        return _concatenate(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return (None,) * len(ctx.sizes)
+        found: list[torch.Tensor | None] = []
+        first = 0
+        for size, wanted in zip(ctx.sizes, ctx.needs_input_grad, strict=True):
+            found.append(_aligned(grad, first, first + size) if wanted else None)
+            first += size
+        return tuple(found)

@@ -1,0 +1,691 @@
+"""`inf.microbatched`: one forward and one backward over n slices give the bits of a loop over n
+micro-batches, and read each unit as often as one micro-batch does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import infinity as inf
+from infinity._src.hooks import activation_offload as activations
+from infinity._src.microbatch.random_streams import SEEDS
+from infinity._src.microbatch.sliced_logits import SlicedLogits
+from tests import harness, models
+from tests.harness import Result, Training
+from tests.marks import mostly_slow, pairwise
+from tests.test_bitwise import policy
+
+NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Microbatched:
+    """A factory of models that run in n slices."""
+
+    factory: Callable[[], nn.Module]
+    n: int
+
+    def __call__(self) -> nn.Module:
+        return inf.microbatched(self.factory(), self.n)
+
+
+def whole(training: Training) -> Training:
+    """The same training with one batch of all micro-batches, on a model that runs in slices."""
+    count = training.accumulation
+    made = dataclasses.replace(
+        training,
+        factory=Microbatched(training.factory, count),
+        accumulation=1,
+        rows=count * training.rows,
+    )
+    ids = [batch["input_ids"] for batch in training.batches]
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in made.batches]), torch.cat(ids))
+    return made
+
+
+def of_steps(loop: Result, count: int) -> Result:
+    """The results of a loop with one loss for each step: the sum over its micro-batches."""
+    losses = []
+    for first in range(0, len(loop.losses), count):
+        total = torch.tensor(loop.losses[first])
+        for loss in loop.losses[first + 1 : first + count]:
+            total = total + torch.tensor(loss)
+        losses.append(total.item())
+    return dataclasses.replace(loop, losses=losses)
+
+
+def assert_is_the_loop(ours: Result, training: Training, loop: Result | None = None) -> None:
+    loop = harness.reference(training) if loop is None else loop
+    harness.assert_equal(ours, of_steps(loop, training.accumulation))
+
+
+def mixtral() -> nn.Module:
+    """Mixtral without the loss of its routers, which models compute over the whole batch."""
+    model: Any = models.mixtral()
+    model.config.output_router_logits = False
+    return model
+
+
+LLAMA = Training(models.llama, steps=2, accumulation=3)  # a third is no exact number
+MIXTRAL = Training(mixtral, steps=2, accumulation=3)
+LORA = Training(models.lora, steps=2, accumulation=2)
+
+
+# -- the same bits ---------------------------------------------------------------------------------
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {"params": "cpu", "optim": "cpu"},
+    NVME,
+    {"params": "nvme", "optim": "cpu", "ram": "min", "unit_bytes_max": 8192},
+]
+UPDATES: list[dict[str, Any]] = [
+    {},
+    {"update": "backward", "generations": 2},
+    {"update": "delayed", "delayed_warmup": 9},
+]
+STATES: list[dict[str, Any]] = [{"state": "exact"}, {"state": "bf16"}, {"state": "compact"}]
+
+
+@pytest.mark.parametrize(
+    ("training", "placement", "update"), pairwise([LLAMA, MIXTRAL, LORA], PLACEMENTS, UPDATES)
+)
+def test_the_bits_are_those_of_the_loop_over_micro_batches(
+    training: Training, placement: dict[str, Any], update: dict[str, Any], tmp_path: Path
+) -> None:
+    chosen = policy(tmp_path, **{**placement, **update})
+    assert_is_the_loop(harness.offloaded(whole(training), chosen), training)
+
+
+@functools.lru_cache
+def loop_of_the_engine(state: str) -> Result:
+    """The loop over micro-batches, offloaded."""
+    return harness.offloaded(LLAMA, inf.Policy(params="cpu", optim="cpu", state=state))
+
+
+@pytest.mark.parametrize(("state", "update"), pairwise(STATES, UPDATES))
+def test_every_state_and_update_has_the_bits_of_the_engines_own_loop(
+    state: dict[str, Any], update: dict[str, Any], tmp_path: Path
+) -> None:
+    result = harness.offloaded(whole(LLAMA), policy(tmp_path, **{**NVME, **update, **state}))
+    assert_is_the_loop(result, LLAMA, loop_of_the_engine(state["state"]))
+
+
+VARIANTS: dict[str, tuple[Training, dict[str, Any]]] = {
+    "no clipping, updates in backward": (
+        dataclasses.replace(LLAMA, max_norm=None),
+        {"update": "backward"},
+    ),
+    "gradients in fp32": (
+        dataclasses.replace(LLAMA, grad_dtype=torch.float32),
+        {"grad_dtype": torch.float32},
+    ),
+    "checkpointed by the user": (dataclasses.replace(LLAMA, checkpointing=False), {}),
+    "fp32 parameters under autocast": (
+        dataclasses.replace(LLAMA, dtype=torch.float32, autocast="cached"),
+        {},
+    ),
+    "GradScaler": (
+        dataclasses.replace(LLAMA, dtype=torch.float16, scaler=(1024.0, 2)),
+        {},
+    ),
+    "fused experts, one for each token": (Training(models.qwen3_moe, accumulation=4), {}),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(VARIANTS, *list(VARIANTS)[:4]))
+def test_variants_of_the_loop_keep_its_bits(name: str, tmp_path: Path) -> None:
+    training, values = VARIANTS[name]
+    result = harness.offloaded(whole(training), policy(tmp_path, **{**NVME, **values}))
+    assert_is_the_loop(result, training)
+
+
+@pytest.mark.parametrize("checkpointing", [None, True])
+def test_a_model_that_is_not_offloaded_has_the_same_bits(checkpointing: bool | None) -> None:
+    sliced = dataclasses.replace(whole(LLAMA), checkpointing=checkpointing)
+    assert_is_the_loop(harness.reference(sliced), LLAMA)
+
+
+def test_a_tiled_loss_runs_slice_by_slice(tmp_path: Path) -> None:
+    training = dataclasses.replace(LLAMA, factory=tiled_loss)
+    result = harness.offloaded(whole(training), policy(tmp_path, **NVME))
+    assert_is_the_loop(result, training)
+
+
+def tiled_loss() -> nn.Module:
+    return inf.tile_loss(models.llama(), tiles=3)
+
+
+# -- gradients of one step -------------------------------------------------------------------------
+
+Loss = Callable[[Any], torch.Tensor]
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of the gradients, by name."""
+    return {
+        name: param.grad.clone()
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+
+
+def loop_grads(
+    model: nn.Module, batches: Sequence[dict[str, Any]], loss_of: Loss = lambda out: out.loss
+) -> dict[str, torch.Tensor]:
+    """Gradients of the plain loop."""
+    for batch in batches:
+        (loss_of(model(**batch)) / len(batches)).backward()
+    return grads_of(model)
+
+
+def cut(batch: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """The micro-batches of a batch."""
+    parts = {name: torch.tensor_split(value, n) for name, value in batch.items()}
+    return [{name: part[index] for name, part in parts.items()} for index in range(n)]
+
+
+def differing(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    assert ours.keys() == theirs.keys()
+    return [name for name, value in theirs.items() if not torch.equal(ours[name], value)]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with harness.one_thread():
+        yield
+
+
+@settings(max_examples=8)
+@given(
+    rows=st.integers(1, 7),
+    n=st.integers(1, 5),
+    length=st.integers(2, 9),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    masked=st.booleans(),
+)
+def test_any_batch_has_the_gradients_of_its_slices(
+    rows: int, n: int, length: int, dtype: torch.dtype, masked: bool
+) -> None:
+    batch = models.token_batches(1, rows=rows, length=length, seed=rows)[0]
+    if masked:
+        # In every row, so that micro-batches and the batch choose the same kernels.
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][:, :1] = 0
+    factory = functools.partial(models.llama, 1)
+    with harness.one_thread():
+        model = models.make(Microbatched(factory, n), dtype=dtype)
+        model(**batch).loss.backward()
+        loop = loop_grads(models.make(factory, dtype=dtype), cut(batch, min(n, rows)))
+    assert not differing(grads_of(model), loop)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_loss_of_the_items_of_the_batch_is_added_up() -> None:
+    batch = models.token_batches(1, rows=4)[0]
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 3:] = -100  # slices with different numbers of items
+    items = int((batch["labels"][:, 1:] != -100).sum())
+    sliced, plain, loop = (
+        models.make(each) for each in (Microbatched(models.llama, 2), models.llama, models.llama)
+    )
+    loss = sliced(**batch, num_items_in_batch=items).loss
+    loss.backward()
+    for part in cut(batch, 2):
+        loop(**part, num_items_in_batch=items).loss.backward()
+    assert not differing(grads_of(sliced), grads_of(loop))
+    assert loss.item() == pytest.approx(plain(**batch, num_items_in_batch=items).loss.item())
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_loss_of_the_users_own_gets_the_logits_of_all_rows() -> None:
+    batch = models.token_batches(1, rows=6)[0]
+    ids = batch["input_ids"]
+
+    def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return models.next_token_loss(logits, labels)
+
+    sliced, loop = models.make(Microbatched(models.llama, 3)), models.make(models.llama)
+    parts = zip(sliced(input_ids=ids).logits.chunk(3), ids.chunk(3), strict=True)
+    total = sum((loss_of(*pair) / 3 for pair in reversed(list(parts))), torch.zeros(()))
+    total.backward()
+    for part in ids.chunk(3):
+        (loss_of(loop(input_ids=part).logits, part) / 3).backward()
+    assert not differing(grads_of(sliced), grads_of(loop))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_table_of_positions_gets_the_gradient_of_each_slice() -> None:
+    """GPT-2 looks positions up once for the whole batch."""
+    model, batch = models.make(Microbatched(models.gpt2, 2)), models.token_batches(1, rows=4)[0]
+    model(**batch).loss.backward()
+    loop = loop_grads(models.make(models.gpt2), cut(batch, 2))
+    assert differing(grads_of(model), loop) == ["transformer.wte.weight"], "tied: see below"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_tied_weights_add_up_the_slices_of_the_head_and_then_those_of_the_embedding() -> None:
+    batch = models.token_batches(1, rows=6)[0]
+    model = models.make(Microbatched(models.gpt2, 3))
+    model(**batch).loss.backward()
+    untied: Any = models.make(models.gpt2)
+    untied.lm_head.weight = nn.Parameter(untied.transformer.wte.weight.detach().clone())
+    head, table = [], []
+    for part in cut(batch, 3):
+        (untied(**part).loss / 3).backward()
+        head.append(untied.lm_head.weight.grad)
+        table.append(untied.transformer.wte.weight.grad)
+        untied.zero_grad()
+    total = head[0]
+    for term in (*head[1:], *table):
+        total = total + term
+    assert torch.equal(grads_of(model)["transformer.wte.weight"], total)
+
+
+class Twice(nn.Module):
+    """A block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8, bias=False)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.blocks[0](torch.tanh(self.blocks[0](x))))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_module_that_is_called_twice_adds_up_its_last_call_first() -> None:
+    model, x = models.make(Microbatched(Twice, 3)), torch.randn(6, 8, dtype=torch.bfloat16)
+    plain = models.make(Twice)
+    model(x).float().sum().backward()
+    weight = plain.blocks[0].weight.detach()  # type: ignore[index, union-attr]
+    first, last = [], []
+    for part in x.tensor_split(3):
+        weights = [weight.clone().requires_grad_() for _ in range(2)]
+        inner = torch.tanh(nn.functional.linear(part, weights[0]))
+        torch.tanh(nn.functional.linear(inner, weights[1])).float().sum().backward()
+        first.append(weights[0].grad)
+        last.append(weights[1].grad)
+    total = last[0]
+    for term in (*last[1:], *first):
+        assert term is not None
+        assert total is not None
+        total = total + term
+    assert torch.equal(grads_of(model)["blocks.0.weight"], total)
+
+
+T5_SHARED = {"shared.weight"}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_encoder_and_a_decoder_run_in_slices(masked: bool) -> None:
+    """T5: position biases go from block to block, and the encoder's output to all of the
+    decoder's."""
+    batch = models.token_batches(1, rows=4)[0]
+    if masked:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][:, -2:] = 0
+    model = models.make(Microbatched(models.t5, 2))
+    model(**batch).loss.backward()
+    loop = loop_grads(models.make(models.t5), cut(batch, 2))
+    ours = grads_of(model)
+    assert set(differing(ours, loop)) <= T5_SHARED
+    for name in T5_SHARED:
+        torch.testing.assert_close(ours[name].float(), loop[name].float(), rtol=5e-2, atol=1e-3)
+
+
+def vit() -> nn.Module:
+    """A vision transformer that classifies."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            image_size=16,
+            patch_size=4,
+            num_labels=5,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_vision_model_runs_in_slices() -> None:
+    batch: dict[str, Any] = {
+        "pixel_values": torch.randn(6, 3, 16, 16, dtype=torch.bfloat16),
+        "labels": torch.arange(6) % 5,
+    }
+    model = models.make(Microbatched(vit, 3))
+    model(**batch).loss.backward()
+    assert not differing(grads_of(model), loop_grads(models.make(vit), cut(batch, 3)))
+
+
+class Dropping(nn.Module):
+    """Dropout inside of blocks and between them."""
+
+    def __init__(self, hidden: int = 16) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(models.VOCAB, hidden)
+        self.drop = nn.Dropout(0.3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(hidden, hidden), nn.Dropout(0.5), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(hidden, 1)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.embed(input_ids))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x).float().square().mean(dim=(1, 2))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_dropout_draws_as_a_loop_that_seeds_each_micro_batch() -> None:
+    ids = models.token_batches(1, rows=6)[0]["input_ids"]
+    sliced, loop = models.make(Microbatched(Dropping, 3)), models.make(Dropping)
+    torch.manual_seed(5)
+    losses = sliced(ids)
+    after = torch.get_rng_state()
+    losses.sum().backward()
+    assert torch.equal(torch.get_rng_state(), after), "backward draws what forward drew"
+    torch.manual_seed(5)
+    base = int(torch.randint(SEEDS, ()))
+    assert torch.equal(torch.get_rng_state(), after), "one number for each forward"
+    for index, part in enumerate(ids.tensor_split(3)):
+        torch.manual_seed(base + index)
+        loop(part).sum().backward()
+    assert not differing(grads_of(sliced), grads_of(loop))
+    other = sliced(ids)
+    assert not torch.equal(other, losses), "the next forward has masks of its own"
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_model_without_randomness_leaves_the_callers_numbers_alone() -> None:
+    model, batch = models.make(Microbatched(models.llama, 2)), models.token_batches(1, rows=4)[0]
+    before = torch.get_rng_state()
+    model(**batch).loss.backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+IMAGES: dict[str, Any] = {
+    "pixel_values": torch.linspace(-2, 2, 4 * 3 * 16 * 16).view(4, 3, 16, 16).bfloat16(),
+    "labels": torch.arange(4),
+}
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "an encoder and a decoder": (models.t5, models.token_batches(1, rows=4)[0]),
+    "tied weights": (models.gpt2, models.token_batches(1, rows=4)[0]),
+    "one layer for all": (models.albert, models.token_batches(1, rows=4)[0]),
+    "images": (vit, IMAGES),
+}
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", MODELS)
+def test_offloading_changes_no_bits_of_a_model_in_slices(name: str, tmp_path: Path) -> None:
+    factory, batch = MODELS[name]
+    model, plain = (models.make(Microbatched(factory, 2)) for _ in range(2))
+    plain(**batch).loss.backward()
+    inf.offload(model, policy(tmp_path, **NVME))
+    model(**batch).loss.backward()
+    ours = {
+        name: param.grad.materialize()  # type: ignore[attr-defined]
+        for name, param in model.named_parameters()
+        if param.grad is not None
+    }
+    theirs = {name: grad.float() for name, grad in grads_of(plain).items()}
+    inf.handle(model).close()
+    assert not differing(ours, theirs)
+
+
+# -- logits ----------------------------------------------------------------------------------------
+
+
+def test_logits_are_computed_when_they_are_used_and_only_then(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    model, plain = models.make(Microbatched(models.llama, 2)), models.make(models.llama)
+    batch = models.token_batches(1, rows=4)[0]
+    inf.offload(model, policy(tmp_path, **NVME))
+    optimizer = inf.AdamW(model.parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "infinity"):
+        out = model(**batch)
+        out.loss.backward()
+        assert type(out.logits) is SlicedLogits
+        assert out.logits.shape == (4, 12, models.VOCAB)
+        assert not caplog.records, "the loss needs none"
+        expected = plain(**batch).logits
+        assert torch.equal(out.logits.argmax(-1), expected.argmax(-1))
+        assert "computed in full" in caplog.text
+    assert out.logits.requires_grad
+    late = model(**batch).logits
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified in place since"):
+        late.sum()
+    inf.handle(model).close()
+
+
+def test_without_gradients_the_model_runs_as_ever() -> None:
+    model: Any = models.make(Microbatched(models.llama, 2))
+    plain: Any = models.make(models.llama)
+    batch = models.token_batches(1, rows=4)[0]
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, plain(**batch).logits)
+        assert model(**batch).past_key_values is not None
+    made = [
+        each.generate(batch["input_ids"], max_new_tokens=4, do_sample=False)
+        for each in (model, plain)
+    ]
+    assert torch.equal(*made)
+
+
+def test_hidden_states_have_all_rows() -> None:
+    model, plain = models.make(Microbatched(models.llama, 2)), models.make(models.llama)
+    batch = models.token_batches(1, rows=4)[0]
+    ours, theirs = (each(**batch, output_hidden_states=True) for each in (model, plain))
+    assert len(ours.hidden_states) == len(theirs.hidden_states)
+    for one, other in zip(ours.hidden_states, theirs.hidden_states, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_copy_and_a_pickle_run_in_slices_too() -> None:
+    model, batch = models.make(Microbatched(models.llama, 2)), models.token_batches(1, rows=4)[0]
+    loss = model(**batch).loss
+    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(same).__name__ == "LlamaForCausalLM"
+        out = same(**batch)
+        assert torch.equal(out.loss, loss)
+        assert type(out.logits) is SlicedLogits
+
+
+# -- traffic, ranks, activations, faults -----------------------------------------------------------
+
+
+def test_bytes_do_not_grow_with_the_number_of_slices(tmp_path: Path) -> None:
+    loop = Training(models.llama, accumulation=4, max_norm=None, no_sync=True)
+    one = dataclasses.replace(loop, accumulation=1)
+    chosen = policy(tmp_path, **NVME, update="backward")
+    looped, alone, sliced = (
+        harness.offloaded(each, chosen).stats for each in (loop, one, whole(loop))
+    )
+    # A checkpointed block is read once more than one that is not: not at all, where it stays.
+    assert sliced.bytes_read <= alone.bytes_read + alone.bytes_read // 10 < looped.bytes_read
+    assert sliced.bytes_written == alone.bytes_written
+    assert sliced.grad_bytes == 0 < looped.grad_bytes
+
+
+def test_inputs_of_slices_rest_on_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
+    training = dataclasses.replace(LLAMA, factory=functools.partial(models.llama, 4))
+    chosen = policy(tmp_path, **NVME, activations="nvme")
+    result = harness.offloaded(whole(training), chosen)
+    assert_is_the_loop(result, training)
+    figures = result.stats.activations
+    # Four blocks and the norm, three slices each, at each step.
+    slices, boundary = training.steps * 3, 2 * 12 * 32 * 2
+    assert figures.calls >= slices * 5
+    assert figures.stored_bytes == figures.fetched_bytes
+    assert figures.stored_bytes >= slices * 4 * boundary
+
+
+class Stumble(Exception):
+    """The exception of a block."""
+
+
+@pytest.mark.parametrize("call", [2, 4], ids=["forward", "backward"])
+def test_an_exception_in_the_middle_of_a_slice_leaves_the_model_whole(
+    call: int, tmp_path: Path
+) -> None:
+    """Two slices go through a block in forward, and again in backward."""
+    calls = 0
+
+    def stumble(model: nn.Module, _step: int) -> None:
+        nonlocal calls
+        block: Any = model.get_submodule("model.layers.1.mlp")
+        calls = 0
+
+        def count(*_: Any) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                raise Stumble
+
+        # As many rows as no step has: what it leaves behind would show.
+        batch = models.token_batches(1, rows=6, seed=9)[0]
+        handle = block.register_forward_pre_hook(count)
+        try:
+            with pytest.raises(Stumble):
+                model(**batch).loss.backward()
+        finally:
+            handle.remove()
+
+    training = dataclasses.replace(LLAMA, accumulation=2)
+    sliced = dataclasses.replace(whole(training), before=stumble)
+    result = harness.offloaded(sliced, policy(tmp_path, **NVME))
+    assert_is_the_loop(dataclasses.replace(result, seen=[]), training)
+    assert calls
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0, "2"])
+def test_the_number_of_slices_is_a_whole_number(n: Any) -> None:
+    with pytest.raises(ValueError, match="positive whole number"):
+        inf.microbatched(models.llama(1), n)
+
+
+def test_set_up_says_what_it_cannot_do(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="found no blocks"):
+        inf.microbatched(nn.Linear(2, 2), 2)
+    with pytest.raises(ValueError, match="blocks: the model has no 'Nothing'"):
+        inf.microbatched(models.llama(1), 2, blocks=["Nothing"])
+    own: Any = models.llama(1)
+    own.model.layers[0].forward = lambda x: x
+    with pytest.raises(ValueError, match=r"model\.layers\.0 has a forward of its own"):
+        inf.microbatched(own, 2)
+    assert type(own).__mro__[1].__name__ != "SlicedModule", "it is as it was"
+    model = inf.microbatched(models.llama(1), 2)
+    with pytest.raises(ValueError, match="microbatched already"):
+        inf.microbatched(model, 2)
+    for tile in (
+        functools.partial(inf.tile_linears, tiles=2),
+        functools.partial(inf.tile_experts, experts=1),
+        inf.tile_loss,
+    ):
+        with pytest.raises(ValueError, match=r"before inf\.microbatched"):
+            tile(model)
+    offloaded = inf.offload(models.make(models.llama), inf.Policy(params="cpu", optim="cpu"))
+    with pytest.raises(ValueError, match="offloaded already"):
+        inf.microbatched(offloaded, 2)
+    inf.handle(offloaded).close()
+
+
+def test_caches_and_outputs_from_inside_of_blocks_are_refused_by_name() -> None:
+    from transformers import DynamicCache
+
+    batch = models.token_batches(1, rows=4)[0]
+    model: Any = models.make(Microbatched(models.mixtral, 2))
+    with pytest.raises(ValueError, match=r"output_router_logits is on.*config\.output_router"):
+        model(**batch)
+    model.config.output_router_logits = False
+    with pytest.raises(ValueError, match="output_attentions is on"):
+        model(**batch, output_attentions=True)
+    with pytest.raises(ValueError, match="use_cache with gradients"):
+        model(**batch, use_cache=True)
+    cache = DynamicCache(config=model.config)
+    with pytest.raises(ValueError, match="past_key_values with gradients"):
+        model(**batch, past_key_values=cache)
+    hidden = torch.randn(4, 12, 32, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="past_key_values is a DynamicCache"):
+        model.model.layers[0](hidden, past_key_values=cache)
+    model(**batch).loss.backward()
+
+
+def test_a_loss_that_blocks_return_for_each_slice_is_refused() -> None:
+    model, batch = models.make(Microbatched(models.ListMoe, 2)), models.token_batches(1, rows=4)[0]
+    with pytest.raises(ValueError, match=r"an output of blocks\.0 that is no batch of rows"):
+        model(**batch)
+    assert model(**{name: value[:1] for name, value in batch.items()})["loss"].requires_grad
+
+
+class Positioned(nn.Module):
+    """A block with a table of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([AddTable()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x, torch.ones(x.shape[1], x.shape[2]))
+
+
+class AddTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + table
+
+
+def test_a_tensor_as_long_as_the_batch_is_refused_unless_it_is_named() -> None:
+    model = inf.microbatched(Positioned(), 2)
+    assert model(torch.zeros(4, 5, 3)).sum() == 4 * 5 * 3
+    with pytest.raises(ValueError, match=r"table is \[4, 3\].*shared=\['table'\]"):
+        model(torch.zeros(4, 4, 3))
+    named = inf.microbatched(Positioned(), 2, shared=["table"])
+    assert named(torch.zeros(4, 4, 3)).sum() == 4 * 4 * 3
+
+
+def test_a_block_without_the_batch_is_refused() -> None:
+    model: Any = inf.microbatched(Positioned(), 2)
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x.transpose(0, 1))
+
+    turned = inf.microbatched(Turned(), 2)
+    with pytest.raises(ValueError, match=r"blocks\.0 got a tensor \(3, 6, 4\) first"):
+        turned(torch.randn(6, 3, 4))
+    with pytest.raises(ValueError, match="no batch among the arguments"):
+        model(None)
