@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity import __version__
-from infinity._src import native
+from infinity._src import native, openmp
 from infinity._src.bench import hardware
 from infinity._src.memory.placement import LARGE_COUNT, SMALL_COUNT
 from infinity._src.sizes import GIB, format_size
@@ -102,6 +102,7 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
     if executor is not None:
         yield _pools(engine, executor)
     yield _gpu()
+    yield _waiting()
     yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
@@ -315,6 +316,27 @@ def _copies_fail(device_count: int) -> str:
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"
     return ""
+
+
+def _waiting() -> Finding:
+    """Report if torch's threads hold cores while they wait, in a loop that is started from here."""
+    subject = "waiting threads"
+    try:
+        import torch
+    except ImportError:
+        return Finding(subject, "unknown")  # the line on the GPU says why
+    reason = openmp.active_here()
+    if not reason:
+        return Finding(subject, "asleep")
+    # A single thread waits for nobody, and beside a GPU little is computed here.
+    if torch.get_num_threads() < 2 or torch.cuda.is_available():
+        return Finding(subject, f"active ({reason})")
+    return Finding(
+        subject,
+        f"active ({reason})",
+        "beside another job on these cores a step takes several times as long: "
+        f"export {openmp.POLICY}=PASSIVE (infinity train and infinity bench do that themselves)",
+    )
 
 
 def _operations() -> Finding:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from infinity import __version__
 from infinity._src.bench import command as bench
 from infinity._src.cli import arguments
+from infinity._src.openmp import wait_passively
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before torch, which imports tqdm, which reads this once: other libraries' bars would run
     # through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # After doctor, which shows what a user's own loop would have.
+    wait_passively()
     if options.command == "plan":
         from infinity._src.cli.plan import run_plan
 

@@ -121,6 +121,24 @@ def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -
     assert found.warning == "ENOMEM"
 
 
+def test_threads_that_wait_actively_are_warned_of_where_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.openmp, "active_here", lambda: "the default of libgomp")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = doctor._waiting()
+    assert found.value == "active (the default of libgomp)"
+    assert "export OMP_WAIT_POLICY=PASSIVE" in found.warning
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert doctor._waiting() == dataclasses.replace(found, warning="")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor._waiting() == dataclasses.replace(found, warning="")
+    monkeypatch.setattr(doctor.openmp, "active_here", lambda: "")
+    assert doctor._waiting() == dataclasses.replace(found, value="asleep", warning="")
+
+
 def test_every_operation_is_shown_with_what_runs_it_and_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
