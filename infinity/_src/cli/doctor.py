@@ -58,9 +58,14 @@ class Finding:
     warning: str = ""
 
 
-def run_doctor(directories: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Print the findings for this machine and for `directories` (None: the default ones). Returns
-    0.
+def run_doctor(
+    directories: Sequence[str] | None = None,
+    console: Console | None = None,
+    *,
+    model: Path | None = None,
+) -> int:
+    """Print the findings for this machine and for `directories` (None: the default ones), and for
+    training a `model` on them. Returns 0.
     """
     console = console or Console()
     table = Table(title=f"infinity {__version__}", title_justify="left", show_header=False)
@@ -68,7 +73,7 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
     table.add_column("value", overflow="fold")
     table.add_column("verdict", no_wrap=True)
     warnings = []
-    for finding in findings(directories):
+    for finding in findings(directories, model=model):
         table.add_row(
             finding.subject,
             finding.value,
@@ -84,7 +89,9 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
     return 0
 
 
-def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
+def findings(
+    directories: Sequence[str] | None = None, *, model: Path | None = None
+) -> Iterator[Finding]:
     """Run all checks, in the order shown."""
     engine = probe_engine()
     yield _backend(engine)
@@ -101,6 +108,8 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
         yield finding
     if executor is not None:
         yield _pools(engine, executor)
+    if model is not None:
+        yield _model(model, [probe for probe, _ in found if probe is not None and probe.usable])
     yield _gpu()
     yield _waiting()
     yield _operations()
@@ -274,6 +283,17 @@ def _directory(probe: DirectoryProbe) -> Finding:
             f"/sys/block/{probe.limits.device}/queue/nr_requests or max_sectors_kb"
         )
     return Finding("swap directory", value, "; ".join(warnings))
+
+
+def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
+    """Report if training a model fits this machine, and the update that is recommended."""
+    try:
+        # Here, and not above: it imports torch, without which doctor still says all the rest.
+        from infinity._src.cli.model_here import describe_model
+
+        return Finding("model", *describe_model(model, drives))
+    except (ImportError, ValueError) as error:
+        return Finding("model", str(model), str(error))
 
 
 def _queue(probe: DirectoryProbe) -> str:

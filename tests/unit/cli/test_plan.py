@@ -206,6 +206,40 @@ def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
     assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
 
 
+DRIVE_BOUND = ["--flops", "6", "--micro-batches", "1", "--resident", "params=0",
+               "--resident", "optim=0"]  # fmt: skip
+"""Forward and backward, and the drives' part of an update, take about as long."""
+
+
+def test_the_fastest_exact_update_is_recommended_with_its_gain_and_its_room(
+    small: Path, tmp_path: Path
+) -> None:
+    arguments = [*MACHINE, "--ram", "1GiB", *DRIVE_BOUND, "--json", tmp_path / "plan.json"]
+    status, shown = plan(small, *arguments)
+    assert status == 0, shown
+    record = json.loads((tmp_path / "plan.json").read_text())
+    now, faster = record["plan"], record["recommended"]
+    assert (faster["job"]["update"], faster["job"]["generations"]) == ("backward", 2)
+    gain = now["step_s"] / faster["step_s"]
+    assert gain > 1.1
+    said = shown.partition("Recommended: ")[2]
+    assert said.startswith(
+        "Policy(update='backward', generations=2), exact and with clipping: "
+        f"{gain:.2f} times as fast ("
+    )
+    assert faster["nvme"]["bytes"] == 2 * now["nvme"]["bytes"]
+    assert "more: see that they have it." in said
+    _, shown = plan(small, *arguments, "--nvme-size", "2TB")
+    assert "more: 1.8 TiB are there." in shown
+    _, shown = plan(small, *arguments, "--nvme-size", f"{now['nvme']['bytes'] * 1.5 / 1e6:.0f}MB")
+    assert "It fits" in shown
+    assert "Recommended" not in shown
+    # Durable runs have two generations already.
+    _, shown = plan(small, *MACHINE, "--ram", "1GiB", *DRIVE_BOUND[:4], "--durable")
+    assert re.search(r"Recommended: .* on the drives\.", shown)
+    assert "more: " not in shown.partition("Recommended: ")[2].partition("Not given")[0]
+
+
 def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
     status, shown = plan(small, *MACHINE, "--ram", "64GiB", "--tokens-per-step", "1000000")
     assert status == 0, shown
