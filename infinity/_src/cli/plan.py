@@ -188,20 +188,7 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         raise ValueError(
             f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
         )
-    if options.activations != "device" and options.no_checkpointing:
-        raise ValueError(
-            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
-            "--no-checkpointing out"
-        )
-    if options.activations == "cpu" and not machine.gpus:
-        raise ValueError(
-            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
-            "'device' (they stay)"
-        )
-    if options.update_on == "device" and not machine.gpus:
-        raise ValueError(
-            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
-        )
+    _check_passes(options, machine)
     _check_tiles(options, shape)
     tiers = {
         # Stages 1 and 2 keep whole parameters on every device.
@@ -237,10 +224,33 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         tiles=options.tile_linears or 1,
         loss_tiles=options.tile_loss or 1,
         expert_tile=options.tile_experts or 0,
+        schedule=options.schedule,
     )
     if options.micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
+
+
+def _check_passes(options: argparse.Namespace, machine: Machine) -> None:
+    if options.activations != "device" and options.no_checkpointing:
+        raise ValueError(
+            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
+            "--no-checkpointing out"
+        )
+    if options.schedule == "vertical" and options.no_checkpointing:
+        raise ValueError(
+            "--schedule vertical checkpoints each block for each micro-batch; leave "
+            "--no-checkpointing out"
+        )
+    if options.activations == "cpu" and not machine.gpus:
+        raise ValueError(
+            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
+            "'device' (they stay)"
+        )
+    if options.update_on == "device" and not machine.gpus:
+        raise ValueError(
+            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
+        )
 
 
 def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
@@ -299,7 +309,7 @@ JOB_FIELDS = (
     "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
     "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
     "update_on", "tiles", "loss_tiles", "expert_tile", "zero", "accumulate", "qwz", "hpz", "qgz",
-    "error_feedback",
+    "error_feedback", "schedule",
 )  # fmt: skip
 """Fields of a job and its policy in a record, in this order."""
 SAME_MAX = 0.005
@@ -313,6 +323,8 @@ def show_plan(
     changes: Sequence[Change],
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
+    *,
+    faster: Prediction | None = None,
 ) -> None:
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
     what was assumed.
@@ -323,8 +335,6 @@ def show_plan(
     console.print(_head(shape, found), highlight=False)
     if found.fits:
         console.print("[bold green]It fits.[/bold green]")
-    *,
-    faster: Prediction | None = None,
     else:
         console.print(
             "[bold red]It does not fit.[/bold red] The times below are those of the least that "
@@ -348,6 +358,8 @@ def show_plan(
             highlight=False,
         )
     _show_changes(console, found, changes)
+    if faster is not None:
+        console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
     assumed = [
         (name, source) for name, source in found.machine.sources.items() if source != "given"
     ]
@@ -358,8 +370,6 @@ def show_plan(
             option = {"read": "nvme-read", "write": "nvme-write"}.get(name, name.replace("_", "-"))
             console.print(f"  --{option}: {source}", highlight=False, markup=False, soft_wrap=True)
     console.print(
-    if faster is not None:
-        console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
         f"s/step is the limit divided by {EFFICIENCY}: the share of it that this project demands "
         "of itself. Activations and operations are estimated from the configuration. It is a "
         "forecast: nothing was measured.",
@@ -382,7 +392,8 @@ def _head(shape: ModelShape, found: Prediction) -> str:
         f"{job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
         f"of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}"
+        f"{', schedule vertical' if job.vertical else ''}; state "
         f"{job.policy.state}, update "
         f"{job.policy.update}{kept}{', on the GPU' if job.policy.update_on == 'device' else ''}"
     )
@@ -616,17 +627,6 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
     return table
 
 
-def _gain(found: Prediction, other: Prediction) -> float | None:
-    """Ratio of tokens per second; None where one of the two does not fit."""
-    return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
-
-
-def as_record(
-    shape: ModelShape,
-    found: Prediction,
-    changes: Sequence[Change],
-    sides: Sequence[Prediction] = (),
-    ranks: Sequence[RankBytes] = (),
 def recommend(found: Prediction, faster: Prediction) -> str:
     """Recommend the update mode of `faster` in words, with its gain and the room that it takes."""
     there, more = faster.nvme.there_is, faster.nvme.bytes - found.nvme.bytes
@@ -642,6 +642,19 @@ def recommend(found: Prediction, faster: Prediction) -> str:
     )
 
 
+def _gain(found: Prediction, other: Prediction) -> float | None:
+    """Ratio of tokens per second; None where one of the two does not fit."""
+    return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
+
+
+def as_record(
+    shape: ModelShape,
+    found: Prediction,
+    changes: Sequence[Change],
+    sides: Sequence[Prediction] = (),
+    ranks: Sequence[RankBytes] = (),
+    *,
+    faster: Prediction | None = None,
 ) -> dict[str, Any]:
     """Make the record of a plan for JSON. Infinite figures are None. sides, ranks, faster: see
     `show_plan`.
@@ -654,8 +667,6 @@ def recommend(found: Prediction, faster: Prediction) -> str:
             "trainable",
             "active_params",
             "experts",
-    *,
-    faster: Prediction | None = None,
             "chosen",
             "shared",
             "layers",
@@ -672,6 +683,7 @@ def recommend(found: Prediction, faster: Prediction) -> str:
         "outside": _outside_record(outside(shape, found)),
         "rank_bytes": rank_record(ranks),
         "update_on": {side.job.policy.update_on: _record(side) for side in sides},
+        "recommended": None if faster is None else _record(faster),
         "changes": [
             {
                 "change": change.name,
@@ -683,7 +695,6 @@ def recommend(found: Prediction, faster: Prediction) -> str:
     }
 
 
-        "recommended": None if faster is None else _record(faster),
 def _record(found: Prediction) -> dict[str, Any]:
     eta = found.limits.eta(found.step_s)
     return {

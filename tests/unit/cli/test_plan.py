@@ -240,6 +240,28 @@ def test_the_fastest_exact_update_is_recommended_with_its_gain_and_its_room(
     assert "more: " not in shown.partition("Recommended: ")[2].partition("Not given")[0]
 
 
+def test_the_vertical_schedule_is_planned_as_told(small: Path, tmp_path: Path) -> None:
+    arguments = [
+        *MACHINE, "--ram", "1GiB", "--micro-batches", "4", "--resident", "params=0",
+        "--json", tmp_path / "plan.json",
+    ]  # fmt: skip
+    records = []
+    for schedule in ("horizontal", "vertical"):
+        status, shown = plan(small, *arguments, "--schedule", schedule)
+        assert status == 0, shown
+        assert ("schedule vertical;" in shown) == (schedule == "vertical")
+        records.append(json.loads((tmp_path / "plan.json").read_text()))
+        assert records[-1]["plan"]["job"]["schedule"] == schedule
+    horizontal, vertical = (record["plan"] for record in records)
+    params = horizontal["on_nvme"]["params"]
+    assert horizontal["read_bytes"] - vertical["read_bytes"] == pytest.approx(6 * params, rel=0.01)
+    names = {change["change"] for change in records[0]["changes"]}
+    assert {"vertical schedule", "vertical schedule, activations on the drives"} <= names
+    status, shown = plan(small, *MACHINE, "--schedule", "vertical", "--no-checkpointing")
+    assert status == 2
+    assert "--schedule vertical checkpoints each block" in shown
+
+
 def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
     status, shown = plan(small, *MACHINE, "--ram", "64GiB", "--tokens-per-step", "1000000")
     assert status == 0, shown
