@@ -22,7 +22,7 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
                          or on drives; in the vertical schedule of all micro-batches
     one boundary         of all micro-batches, in the vertical schedule: inputs and outputs of the
-                         block at work, or the gradients of both
+                         block at work, and these joined; or the gradients of all that
     one block at work,   activations of a block in backward, or the logits and their loss: the
     or logits and loss   larger, since they come at different times; without checkpointing all
                          blocks, and the logits
@@ -496,7 +496,7 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
     if job.vertical:
-        found["one boundary (estimated)"] = 2.0 * together * shape.itemsize * shape.width
+        found["one boundary (estimated)"] = 3.0 * together * shape.itemsize * shape.width
     if logits > block:
         found["logits and loss (estimated)"] = logits
     else:
