@@ -654,6 +654,57 @@ def test_mistakes_about_ranks_name_the_fix(small: Path, change: list[str], messa
     assert message in shown
 
 
+LARGE = {
+    "Llama-3-405B": (
+        ["--gpu", "h100", "--ram", "256GiB"],
+        lambda: transformers.LlamaConfig(**LLAMA_405B, tie_word_embeddings=False),
+    ),
+    "Qwen3-235B-A22B": (
+        ["--gpu", "h100", "--ram", "256GiB"],
+        lambda: transformers.Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94,
+            num_attention_heads=64, num_key_value_heads=4, head_dim=128, num_experts=128,
+            moe_intermediate_size=1536, num_experts_per_tok=8, max_position_embeddings=40960,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "DeepSeek-V3": (
+        ["--gpu", "h200", "--ram", "1500GiB"],
+        lambda: transformers.DeepseekV3Config(),
+    ),
+}  # fmt: skip
+"""Machines and models of the table of schedules in docs/performance.md."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+@pytest.mark.parametrize("model", LARGE)
+def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {model} \| {schedule} \| (.*) \|$", page, flags=re.MULTILINE)
+    (command,) = re.findall(
+        r"^infinity plan MODEL (--gpu h100 .*?)\n# the vertical schedule: the same, and\n(.*?)```",
+        page, flags=re.MULTILINE | re.DOTALL,
+    )  # fmt: skip
+    machine, config = LARGE[model]
+    given = " ".join(command[: 1 if schedule == "horizontal" else 2]).replace("\\", "").split()
+    # Of an argument that comes twice the last counts.
+    found = [*given, *machine, "--no-changes", "--json", tmp_path / "plan.json"]
+    status, shown = plan(write_config(tmp_path, config()), *found)
+    assert status == 0, shown
+    record = json.loads((tmp_path / "plan.json").read_text())
+    told, params = record["plan"], record["model"]["params"]
+    assert row.split(" | ") == [
+        str(told["job"]["micro_batches"]),
+        f"{told['step_s']:,.0f}",
+        f"{told['read_bytes'] / params:.2f}",
+        f"{told['written_bytes'] / params:.2f}",
+        f"{told['h2d_bytes'] / 1e12:.1f} TB",
+        f"{told['mfu']:.1%}",
+        told["bound_by"],
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", DEEPSEEK)
 def test_deepseek_v3_has_the_documented_answer(machine: str, tmp_path: Path) -> None:
