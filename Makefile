@@ -18,6 +18,8 @@ SET_UP_FROM    := pyproject.toml setup.cfg $(PINS) $(NATIVE_SOURCES)
 
 # A test run must not compete with itself for two cores.
 export OMP_NUM_THREADS ?= 2
+# A waiting thread that turns in a loop holds a core that others want.
+export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 

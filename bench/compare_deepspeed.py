@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +81,16 @@ def check_size(workload: r1.Workload) -> None:
 
 def deepspeed_environment() -> dict[str, str]:
     """Environment variables of the DeepSpeed arm: on the CPU, extensions kept in its own virtual
-    environment."""
-    return harness.environment(
+    environment, waiting threads as its users have them."""
+    env = harness.environment(
         DS_ACCELERATOR="cpu",
         TORCH_EXTENSIONS_DIR=str(VENV / "torch_extensions"),
         MAX_JOBS=str(os.cpu_count() or 1),
         PATH=f"{VENV / 'bin'}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
     )
+    if harness.WAIT_POLICY not in os.environ:
+        del env[harness.WAIT_POLICY]
+    return env
 
 
 def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
@@ -151,14 +154,25 @@ def parse_arm(text: str, kinds: Collection[str] = KINDS) -> tuple[str, list[str]
     return kind, [f"--{name.replace('_', '-')}={value}" for name, value in pairs]
 
 
-def run_arm(arm: str, workload: r1.Workload, directory: Path) -> dict[str, Any]:
-    """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until
-    it ends."""
-    kind, chosen = parse_arm(arm)
+def interpreter_of(kind: str) -> tuple[str, dict[str, str]]:
+    """Return the interpreter of an arm of this kind, and its environment."""
     if kind == "deepspeed":
-        python, env = str(VENV / "bin" / "python"), deepspeed_environment()
-    else:
-        python, env = sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
+        return str(VENV / "bin" / "python"), deepspeed_environment()
+    return sys.executable, harness.environment(PYTHONPATH=str(harness.ROOT))
+
+
+def run_arm(
+    arm: str,
+    workload: r1.Workload,
+    directory: Path,
+    *,
+    with_environment: Callable[[dict[str, str]], dict[str, str]] = dict,
+) -> dict[str, Any]:
+    """Run one arm in a fresh process and a fresh swap directory; returns its record. Blocks until
+    it ends. with_environment: makes its environment of the usual one."""
+    kind, chosen = parse_arm(arm)
+    python, usual = interpreter_of(kind)
+    env = with_environment(usual)
     # What the arm before left in the page cache must not be written during this one.
     os.sync()
     with harness.scratch(directory) as swap:

@@ -27,6 +27,7 @@ BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parent
 RESULTS = BENCH / "results"
 RESAMPLES = 10_000
+WAIT_POLICY = "OMP_WAIT_POLICY"
 _LOG_TAIL = 4000
 _LAY_OUT_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
@@ -158,9 +159,11 @@ def commit() -> str:
 
 def environment(**changes: str) -> dict[str, str]:
     """Return the environment of this process with `changes`, less the variables that would leak one
-    Python's packages into another."""
+    Python's packages into another. Waiting threads sleep, unless our environment says otherwise:
+    what else this machine does would decide the figures."""
     dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    return {**{name: value for name, value in os.environ.items() if name not in dropped}, **changes}
+    kept = {name: value for name, value in os.environ.items() if name not in dropped}
+    return {WAIT_POLICY: "PASSIVE", **kept, **changes}
 
 
 def die_with_parent() -> None:

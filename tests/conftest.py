@@ -18,6 +18,9 @@ import torch
 hypothesis.settings.register_profile("infinity", deadline=None)
 hypothesis.settings.load_profile("infinity")
 
+# Processes that tests start wait as under `make`, and have nothing to warn of.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler,
 # it stays.
 if not torch.cuda.is_available():

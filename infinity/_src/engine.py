@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from infinity._src import openmp
 from infinity._src.build import build_engine
 from infinity._src.checkpoint.hub_files import hub_checkpoint
 from infinity._src.cleanup import run_all
@@ -101,6 +102,9 @@ def offload(
     model.__dict__[_HANDLE] = handle_
     # Closed at exit, if its user does not.
     _OPEN.add(handle_)
+    # All ranks of a node have the same environment: one tells.
+    if device.type == "cpu" and handle_.rank == 0:
+        openmp.warn_if_active(torch.get_num_threads())
     if strided:
         warnings.warn(
             f"{listed(strided, 3)}: dimensions are in another order in memory "

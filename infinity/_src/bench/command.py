@@ -25,6 +25,7 @@ from infinity._src.bench.report import (
 )
 from infinity._src.bench.streams import CHUNK_BYTES
 from infinity._src.bench.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
+from infinity._src.openmp import wait_passively
 from infinity._src.sizes import GIB, parse_size
 from infinity._src.telemetry import configure_logging
 from infinity.aio import BACKENDS
@@ -156,6 +157,7 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+    wait_passively()
     parser = argparse.ArgumentParser(
         prog="infinity bench",
         description=_DESCRIPTION,

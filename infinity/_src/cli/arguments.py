@@ -451,6 +451,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     job.add_argument(
         "--micro-batches", type=int, help="per step (the fewest whose activations fit a GPU)"
     )
+    job.add_argument(
+        "--schedule",
+        choices=("horizontal", "vertical"),
+        default="horizontal",
+        help="order of micro-batches: each through the whole model, or all of them through a block "
+        "before the next: inf.microbatched (horizontal)",
+    )
     # None by default, since the number that fits depends on the model.
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
     job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from infinity import __version__
-from infinity._src import native
+from infinity._src import native, openmp
 from infinity._src.bench import hardware
 from infinity._src.memory.placement import LARGE_COUNT, SMALL_COUNT
 from infinity._src.sizes import GIB, format_size
@@ -58,9 +58,14 @@ class Finding:
     warning: str = ""
 
 
-def run_doctor(directories: Sequence[str] | None = None, console: Console | None = None) -> int:
-    """Print the findings for this machine and for `directories` (None: the default ones). Returns
-    0.
+def run_doctor(
+    directories: Sequence[str] | None = None,
+    console: Console | None = None,
+    *,
+    model: Path | None = None,
+) -> int:
+    """Print the findings for this machine and for `directories` (None: the default ones), and for
+    training a `model` on them. Returns 0.
     """
     console = console or Console()
     table = Table(title=f"infinity {__version__}", title_justify="left", show_header=False)
@@ -68,7 +73,7 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
     table.add_column("value", overflow="fold")
     table.add_column("verdict", no_wrap=True)
     warnings = []
-    for finding in findings(directories):
+    for finding in findings(directories, model=model):
         table.add_row(
             finding.subject,
             finding.value,
@@ -84,7 +89,9 @@ def run_doctor(directories: Sequence[str] | None = None, console: Console | None
     return 0
 
 
-def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
+def findings(
+    directories: Sequence[str] | None = None, *, model: Path | None = None
+) -> Iterator[Finding]:
     """Run all checks, in the order shown."""
     engine = probe_engine()
     yield _backend(engine)
@@ -101,7 +108,10 @@ def findings(directories: Sequence[str] | None = None) -> Iterator[Finding]:
         yield finding
     if executor is not None:
         yield _pools(engine, executor)
+    if model is not None:
+        yield _model(model, [probe for probe, _ in found if probe is not None and probe.usable])
     yield _gpu()
+    yield _waiting()
     yield _operations()
     versions = ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name)))
     yield Finding("versions", f"Python {platform.python_version()}, {versions}")
@@ -275,6 +285,17 @@ def _directory(probe: DirectoryProbe) -> Finding:
     return Finding("swap directory", value, "; ".join(warnings))
 
 
+def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
+    """Report if training a model fits this machine, and the update that is recommended."""
+    try:
+        # Here, and not above: it imports torch, without which doctor still says all the rest.
+        from infinity._src.cli.model_here import describe_model
+
+        return Finding("model", *describe_model(model, drives))
+    except (ImportError, ValueError) as error:
+        return Finding("model", str(model), str(error))
+
+
 def _queue(probe: DirectoryProbe) -> str:
     limits = probe.limits
     requests = f", requests of {format_size(probe.block_bytes)}, {probe.depth} in flight"
@@ -315,6 +336,27 @@ def _copies_fail(device_count: int) -> str:
     except (ImportError, DeviceCopyError) as error:
         return f"models that compute on a GPU cannot be offloaded: {error}"
     return ""
+
+
+def _waiting() -> Finding:
+    """Report if torch's threads hold cores while they wait, in a loop that is started from here."""
+    subject = "waiting threads"
+    try:
+        import torch
+    except ImportError:
+        return Finding(subject, "unknown")  # the line on the GPU says why
+    reason = openmp.active_here()
+    if not reason:
+        return Finding(subject, "asleep")
+    # A single thread waits for nobody, and beside a GPU little is computed here.
+    if torch.get_num_threads() < 2 or torch.cuda.is_available():
+        return Finding(subject, f"active ({reason})")
+    return Finding(
+        subject,
+        f"active ({reason})",
+        "beside another job on these cores a step takes several times as long: "
+        f"export {openmp.POLICY}=PASSIVE (infinity train and infinity bench do that themselves)",
+    )
 
 
 def _operations() -> Finding:

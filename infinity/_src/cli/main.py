@@ -8,10 +8,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from infinity import __version__
 from infinity._src.bench import command as bench
 from infinity._src.cli import arguments
+from infinity._src.openmp import wait_passively
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -35,6 +37,13 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         metavar="DIR",
         help="a directory that shall hold swap; may be repeated",
+    )
+    doctor.add_argument(
+        "--model",
+        type=Path,
+        metavar="MODEL",
+        help="a Hugging Face model directory, or its config.json: does training it fit here, and "
+        "which update is the fastest",
     )
     plan = commands.add_parser(
         "plan",
@@ -64,10 +73,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.command == "doctor":
         from infinity._src.cli.doctor import run_doctor
 
-        return run_doctor(options.dir)
+        return run_doctor(options.dir, model=options.model)
     # Before torch, which imports tqdm, which reads this once: other libraries' bars would run
     # through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")
+    # After doctor, which shows what a user's own loop would have.
+    wait_passively()
     if options.command == "plan":
         from infinity._src.cli.plan import run_plan
 

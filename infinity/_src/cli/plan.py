@@ -28,6 +28,7 @@ from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.perf.plan.changes import (
     Change,
+    faster_update,
     fewest_micro_batches,
     one_change,
     where_updates_run,
@@ -66,13 +67,15 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             if options.no_changes
             else one_change(shape, prediction, choose_micro_batches=options.micro_batches is None)
         )
+        faster = None if options.no_changes else faster_update(shape, prediction)
         sides = where_updates_run(shape, prediction)
         ranks = stages(shape, machine, job) if machine.world > 1 else []
     except ValueError as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
     if options.json is not None:
-        text = json.dumps(as_record(shape, prediction, changes, sides, ranks), indent=2) + "\n"
+        record = as_record(shape, prediction, changes, sides, ranks, faster=faster)
+        text = json.dumps(record, indent=2) + "\n"
         if to_stdout:
             sys.stdout.write(text)
             return 0 if prediction.fits else 1
@@ -82,7 +85,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             text = f"--json {escape(str(options.json))}: {error.strerror}"
             console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             return 2
-    show_plan(console, shape, prediction, changes, sides, ranks)
+    show_plan(console, shape, prediction, changes, sides, ranks, faster=faster)
     return 0 if prediction.fits else 1
 
 
@@ -185,20 +188,7 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         raise ValueError(
             f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
         )
-    if options.activations != "device" and options.no_checkpointing:
-        raise ValueError(
-            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
-            "--no-checkpointing out"
-        )
-    if options.activations == "cpu" and not machine.gpus:
-        raise ValueError(
-            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
-            "'device' (they stay)"
-        )
-    if options.update_on == "device" and not machine.gpus:
-        raise ValueError(
-            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
-        )
+    _check_passes(options, machine)
     _check_tiles(options, shape)
     tiers = {
         # Stages 1 and 2 keep whole parameters on every device.
@@ -234,10 +224,33 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         tiles=options.tile_linears or 1,
         loss_tiles=options.tile_loss or 1,
         expert_tile=options.tile_experts or 0,
+        schedule=options.schedule,
     )
     if options.micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
+
+
+def _check_passes(options: argparse.Namespace, machine: Machine) -> None:
+    if options.activations != "device" and options.no_checkpointing:
+        raise ValueError(
+            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
+            "--no-checkpointing out"
+        )
+    if options.schedule == "vertical" and options.no_checkpointing:
+        raise ValueError(
+            "--schedule vertical checkpoints each block for each micro-batch; leave "
+            "--no-checkpointing out"
+        )
+    if options.activations == "cpu" and not machine.gpus:
+        raise ValueError(
+            "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
+            "'device' (they stay)"
+        )
+    if options.update_on == "device" and not machine.gpus:
+        raise ValueError(
+            "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
+        )
 
 
 def _check_tiles(options: argparse.Namespace, shape: ModelShape) -> None:
@@ -296,7 +309,7 @@ JOB_FIELDS = (
     "tokens", "sequence", "micro_batches", "state", "update", "params", "optim", "grads",
     "activations", "resident", "grad_dtype", "checkpointing", "compute_s", "generations", "durable",
     "update_on", "tiles", "loss_tiles", "expert_tile", "zero", "accumulate", "qwz", "hpz", "qgz",
-    "error_feedback",
+    "error_feedback", "schedule",
 )  # fmt: skip
 """Fields of a job and its policy in a record, in this order."""
 SAME_MAX = 0.005
@@ -310,12 +323,14 @@ def show_plan(
     changes: Sequence[Change],
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
+    *,
+    faster: Prediction | None = None,
 ) -> None:
     """Print the answer: does it fit, where things go, how long a step is, what a change would buy,
     what was assumed.
 
     sides: the same with updates on the CPU and on the GPUs. ranks: bytes that one of several holds
-    under each stage.
+    under each stage. faster: the same with the update mode that is recommended.
     """
     console.print(_head(shape, found), highlight=False)
     if found.fits:
@@ -343,6 +358,8 @@ def show_plan(
             highlight=False,
         )
     _show_changes(console, found, changes)
+    if faster is not None:
+        console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
     assumed = [
         (name, source) for name, source in found.machine.sources.items() if source != "given"
     ]
@@ -375,7 +392,8 @@ def _head(shape: ModelShape, found: Prediction) -> str:
         f"{job.tokens:,} tokens per step in {_batches(job.micro_batches)} of "
         f"{job.micro_batch_tokens(machine.world):,} tokens on each of {_who(machine)}, sequences "
         f"of {job.sequence:,}, "
-        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}; state "
+        f"{'checkpointed' if job.checkpointing else 'not checkpointed'}{tiled}"
+        f"{', schedule vertical' if job.vertical else ''}; state "
         f"{job.policy.state}, update "
         f"{job.policy.update}{kept}{', on the GPU' if job.policy.update_on == 'device' else ''}"
     )
@@ -615,6 +633,21 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
     return table
 
 
+def recommend(found: Prediction, faster: Prediction) -> str:
+    """Recommend the update mode of `faster` in words, with its gain and the room that it takes."""
+    there, more = faster.nvme.there_is, faster.nvme.bytes - found.nvme.bytes
+    room = f"; it needs {format_size(faster.nvme.bytes)} on the drives"
+    if more > 0:
+        room += f", {format_size(more)} more: "
+        # Without the argument nobody knows what there is.
+        room += f"{format_size(there)} are there" if there is not None else "see that they have it"
+    return (
+        "Recommended: Policy(update='backward', generations=2), exact and with clipping: "
+        f"{found.step_s / faster.step_s:.2f} times as fast ({_seconds(faster.step_s)} s/step, not "
+        f"{_seconds(found.step_s)}){room if faster.nvme.bytes else ''}."
+    )
+
+
 def _gain(found: Prediction, other: Prediction) -> float | None:
     """Ratio of tokens per second; None where one of the two does not fit."""
     return other.tokens_per_s / found.tokens_per_s if found.fits and other.fits else None
@@ -626,8 +659,11 @@ def as_record(
     changes: Sequence[Change],
     sides: Sequence[Prediction] = (),
     ranks: Sequence[RankBytes] = (),
+    *,
+    faster: Prediction | None = None,
 ) -> dict[str, Any]:
-    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks: see `show_plan`.
+    """Make the record of a plan for JSON. Infinite figures are None. sides, ranks, faster: see
+    `show_plan`.
     """
     model = {
         name: getattr(shape, name)
@@ -653,6 +689,7 @@ def as_record(
         "outside": _outside_record(outside(shape, found)),
         "rank_bytes": rank_record(ranks),
         "update_on": {side.job.policy.update_on: _record(side) for side in sides},
+        "recommended": None if faster is None else _record(faster),
         "changes": [
             {
                 "change": change.name,

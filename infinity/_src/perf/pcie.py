@@ -2,7 +2,8 @@
 arithmetic.
 
 Bytes to the GPUs (h2d) and from them (d2h), all GPUs together, for parameters of P bytes that an
-update writes, gradients of G, states of S in all (P among them), with M micro-batches:
+update writes, gradients of G, states of S in all (P among them), with M passes through the model
+(micro-batches, or 1 where all of them pass a block before the next):
 
     update on                 h2d                              d2h
     "cpu"                     2M P + (M - 1) G                 M G

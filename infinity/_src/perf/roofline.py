@@ -1,8 +1,9 @@
 """Bytes that one optimizer step must move, and how fast it can be: the formulas, in one place, pure
 arithmetic.
 
-Bytes over the drives, for states that rest there, with M micro-batches (horizontal: the whole model
-once per micro-batch):
+Bytes over the drives, for states that rest there, with M passes through the model. In the
+horizontal schedule each micro-batch is a pass. In the vertical one all micro-batches pass a block
+before the next (`inf.microbatched`), and M is 1:
 
                                                        other     states    spilled gradients
     update      parameters read                        states    written   read and written

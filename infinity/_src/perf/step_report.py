@@ -42,6 +42,7 @@ class Bandwidths:
 class StepTerms:
     """Means per step, from the end of the first step to the end of the last one.
 
+    micro_batches: forwards of the model, so 1 for all slices of `inf.microbatched`;
     step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`;
     moved: bytes by kind; loop, alone: compute with and without interference in the first forward
     (alone: None when it was never seen); bandwidths: None when nothing moved, and when they are not

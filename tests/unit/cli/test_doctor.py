@@ -121,6 +121,57 @@ def test_pools_that_did_not_get_huge_pages_or_cannot_be_opened_are_warned_of() -
     assert found.warning == "ENOMEM"
 
 
+def test_threads_that_wait_actively_are_warned_of_where_they_compute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor.openmp, "active_here", lambda: "the default of libgomp")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = doctor._waiting()
+    assert found.value == "active (the default of libgomp)"
+    assert "export OMP_WAIT_POLICY=PASSIVE" in found.warning
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert doctor._waiting() == dataclasses.replace(found, warning="")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert doctor._waiting() == dataclasses.replace(found, warning="")
+    monkeypatch.setattr(doctor.openmp, "active_here", lambda: "")
+    assert doctor._waiting() == dataclasses.replace(found, value="asleep", warning="")
+
+
+def test_a_model_is_told_with_its_room_and_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    from infinity._src.cli import model_here
+
+    # Less than the model's states, so that some rest on the drives.
+    monkeypatch.setattr(model_here, "memory_left_bytes", lambda: 384 * MIB)
+    config = transformers.LlamaConfig(
+        vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=12,
+        num_attention_heads=8, max_position_embeddings=512, tie_word_embeddings=False,
+    )  # fmt: skip
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(tmp_path / "small")
+    probe = dataclasses.replace(probe_directory(tmp_path), free_bytes=100 << 30)
+    # Two directories of one file system have its room once.
+    found = doctor._model(tmp_path / "small", [probe, probe])
+    assert found.warning == ""
+    assert found.value.startswith("small: 0.04 B parameters; ")
+    assert "100 GiB are free" in found.value
+    assert "s/step of 512 tokens" in found.value
+    full = doctor._model(tmp_path / "small", [dataclasses.replace(probe, free_bytes=1 << 20)])
+    assert full.warning.startswith("NVMe: ")
+    assert "give one with --dir" in doctor._model(tmp_path / "small", []).warning
+    assert "is neither a directory" in doctor._model(tmp_path / "gone", [probe]).warning
+    (asked,) = [
+        entry
+        for entry in doctor.findings([str(tmp_path)], model=tmp_path / "small")
+        if entry.subject == "model"
+    ]
+    assert "small: 0.04 B parameters" in asked.value
+
+
 def test_every_operation_is_shown_with_what_runs_it_and_why(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def test_doctor_names_everything_that_matters(tmp_path: Path) -> None:
         "memory",
         "swap directory",
         "GPU",
+        "waiting threads",
         "versions",
         "machine",
     ):

@@ -206,6 +206,62 @@ def test_a_model_too_large_for_its_gpus_says_what_would_do(small: Path) -> None:
     assert plan(small, *MACHINE, *arguments, "--tile-loss", "2")[0] == 0
 
 
+DRIVE_BOUND = ["--flops", "6", "--micro-batches", "1", "--resident", "params=0",
+               "--resident", "optim=0"]  # fmt: skip
+"""Forward and backward, and the drives' part of an update, take about as long."""
+
+
+def test_the_fastest_exact_update_is_recommended_with_its_gain_and_its_room(
+    small: Path, tmp_path: Path
+) -> None:
+    arguments = [*MACHINE, "--ram", "1GiB", *DRIVE_BOUND, "--json", tmp_path / "plan.json"]
+    status, shown = plan(small, *arguments)
+    assert status == 0, shown
+    record = json.loads((tmp_path / "plan.json").read_text())
+    now, faster = record["plan"], record["recommended"]
+    assert (faster["job"]["update"], faster["job"]["generations"]) == ("backward", 2)
+    gain = now["step_s"] / faster["step_s"]
+    assert gain > 1.1
+    said = shown.partition("Recommended: ")[2]
+    assert said.startswith(
+        "Policy(update='backward', generations=2), exact and with clipping: "
+        f"{gain:.2f} times as fast ("
+    )
+    assert faster["nvme"]["bytes"] == 2 * now["nvme"]["bytes"]
+    assert "more: see that they have it." in said
+    _, shown = plan(small, *arguments, "--nvme-size", "2TB")
+    assert "more: 1.8 TiB are there." in shown
+    _, shown = plan(small, *arguments, "--nvme-size", f"{now['nvme']['bytes'] * 1.5 / 1e6:.0f}MB")
+    assert "It fits" in shown
+    assert "Recommended" not in shown
+    # Durable runs have two generations already.
+    _, shown = plan(small, *MACHINE, "--ram", "1GiB", *DRIVE_BOUND[:4], "--durable")
+    assert re.search(r"Recommended: .* on the drives\.", shown)
+    assert "more: " not in shown.partition("Recommended: ")[2].partition("Not given")[0]
+
+
+def test_the_vertical_schedule_is_planned_as_told(small: Path, tmp_path: Path) -> None:
+    arguments = [
+        *MACHINE, "--ram", "1GiB", "--micro-batches", "4", "--resident", "params=0",
+        "--json", tmp_path / "plan.json",
+    ]  # fmt: skip
+    records = []
+    for schedule in ("horizontal", "vertical"):
+        status, shown = plan(small, *arguments, "--schedule", schedule)
+        assert status == 0, shown
+        assert ("schedule vertical;" in shown) == (schedule == "vertical")
+        records.append(json.loads((tmp_path / "plan.json").read_text()))
+        assert records[-1]["plan"]["job"]["schedule"] == schedule
+    horizontal, vertical = (record["plan"] for record in records)
+    params = horizontal["on_nvme"]["params"]
+    assert horizontal["read_bytes"] - vertical["read_bytes"] == pytest.approx(6 * params, rel=0.01)
+    names = {change["change"] for change in records[0]["changes"]}
+    assert {"vertical schedule", "vertical schedule, activations on the drives"} <= names
+    status, shown = plan(small, *MACHINE, "--schedule", "vertical", "--no-checkpointing")
+    assert status == 2
+    assert "--schedule vertical checkpoints each block" in shown
+
+
 def test_changes_that_change_nothing_are_one_line(small: Path) -> None:
     status, shown = plan(small, *MACHINE, "--ram", "64GiB", "--tokens-per-step", "1000000")
     assert status == 0, shown
@@ -596,6 +652,57 @@ def test_mistakes_about_ranks_name_the_fix(small: Path, change: list[str], messa
     )
     assert status == 2
     assert message in shown
+
+
+LARGE = {
+    "Llama-3-405B": (
+        ["--gpu", "h100", "--ram", "256GiB"],
+        lambda: transformers.LlamaConfig(**LLAMA_405B, tie_word_embeddings=False),
+    ),
+    "Qwen3-235B-A22B": (
+        ["--gpu", "h100", "--ram", "256GiB"],
+        lambda: transformers.Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=94,
+            num_attention_heads=64, num_key_value_heads=4, head_dim=128, num_experts=128,
+            moe_intermediate_size=1536, num_experts_per_tok=8, max_position_embeddings=40960,
+            tie_word_embeddings=False,
+        ),
+    ),
+    "DeepSeek-V3": (
+        ["--gpu", "h200", "--ram", "1500GiB"],
+        lambda: transformers.DeepseekV3Config(),
+    ),
+}  # fmt: skip
+"""Machines and models of the table of schedules in docs/performance.md."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["horizontal", "vertical"])
+@pytest.mark.parametrize("model", LARGE)
+def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^\| {model} \| {schedule} \| (.*) \|$", page, flags=re.MULTILINE)
+    (command,) = re.findall(
+        r"^infinity plan MODEL (--gpu h100 .*?)\n# the vertical schedule: the same, and\n(.*?)```",
+        page, flags=re.MULTILINE | re.DOTALL,
+    )  # fmt: skip
+    machine, config = LARGE[model]
+    given = " ".join(command[: 1 if schedule == "horizontal" else 2]).replace("\\", "").split()
+    # Of an argument that comes twice the last counts.
+    found = [*given, *machine, "--no-changes", "--json", tmp_path / "plan.json"]
+    status, shown = plan(write_config(tmp_path, config()), *found)
+    assert status == 0, shown
+    record = json.loads((tmp_path / "plan.json").read_text())
+    told, params = record["plan"], record["model"]["params"]
+    assert row.split(" | ") == [
+        str(told["job"]["micro_batches"]),
+        f"{told['step_s']:,.0f}",
+        f"{told['read_bytes'] / params:.2f}",
+        f"{told['written_bytes'] / params:.2f}",
+        f"{told['h2d_bytes'] / 1e12:.1f} TB",
+        f"{told['mfu']:.1%}",
+        told["bound_by"],
+    ]
 
 
 @pytest.mark.slow

@@ -14,6 +14,9 @@ from infinity._src.perf.plan.workload import Job, ModelShape
 MICRO_BATCHES_MAX = 1024
 """Most micro-batches that `fewest_micro_batches` tries."""
 
+GAIN_MIN = 1.02
+"""Gain of another update mode that is worth a word: drives drift by more than less."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Change:
@@ -53,6 +56,7 @@ def one_change(
     states = {"exact": ("bf16", "compact"), "bf16": ("compact",)}.get(job.policy.state, ())
     tried += [(f"state {state} (rounds)", machine, job.replace(state=state)) for state in states]
     tried += [(name, machine, other) for name, other in _other_steps(job)]
+    tried += [(name, machine, other) for name, other in _other_schedules(machine, job)]
     # Spilled gradients only add traffic, so they are a way to fit and nothing else.
     if job.policy.grads == "cpu" and machine.drives and not now.ram.fits:
         tried.append(("gradients spill (--grads nvme)", machine, job.replace(grads="nvme")))
@@ -166,6 +170,37 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
         # `Policy` refuses resident shares in durable runs.
         found.append(("durable (goes on after a crash)", job.replace(durable=True, resident=None)))
     return found
+
+
+def _other_schedules(machine: Machine, job: Job) -> list[tuple[str, Job]]:
+    """List the job in the vertical schedule, with inputs of blocks on each tier that they may wait
+    on: of all micro-batches they are many.
+    """
+    if job.vertical or job.micro_batches == 1 or not job.checkpointing:
+        return []
+    found = [("vertical schedule", job.replace(schedule="vertical"))]
+    # Tiers below that of the job have more room.
+    below = {"device": ["cpu", "nvme"], "cpu": ["nvme"], "nvme": []}[job.policy.activations]
+    there = {"cpu": ("the CPU", machine.gpus), "nvme": ("the drives", machine.drives)}
+    for tier in below:
+        place, count = there[tier]
+        if count:
+            other = job.replace(schedule="vertical", activations=tier)
+            found.append((f"vertical schedule, activations on {place}", other))
+    return found
+
+
+def faster_update(shape: ModelShape, now: Prediction) -> Prediction | None:
+    """Predict the job with updates in backward, which two generations can take back: the fastest
+    exact step, for twice the room on the drives.
+
+    None where that is not another job, does not fit, or is hardly faster.
+    """
+    policy = now.job.policy
+    if not now.fits or policy.update != "deferred" or policy.update_on == "device":
+        return None
+    found = predict(shape, now.machine, now.job.replace(update="backward", generations=2))
+    return found if found.fits and found.step_s * GAIN_MIN < now.step_s else None
 
 
 def fewest_micro_batches(shape: ModelShape, machine: Machine, job: Job) -> Job:

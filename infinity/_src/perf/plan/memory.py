@@ -16,16 +16,22 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     fresh gradients      of the unit in backward, and of others that are leaving, within the
                          engine's bound
     sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
-                         SUMS_UNITS, or on several ranks the parts of the units in reduction
+                         SUMS_UNITS, or on several ranks the parts of the units in reduction; in the
+                         vertical schedule of a whole block, and of others that are leaving
     errors on their way  of qgZ, on a GPU: of the units in reduction
     inputs of blocks     kept for recomputing, of every layer; of a few where they wait on the CPU
-                         or on drives
+                         or on drives; in the vertical schedule of all micro-batches
+    one boundary         of all micro-batches, in the vertical schedule: inputs and outputs of the
+                         block at work, and these joined; or the gradients of all that
     one block at work,   activations of a block in backward, or the logits and their loss: the
     or logits and loss   larger, since they come at different times; without checkpointing all
                          blocks, and the logits
     states in update     chunks on their way, with the update on the GPU
     CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
                          several GPUs (assumed)
+
+In the vertical schedule a block stays gathered, with all its units and tiles, until the last
+micro-batch has passed it, and so do its gradients.
 
 Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
 its blocks is not counted.
@@ -42,9 +48,11 @@ from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
+    OFFLOAD_UNITS,
     REDUCING_UNITS,
     STORING_BYTES_MAX,
     SUMS_UNITS,
+    UNITS_AHEAD,
 )
 from infinity._src.memory.device_room import (
     Passes,
@@ -143,7 +151,7 @@ def place_states(
     bandwidths = machine.read_bytes_per_s, machine.write_bytes_per_s
     # As the engine's planner has it: gradients of a speculative update wait as those of a deferred.
     load = StepLoad(
-        job.policy.placement_update, job.micro_batches, bandwidths
+        job.policy.placement_update, job.passes, bandwidths
     )
 
     def plan(
@@ -245,7 +253,7 @@ def place_in_ram(shape: JobShape, machine: Machine, job: Job) -> Placed:
     """Place the states of one rank. The ranks of a node share its RAM evenly, after what
     activations and other parts take."""
     boundary = float(
-        machine.ranks * job.micro_batch_tokens(machine.world) * shape.boundary_bytes_per_token
+        machine.ranks * job.pass_tokens(machine.world) * shape.boundary_bytes_per_token
     )
     # Only inputs of checkpointed blocks wait elsewhere; other activations stay with autograd.
     boundary = boundary if job.checkpointing else 0.0
@@ -404,7 +412,7 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
         "gathered units": gathered_bytes(shape, machine, job),
         **{name: size.device for name, size in beside_placement(shape, machine, job).items()},
         "exchange buffers": _exchange_bytes(machine, job, largest),
-        "fresh gradients": float(fresh_room(units, _passes(machine, job))),
+        **_gradients(shape, machine, job, units),
         **(_returning_bytes(machine, job, units) if machine.gpus else {}),
         **_activations(shape, machine, job),
     }
@@ -429,12 +437,51 @@ def _passes(machine: Machine, job: Job) -> Passes:
     )
 
 
+def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
+    """Bytes of whole blocks, with gradients as their sums wait."""
+    return [
+        UnitBytes(
+            block.gathered_bytes(machine.world),
+            tuple(
+                numel * job.grad_itemsize(flat.dtype)
+                for flat in block.flats
+                if flat.trainable
+                for numel in flat.numels
+            ),
+            block.around,
+        )
+        for block in shape.in_blocks().units
+    ]
+
+
+def _gradients(
+    shape: ModelShape, machine: Machine, job: Job, units: Sequence[UnitBytes]
+) -> dict[str, float]:
+    """Count the gradients that backward makes, and those that it adds them to."""
+    passes = _passes(machine, job)
+    if not job.vertical:
+        return {"fresh gradients": float(fresh_room(units, passes))}
+    blocks = _blocks(shape, machine, job)
+    # Sums leave a block at a time, as gradients of units do in `device_room.fresh_room`.
+    if passes.in_backward and not passes.copies:
+        sums = gradients_room(blocks, UNITS_AHEAD)
+    elif passes.several:
+        sums = gradients_room(blocks, REDUCING_UNITS)
+    elif passes.copies:
+        sums = gradients_room(blocks, OFFLOAD_UNITS)
+    else:
+        # Autograd adds them up, and hands each over when it is complete.
+        sums = max((sum(block.grads) for block in blocks), default=0)
+    largest = max((size for unit in units for size in unit.grads), default=0)
+    return {"fresh gradients": float(largest), "sums of gradients": float(sums)}
+
+
 def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
     """Count what comes back from CPU memory to a GPU in backward: sums, and error feedback."""
     found = {}
     # One more than may be under way when the next starts.
     reducing = gradients_room(units, REDUCING_UNITS)
-    if job.micro_batches > 1:
+    if job.passes > 1:
         if machine.world == 1 or job.policy.accumulates_locally:
             found["sums of gradients"] = float(gradients_room(units, SUMS_UNITS - 1))
         else:
@@ -463,7 +510,10 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
     """Count the bytes of gathered parameters on the device of a rank, at most."""
-    units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
+    if job.vertical:
+        units = _blocks(shape, machine, job)
+    else:
+        units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
     return float(gathered_room(units, _passes(machine, job)))
 
 
@@ -477,11 +527,14 @@ def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, flo
             "logits and loss (estimated)": logits,
         }
     one = float(tokens * shape.itemsize * shape.width)
-    inputs = float(tokens * shape.boundary_bytes_per_token)
+    together = job.pass_tokens(machine.world)
+    inputs = float(together * shape.boundary_bytes_per_token)
     if job.policy.activations != "device":
         # The last calls keep their inputs. Others are on the device until their copy has arrived.
         inputs = min(inputs, HELD_CALLS * one + max(2 * one, STORING_BYTES_MAX))
     found = {"inputs of blocks": inputs}
+    if job.vertical:
+        found["one boundary (estimated)"] = 3.0 * together * shape.itemsize * shape.width
     if logits > block:
         found["logits and loss (estimated)"] = logits
     else:

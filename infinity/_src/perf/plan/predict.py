@@ -23,7 +23,7 @@ from infinity._src.perf.plan.memory import (
 )
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside
 from infinity._src.perf.plan.ranks import Exchanges, exchanges
-from infinity._src.perf.plan.workload import Job, ModelShape
+from infinity._src.perf.plan.workload import SCHEDULES, Job, ModelShape
 from infinity._src.perf.roofline import (
     AtRest,
     Compute,
@@ -130,7 +130,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     shape = shape_in(job, model)
     ranks, policy = machine.ranks, job.policy
     # A tile is gathered by all ranks as soon as one of them has a token for it.
-    touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.micro_batches))
+    touched = gathered_share(shape, job.expert_tile, -(-job.tokens // job.passes))
     placed = place_in_ram(shape, machine, job)
     plan, spilled = placed.plan, placed.spilled
     found_bytes = [
@@ -203,6 +203,13 @@ def _check(job: Job, machine: Machine) -> None:
             f"{job.micro_batches} micro-batches; "
             "give more tokens or fewer micro-batches"
         )
+    if job.schedule not in SCHEDULES:
+        raise ValueError(f"schedule={job.schedule!r} is not known; use {' or '.join(SCHEDULES)}")
+    if job.vertical and not job.checkpointing:
+        raise ValueError(
+            "schedule='vertical' checkpoints each block: a plan without checkpointing is for "
+            "schedule='horizontal'"
+        )
     below = [
         name
         for name in ("params", "optim", "grads", "activations")
@@ -245,8 +252,11 @@ def _compute(
     forward_s, backward_s, update_s = _beside(shape, machine, states)
     # The same cores compute and move: the slower of the two is the time of both.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
+    # Gradients of micro-batches that share a pass are added up in it: two are read, one written.
+    added = (job.micro_batches - job.passes) * machine.ranks * _grad_bytes(shape)
+    backward_s += 3 * added / machine.dram_bytes_per_s
     # The update's CPU time falls on the pass that it runs beside.
-    between_s = (job.micro_batches - 1) * (forward_s + backward_s)
+    between_s = (job.passes - 1) * (forward_s + backward_s)
     last_s = backward_s + (update_s if job.policy.update == "backward" else 0.0)
     first_s = forward_s + (update_s if job.policy.update == "deferred" else 0.0)
     between_s += update_s if job.policy.update == "delayed" else 0.0
@@ -285,12 +295,14 @@ def _kernels_s(shape: ModelShape, machine: Machine, job: Job, on_nvme: AtRest) -
 
 def _passes(shape: ModelShape, machine: Machine, job: Job) -> Compute:
     if job.compute_s is not None:
-        return Compute.of(*job.compute_s, job.micro_batches)
+        forward_s, backward_s = job.compute_s
+        share = job.micro_batches / job.passes
+        return Compute.of(share * forward_s, share * backward_s, job.passes)
     forward, backward = _flops(shape, job, recompute=job.checkpointing)
     return Compute.of(
-        forward / job.micro_batches / machine.flops / machine.nodes,
-        backward / job.micro_batches / machine.flops / machine.nodes,
-        job.micro_batches,
+        forward / job.passes / machine.flops / machine.nodes,
+        backward / job.passes / machine.flops / machine.nodes,
+        job.passes,
     )
 
 
@@ -315,8 +327,8 @@ def _param_bytes(shape: ModelShape) -> float:
 
 
 def _traffic(on_nvme: AtRest, job: Job, spilled: float) -> Traffic:
-    """Count the traffic over the drives. spilled: activations of a micro-batch that wait there."""
-    moved = traffic(on_nvme, job.policy.update, job.micro_batches, activations=spilled)
+    """Count the traffic over the drives. spilled: activations of a pass that wait there."""
+    moved = traffic(on_nvme, job.policy.update, job.passes, activations=spilled)
     moved = _from_copies(moved, on_nvme, job)
     if job.policy.update_on == "device":
         # The update is over before the next forward, which reads what it has written.
@@ -333,7 +345,7 @@ def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float
     fed = min(on_nvme.params, moved.params_read) if backward else 0.0
     left_out = (moved.params_read - fed) * (1.0 - touched)
     # The window of update="backward" has one more of 2M gathers, that of "delayed" all of them.
-    gathers = 2 * job.micro_batches - 1
+    gathers = 2 * job.passes - 1
     of_window = {"backward": 1 / gathers, "delayed": 1.0}.get(job.policy.update, 0.0)
     return dataclasses.replace(
         moved,
@@ -394,7 +406,7 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
     found = copies(
         sizes,
         job.policy.update,
-        job.micro_batches,
+        job.passes,
         update_on=job.policy.update_on,
         params_stay=stay,
         # A speculative update may be made once more, so its gradients are kept.
@@ -407,7 +419,7 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
         more = (machine.nodes - 1) * share if job.policy.hpz == "cpu" else -share
         # One of these gathers may lie in the window: at most the bytes that the rest has are taken
         # off.
-        found += Copies(rest=Copied(h2d=max((2 * job.micro_batches - 1) * more, -found.rest.h2d)))
+        found += Copies(rest=Copied(h2d=max((2 * job.passes - 1) * more, -found.rest.h2d)))
     if machine.gpus > 1 and machine.peers_per_gpu is None:
         found += between.scaled(machine.gpus)
     return found
@@ -517,12 +529,13 @@ def _why_not(
         found.append(f"{what}: {_lacks(gpu, ' on each')}; {_what_fits(shape, machine, job)}")
     if not ram.fits:
         less = [] if job.policy.grads == "nvme" else ["spilled gradients (--grads nvme)"]
-        # A durable run cannot do without its second generation. With one generation and one
-        # micro-batch, gradients of update backward never wait.
+        # A durable run cannot do without its second generation. With one generation and one pass,
+        # gradients of update backward never wait.
         if job.policy.generations > 1:
             less += [] if job.policy.durable else ["one generation"]
         elif job.stores_gradients:
-            less.append("update backward with one micro-batch")
+            how = "" if job.passes == 1 else " in one pass (--schedule vertical)"
+            less.append(f"update backward{how}")
         less += [] if job.policy.params == job.policy.optim == "nvme" else ["lower tiers"]
         less += ["leaving --resident out"] if job.policy.resident else []
         there = format_size(ram.there_is or 0.0)

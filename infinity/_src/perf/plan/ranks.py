@@ -130,7 +130,7 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
     inside, across = _ways(machine, trained, grads)
     # Flags go level by level, a byte for each parameter: a rank must know which have a gradient.
     reduced = inside + (machine.ranks - 1) * flags, across + (machine.nodes - 1) * flags
-    count, in_backward = job.micro_batches, job.policy.update == "backward"
+    count, in_backward = job.passes, job.policy.update == "backward"
     # A delayed update has the whole next step, so every exchange runs beside it.
     late = job.policy.delays
     found = []

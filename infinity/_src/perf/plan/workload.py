@@ -175,6 +175,23 @@ class ModelShape:
         """Bytes of the largest unit, gathered."""
         return max((unit.gathered_bytes() for unit in self.units), default=0)
 
+    def in_blocks(self) -> ModelShape:
+        """Return the model with the units of each block as one, tiles among them. A block has the
+        first number in the names of its units: "model.layers.3".
+        """
+        names = [_block_of(unit.name) for unit in self.units]
+        place = {name: index for index, name in enumerate(dict.fromkeys(names))}
+        flats: list[list[FlatShape]] = [[] for _ in place]
+        around: list[set[int]] = [set() for _ in place]
+        for unit, name in zip(self.units, names, strict=True):
+            flats[place[name]] += unit.flats
+            around[place[name]] |= {place[names[outer]] for outer in unit.around} - {place[name]}
+        units = (
+            UnitShape(name, tuple(flats[index]), around=tuple(sorted(around[index])))
+            for name, index in place.items()
+        )
+        return dataclasses.replace(self, units=tuple(units))
+
     def gathered_bytes(self, world: int = 1) -> int:
         """Bytes of all units, gathered on each of so many ranks."""
         return sum(unit.gathered_bytes(world) for unit in self.units)
@@ -228,6 +245,13 @@ function of a `ModelShape` and a job takes the model uncut."""
 @functools.lru_cache(maxsize=65536)  # asked for again and again; a model has few kinds of flats
 def _gathered_bytes(numels: tuple[int, ...], itemsize: int, world: int) -> int:
     return plan_flat(numels, itemsize, world).size_bytes
+
+
+def _block_of(unit: str) -> str:
+    """Return the name of the unit's block, or its own where it is in none."""
+    parts = unit.partition("[")[0].split(".")
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    return unit if number is None else ".".join(parts[: number + 1])
 
 
 def shape_of(
@@ -374,6 +398,11 @@ def _number(config: Any, *names: str) -> int:
 # -- The job ---------------------------------------------------------------------------------------
 
 
+SCHEDULES = ("horizontal", "vertical")
+"""Orders of micro-batches: each through the whole model before the next, or all of them through a
+block before the next block (`inf.microbatched`)."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Training of a model under a policy: tokens per step, and how its passes compute.
@@ -381,6 +410,7 @@ class Job:
     policy: where states may rest and how a step runs; sizes in `resident` are bytes of each
         process, `ram` and `nvme` are not looked at: the machine has them.
     tokens: of a step, over all devices and micro-batches. micro_batches: of each device.
+    schedule: their order, of `SCHEDULES`. The vertical one checkpoints each block for each of them.
     compute_s: measured (forward, backward) seconds of one micro-batch, where they are better known
         than from FLOP/s.
     tiles: of every linear (`inf.tile_linears`). loss_tiles: of the head and its loss along the
@@ -397,6 +427,7 @@ class Job:
     tiles: int = 1
     loss_tiles: int = 1
     expert_tile: int = 0
+    schedule: str = "horizontal"
 
     def replace(self, **fields: Any) -> Job:
         """Copy the job with some fields changed, its own or its policy's.
@@ -411,15 +442,27 @@ class Job:
         return dataclasses.replace(self, policy=dataclasses.replace(self.policy, **fields), **own)
 
     @property
+    def vertical(self) -> bool:
+        """True if several micro-batches pass a block before the next block."""
+        return self.schedule == "vertical" and self.micro_batches > 1
+
+    @property
+    def passes(self) -> int:
+        """Forwards of the whole model in one step, and as many backwards: each gathers every unit
+        once, and leaves one gradient of each parameter.
+        """
+        return 1 if self.vertical else self.micro_batches
+
+    @property
     def stores_gradients(self) -> bool:
         """True if gradients wait for the step."""
-        # With update="backward" the only micro-batch's gradient is used up where it is made.
-        return not self.policy.consumes_grads or self.micro_batches > 1
+        # With update="backward" the gradient of the only pass is used up where it is made.
+        return not self.policy.consumes_grads or self.passes > 1
 
     @property
     def reductions(self) -> int:
         """Reductions of the gradients over several ranks in one step."""
-        return 1 if self.policy.accumulates_locally else self.micro_batches
+        return 1 if self.policy.accumulates_locally else self.passes
 
     def whole_params(self, world: int) -> bool:
         """True if each of so many ranks keeps all parameters on its device."""
@@ -428,6 +471,10 @@ class Job:
     def micro_batch_tokens(self, ranks: int) -> int:
         """Tokens of one micro-batch on one device."""
         return -(-self.tokens // (self.micro_batches * ranks))
+
+    def pass_tokens(self, ranks: int) -> int:
+        """Tokens of one pass on one device: so many have inputs of blocks that wait at once."""
+        return self.micro_batch_tokens(ranks) * self.micro_batches // self.passes
 
     def grad_itemsize(self, dtype: torch.dtype) -> int:
         """Bytes of an element of gradients that wait, of parameters of a dtype."""
