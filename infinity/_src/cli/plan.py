@@ -360,6 +360,8 @@ def show_plan(
     _show_changes(console, found, changes)
     if faster is not None:
         console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
+    if found.job.vertical:
+        console.print(SLICES_GATHER, highlight=False, markup=False, soft_wrap=True)
     assumed = [
         (name, source) for name, source in found.machine.sources.items() if source != "given"
     ]
@@ -631,6 +633,13 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
             f"{other.written_per_day / 1e12:,.1f}",
         )
     return table
+
+
+SLICES_GATHER = (
+    "This forecast gathers each unit once for all micro-batches. In this release inf.microbatched "
+    "does so for blocks of one unit; units inside of a block (tiles, and the parts of a block that "
+    "is too large for one) are gathered for each micro-batch."
+)
 
 
 def recommend(found: Prediction, faster: Prediction) -> str:
