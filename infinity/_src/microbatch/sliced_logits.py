@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from infinity._src._torch_compat import (
     make_wrapper,
     version_of,
 )
+from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
 from infinity._src.microbatch.rows import mapped, tensors_in
 from infinity._src.microbatch.slicing import Run
 from infinity._src.sizes import format_size
@@ -43,15 +44,14 @@ HEAD_CALL = "infinity_call"
 """Keyword of a head's forward: a function that gets the plain forward, and is called instead."""
 
 
-class SlicedLogits(torch.Tensor):
+class SlicedLogits(UncomputedLogits):
     """Logits [rows, ..., vocabulary] of a head for hidden states [rows, ..., features], computed
     when somebody uses them other than in the loss of a model.
 
     Until then neither the hidden states nor the head's weights may be written to: that is an error.
     """
 
-    # The hidden states: backward goes by way of these.
-    infinity_inputs: tuple[torch.Tensor, ...]
+    # `infinity_inputs`: the hidden states.
     _head: nn.Module
     _run: Run
     _versions: list[int]
@@ -93,7 +93,7 @@ class SlicedLogits(torch.Tensor):
             )
         return self._head(self.infinity_inputs[0], **{HEAD_CALL: compute})
 
-    def compute(self) -> torch.Tensor:
+    def compute(self, what: str = "an operation") -> torch.Tensor:  # noqa: ARG002 - of the base
         """Compute the logits of all rows as an ordinary tensor, once."""
         made = self._computed
         # Computed under no_grad, and wanted with a graph now: once more.
@@ -133,27 +133,6 @@ class SlicedLogits(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         return func(*mapped(args, _computed), **mapped(kwargs, _computed))
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        """Refuse calls from C++ that pass `__torch_function__` by."""
-        raise RuntimeError(
-            f"{func} met the logits of a microbatched model, which are not computed; call "
-            "`logits.clone()` first"
-        )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return (
-            f"SlicedLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.compute().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.compute().__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
 
 def _computed(value: Any) -> Any:

@@ -68,7 +68,41 @@ class TiledHead(TiledLinear):
             )
 
 
-class DeferredLogits(torch.Tensor):
+class UncomputedLogits(torch.Tensor):
+    """Logits that are computed when somebody uses them: shape, dtype and device of a tensor, and no
+    memory."""
+
+    # Backward goes by way of these.
+    infinity_inputs: tuple[torch.Tensor, ...]
+
+    def compute(self, what: str = "an operation") -> torch.Tensor:
+        """Compute the logits as an ordinary tensor, once. what: wants them."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Refuse calls from C++ that pass `__torch_function__` by."""
+        raise RuntimeError(
+            f"{func} met the logits of a model with inf.tile_loss or inf.microbatched, which are "
+            "not computed; call `logits.clone()` first"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return (
+            f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"device='{self.device}')"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.compute("pickling").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.compute("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
+
+
+class DeferredLogits(UncomputedLogits):
     """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
     docstring).
 
@@ -78,8 +112,7 @@ class DeferredLogits(torch.Tensor):
     puts a hook on them, they are ordinary ones for everybody (`materialize`).
     """
 
-    # Hidden states and, once materialized, the computed logits: backward goes by way of these.
-    infinity_inputs: tuple[torch.Tensor, ...]
+    # `infinity_inputs`: hidden states and, once materialized, the computed logits.
     _head: TiledHead
     _graph: bool  # whether an ordinary head would have recorded a graph
     _versions: tuple[int, ...]
@@ -239,27 +272,6 @@ class DeferredLogits(torch.Tensor):
             *(_compute(arg, name) for arg in args),
             **{key: _compute(arg, name) for key, arg in kwargs.items()},
         )
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> NoReturn:
-        """Refuse calls from C++ that pass `__torch_function__` by."""
-        raise RuntimeError(
-            f"{func} met the logits of a tiled loss, which are not computed; call `logits.clone()` "
-            "first"
-        )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        return (
-            f"DeferredLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.compute("pickling").__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self.compute("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
 
 def _version(tensor: torch.Tensor) -> int:
