@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
+
 ALIGNED_BYTES = 256
 """Kernels may sum in another order where a tensor begins elsewhere than an allocation would."""
 
@@ -98,9 +100,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def settled(value: Any) -> Any:
     """Return `value`; of logits that are computed when they are used, the computed ones."""
-    if type(value) is torch.Tensor or not hasattr(value, "infinity_inputs"):
-        return value
-    return value.compute()
+    return value.compute() if isinstance(value, UncomputedLogits) else value
 
 
 def cut_rows(whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
