@@ -40,15 +40,21 @@ class Training:
     step: Callable[[], float]
 
 
-def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) -> Training:
+def build(
+    workload: r1.Workload, policy: inf.Policy, *, always: bool = False, schedule: str = "horizontal"
+) -> Training:
     """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two
     generations.
 
     always: speculate in every step, whatever the last ones showed.
+    schedule: horizontal runs one micro-batch after the other; vertical runs all of them through a
+    layer before the next one (`inf.microbatched`).
     """
-    model = inf.offload(
-        r1.build_on_meta(workload), policy, load=partial(r1.fill, seed=workload.seed)
-    )
+    vertical = schedule == "vertical"
+    bare = r1.build_on_meta(workload)
+    if vertical:
+        inf.microbatched(bare, workload.micro_batches)
+    model = inf.offload(bare, policy, load=partial(r1.fill, seed=workload.seed))
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
     if always:
@@ -56,6 +62,8 @@ def build(workload: r1.Workload, policy: inf.Policy, *, always: bool = False) ->
             raise ValueError("--speculate=always is for update=backward with generations=2")
         handle.parts.mode.history = Always()
     batches = r1.micro_batches(workload)
+    if vertical:
+        batches = [torch.cat(batches)]
     clips = policy.update != "backward" or policy.speculates
 
     def step() -> float:
@@ -108,10 +116,12 @@ def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
     }
 
 
-def run(workload: r1.Workload, policy: inf.Policy, *, always: bool) -> dict[str, Any]:
+def run(
+    workload: r1.Workload, policy: inf.Policy, *, always: bool, schedule: str
+) -> dict[str, Any]:
     """Train and measure. Blocks until done."""
     began = time.perf_counter()
-    training = build(workload, policy, always=always)
+    training = build(workload, policy, always=always, schedule=schedule)
     handle = training.handle
     record = meter.measure(
         training.step,
@@ -135,6 +145,7 @@ def run(workload: r1.Workload, policy: inf.Policy, *, always: bool) -> dict[str,
         "ram_bytes": stats.ram_bytes,
         "gathered_bytes_peak": stats.gathered_bytes_peak,
         "update": policy.update,
+        "schedule": schedule,
         "generations": policy.generations,
         "durable": bool(policy.durable),
         "moved": dataclasses.asdict(terms.moved) if terms is not None else None,
@@ -211,9 +222,22 @@ def main() -> int:
         help="with update=backward and generations=2: give up when it is in vain, or never "
         "(%(default)s)",
     )
+    parser.add_argument(
+        "--schedule",
+        default="horizontal",
+        choices=("horizontal", "vertical"),
+        help="order of several micro-batches (%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
-    meter.report(run(r1.from_arguments(args), policy_of(args), always=args.speculate == "always"))
+    meter.report(
+        run(
+            r1.from_arguments(args),
+            policy_of(args),
+            always=args.speculate == "always",
+            schedule=args.schedule,
+        )
+    )
     return 0
 
 
