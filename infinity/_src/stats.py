@@ -165,7 +165,8 @@ class Stats:
     spilled_bytes: gradients that rest there; gathered_bytes_peak: the most that was gathered at
         once,
     fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
-    freed memory kept for reuse at most, where the CPU computes (all three device memory, not in
+    freed memory kept at most beside what was in use at once, where the CPU computes (all three
+    device memory, not in
     ram_bytes); demands: times a unit was wanted, of which demand_reads were not read ahead;
     deviations: demands that the traced order did not foresee; params_read_bytes: of bytes_read,
     parameters for a forward or a backward alone; grads_read_bytes,

@@ -9,7 +9,10 @@ freed once per use of a unit. Both ways in which glibc can treat them are bad:
   32 MiB, each time such a block is freed): flats lie among small blocks that outlive them, and the
   holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB.
 
-So they stay on the heap, and it gives its holes back when too much lies in them.
+So they stay on the heap, and it gives its holes back when they make the process larger than it has
+to be. Free memory that it needed a moment ago does not: what was in use at once in this step or the
+one before will be again. Given back, it would be faulted in and zeroed anew, activations and
+gradients of a whole step with it: a fifth of the time of that step.
 """
 
 from __future__ import annotations
@@ -36,6 +39,9 @@ million.
 """
 
 BRIEF_S = 0.5e-3
+
+GIVE_BACK_STEPS = 64
+"""Steps after which all free memory is given back, so that errors of the estimate end."""
 
 
 class _Mallinfo(ctypes.Structure):
@@ -75,15 +81,16 @@ def _library() -> ctypes.CDLL | None:
 
 
 class Heap:
-    """Limit on the freed memory that malloc keeps: about `spare_bytes`. For one thread.
+    """Limit on the freed memory that malloc keeps. For one thread.
 
-    `freed` checks it, and `restart` gives everything back once per step.
+    The process may be as large as the memory that was in use at once, in this step or the one
+    before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
     went back to the system. So they are estimated, as the growth of the process beyond the growth
     of memory in use, since all was last given back. Memory in use that was not written yet makes
     the estimate too small, by as much as is not yet resident. Memory that does not come from malloc
-    makes it too large, which costs a superfluous call. Both end with the next `restart`.
+    makes it too large, which costs a superfluous call. Both end when all is given back.
 
     glibc always maps blocks above 32 MiB one by one, so they are faulted in anew at each use.
 
@@ -98,6 +105,9 @@ class Heap:
             return
         self.spare_bytes = spare_bytes
         self._not_before_s = 0.0
+        self._steps = 0
+        # Bytes of the process with what was in use at most: in this step, and the one before.
+        self._needed = self._needed_before = 0
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         # The descriptor is the object's: it must not leak with each model.
         weakref.finalize(self, os.close, self._statm)
@@ -113,13 +123,19 @@ class Heap:
             else 0
         )
 
-    def restart(self) -> None:
-        """Give all free memory back, and measure from here. Blocks while the kernel frees it."""
-        if self._library is not None and time.monotonic() >= self._not_before_s:
+    def step_begins(self) -> None:
+        """Move on by a step; the first of `GIVE_BACK_STEPS` gives all free memory back, and blocks
+        while the kernel takes it."""
+        if self._library is None:
+            return
+        self._needed_before, self._needed = self._needed, 0
+        if self._steps % GIVE_BACK_STEPS == 0 and time.monotonic() >= self._not_before_s:
             self._restart(self._library)
+        self._steps += 1
 
     def freed(self) -> None:
-        """Give free memory back if malloc keeps too much; call this after freeing large blocks.
+        """Give free memory back if it makes the process too large; call this after freeing large
+        blocks.
 
         Takes tens of microseconds if nothing is to be given back.
         """
@@ -128,9 +144,10 @@ class Heap:
         began_s = time.thread_time()
         # Growth of the process beyond that of memory in use: glibc's own free bytes include pages
         # that went back to the system.
-        excess = self._resident() - self._used(self._library) - self._base
+        resident = self._resident()
+        self._needed = max(self._needed, self._used(self._library) + self._base)
         self._rest_after(began_s)
-        if excess > self.spare_bytes:
+        if resident > max(self._needed, self._needed_before) + self.spare_bytes:
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:

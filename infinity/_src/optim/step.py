@@ -317,7 +317,7 @@ class StepPipeline:
 
     def step_begins(self) -> None:
         """Note the end of the step's forwards and backwards; its update begins."""
-        self._heap.restart()
+        self._heap.step_begins()
         self._watch.step_begins(self.steps)
 
     def count_step(self) -> None:
