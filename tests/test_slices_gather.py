@@ -15,12 +15,20 @@ from torch import nn
 
 import infinity as inf
 from infinity._src import build
+from infinity._src.engine import offload
 from infinity._src.memory import device_room
 from infinity._src.memory.device_room import again_bytes, fresh_room, gathered_room
 from infinity._src.params.unit import SHARDED
+from infinity._src.perf.plan.machine import describe_machine
+from infinity._src.perf.plan.predict import predict
+from infinity._src.perf.plan.workload import shape_of
+from infinity.aio import Fault, Seam
+from infinity.errors import AioError
 from tests import harness, models
+from tests.device import simulated
 from tests.harness import Training
 from tests.marks import mostly_slow
+from tests.plans import job_of
 from tests.test_bitwise import policy
 from tests.test_expert_tiles import eager
 from tests.test_microbatched import (
@@ -121,6 +129,15 @@ def test_the_bits_are_those_of_the_loop(way: str, tmp_path: Path) -> None:
     assert_is_the_loop(result, training)
 
 
+def test_a_device_that_copies_has_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, values = WAYS["a split block, checkpointed by the user, updates in backward"]
+    with simulated(monkeypatch):
+        result = harness.offloaded(whole(training), policy(tmp_path, **{**NVME, **values}))
+    assert_is_the_loop(result, training)
+
+
 def test_experts_in_a_list_have_the_gradients_of_the_loop(tmp_path: Path) -> None:
     batch = models.token_batches(1, rows=8)[0]
     model, plain = models.make(Microbatched(ExpertList, 4)), models.make(ExpertList)
@@ -213,9 +230,9 @@ def test_updates_in_backward_move_the_same_for_any_number_of_slices(tmp_path: Pa
 
 def with_spare(
     monkeypatch: pytest.MonkeyPatch, factory: Callable[[], nn.Module], chosen: inf.Policy, of: int
-) -> int:
+) -> tuple[int, int]:
     """Give the device so much memory that one part in `of` of the largest block may stay beside
-    units one by one. Returns the bytes that are gathered for each slice then."""
+    units one by one. Returns that, and the bytes that are gathered for each slice then."""
     model = models.make(Microbatched(factory, 2))
     inf.offload(model, chosen)
     handle = inf.handle(model)
@@ -228,7 +245,7 @@ def with_spare(
     monkeypatch.setattr(build, "device_memory_bytes", lambda _device: whole_bytes)
     little = dataclasses.replace(passes, device_bytes=whole_bytes)
     assert gathered_room(sizes, little) == alone + spare
-    return again_bytes(sizes, little)
+    return whole_bytes, again_bytes(sizes, little)
 
 
 def test_of_a_block_that_has_no_room_those_units_stay_that_fit(
@@ -239,7 +256,7 @@ def test_of_a_block_that_has_no_room_those_units_stay_that_fit(
     whole_block, _, values = steps_of(factory, 2, chosen, count=2)
     anew, more = [], []
     for part in (1000, 3):
-        anew.append(with_spare(monkeypatch, factory, chosen, part))
+        anew.append(with_spare(monkeypatch, factory, chosen, part)[1])
         counts = []
         for n in (1, 2, 3):
             moved, beyond, same = steps_of(factory, n, chosen, count=2)
@@ -258,7 +275,62 @@ def test_of_a_block_that_has_no_room_those_units_stay_that_fit(
     assert more[0] > more[1] > 0
 
 
+@pytest.mark.parametrize("part", [1000, 3, 0])
+def test_the_plan_knows_what_stays(
+    part: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """part: of a block, that may stay; 0: there is room for all."""
+    # Large enough that the padding of flats, which a plan of tiles leaves out, hardly counts.
+    wide = functools.partial(models.llama, 2, 256)
+    chosen = policy(tmp_path, **NVME)
+
+    def factory() -> nn.Module:
+        return inf.tile_linears(wide(), tiles=2)
+
+    device_bytes, again = with_spare(monkeypatch, factory, chosen, part) if part else (80 << 30, 0)
+    model = models.make(Microbatched(factory, 2))
+    inf.offload(model, chosen)
+    handle = inf.handle(model)
+    room = handle.unsharder.gathered_bytes_max
+    whole_bytes = sum(unit.size_bytes for unit in handle.units)
+    handle.close()
+    job = job_of(tokens=64, sequence=32, micro_batches=2, schedule="vertical", tiles=2)
+    machine = describe_machine(
+        gpus=0,
+        ram_bytes=1 << 30,
+        gpu_mem_bytes=device_bytes,
+        read_bytes_per_s=1e9,
+        write_bytes_per_s=1e9,
+    )
+    found = predict(shape_of(models.make(wide)), machine, job)
+    assert found.gpu.parts["gathered units"] == pytest.approx(room, rel=0.05)
+    assert found.again == pytest.approx(again / whole_bytes, abs=0.05)
+    assert (found.again == 0) == (again == 0)
+
+
 # -- faults ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nth", [8, 25], ids=["forward", "backward"])
+def test_after_a_fault_of_a_drive_in_the_middle_of_a_block_the_next_pass_is_right(
+    nth: int, tmp_path: Path
+) -> None:
+    batch = models.token_batches(1, rows=6)[0]
+    found = []
+    for fault in (Fault("read", nth), None):
+        model = models.make(Microbatched(LLAMA, 3))
+        with harness.one_thread():
+            offload(model, policy(tmp_path, **NVME, **SPLIT), _seam=Seam(fault=fault))
+            if fault is not None:
+                with pytest.raises(AioError, match="cannot be gathered"):
+                    models.loss_of(model, batch).backward()
+                model.zero_grad()
+            models.loss_of(model, batch).backward()
+        handle = inf.handle(model)
+        assert all(unit.refs == 0 for unit in handle.units)
+        found.append([param.grad.materialize() for param in model.parameters()])  # type: ignore[union-attr]
+        handle.close()
+    assert all(map(torch.equal, *found))
 
 
 class Stumble(Exception):
