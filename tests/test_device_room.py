@@ -21,8 +21,11 @@ from infinity._src.memory.device_room import (
     BESIDE_BYTES,
     Passes,
     UnitBytes,
+    again_bytes,
+    blocks_of,
     fresh_room,
     gathered_room,
+    kept_room,
     room_bytes,
 )
 from infinity._src.params.discover import check_gatherable, find_units
@@ -86,6 +89,62 @@ def test_the_room_holds_neighbours_and_is_no_more_than_it_must(
     assert room_bytes(sizes[:1], count, repeats=[5]) == room_bytes(sizes[:1] * 5, count)
 
 
+def test_a_block_in_slices_counts_as_one_unit_where_the_device_has_room() -> None:
+    # Words, and two blocks of four units, the first of which is in use around the others.
+    block = [UnitBytes(100, (60, 40)), *[UnitBytes(300, (300,), around=(1,))] * 3]
+    units = [UnitBytes(50, (50,)), *block, *block]
+    units[6:] = [dataclasses.replace(unit, around=(5,)) for unit in units[6:]]
+    units = [dataclasses.replace(unit, block=(i + 3) // 4) for i, unit in enumerate(units)]
+    assert [each.gathered for each in blocks_of(units)] == [50, 1000, 1000]
+    assert [sum(each.grads) for each in blocks_of(units)] == [50, 1000, 1000]
+    assert [each.around for each in blocks_of(units)] == [(), (), ()]
+    assert gathered_room(units, Passes()) == 2050  # everything: two more have room beside one
+    assert fresh_room(units, Passes()) == 300 + 1000
+    assert again_bytes(units, Passes()) == 0
+    # One by one: 300 beside 100, and two of 300.
+    alone, fresh = 1000, fresh_room(units, Passes())
+    none, some = (Passes(device_bytes=alone + fresh + 2 * spare) for spare in (0, 450))
+    assert gathered_room(units, none) == alone
+    assert kept_room(units, none) == {0: 50, 1: 1000, 2: 1000}, "one block fits all the same"
+    assert gathered_room(units, some) == alone + 450
+    # Of a block of 2,000 one of 100 and one of 300 stay.
+    large = [dataclasses.replace(unit, block=min(unit.block or 0, 1)) for unit in units]
+    some = Passes(device_bytes=alone + fresh_room(large, Passes()) + 2 * 450)
+    assert kept_room(large, some) == {0: 50, 1: 450}
+    assert again_bytes(large, some) == 2000 - 400
+
+
+@settings(max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 3 * BESIDE_BYTES), min_size=1, max_size=12),
+    per_block=st.integers(1, 5),
+    device=st.one_of(st.none(), st.integers(0, 60 * BESIDE_BYTES)),
+    passes=st.builds(Passes, st.booleans(), st.booleans(), st.booleans()),
+)
+def test_what_stays_from_slice_to_slice_refuses_no_device_and_has_room(
+    sizes: list[int], per_block: int, device: int | None, passes: Passes
+) -> None:
+    passes = dataclasses.replace(passes, device_bytes=device)
+    units = [UnitBytes(size, (size,), block=i // per_block) for i, size in enumerate(sizes)]
+    alone = gathered_room([dataclasses.replace(unit, block=None) for unit in units], passes)
+    room, fresh = gathered_room(units, passes), fresh_room(units, passes)
+    assert alone <= room <= sum(sizes)
+    if device is not None and alone + fresh <= device:
+        assert room + fresh <= device
+    kept, again = kept_room(units, passes), again_bytes(units, passes)
+    for block in blocks_of(units):
+        assert block.block is not None
+        inside = [unit.gathered for unit in units if unit.block == block.block]
+        stay = min(kept[block.block], sum(inside))
+        # The largest of the others is gathered beside those that stay.
+        assert stay + (max(inside) if stay < sum(inside) else 0) <= room
+    assert (again == 0) == all(
+        kept[block.block] >= block.gathered for block in blocks_of(units) if block.block is not None
+    )
+    if device is None:
+        assert again == 0
+
+
 def test_what_the_device_cannot_hold_is_refused_with_the_value_and_the_fix() -> None:
     model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False))
     specs = find_units(model, units=["Linear"], unit_bytes_max=MIB)
@@ -106,6 +165,18 @@ def test_what_the_device_cannot_hold_is_refused_with_the_value_and_the_fix() -> 
     )
     with pytest.raises(ValueError, match=r"all parameters stay gathered, 2 MiB: use zero=3"):
         check_gatherable(model, specs, MIB, CPU, 2 * MIB - 1, Passes(whole=True))
+
+
+def test_gradients_of_a_block_that_add_up_over_slices_are_refused_where_they_have_no_room() -> None:
+    layers = (nn.Linear(256, 1024, bias=False), nn.Linear(1024, 256, bias=False))
+    model = inf.microbatched(nn.Sequential(nn.Sequential(*layers)), 2, blocks=["0"])
+    specs = find_units(model, units=["Linear"], unit_bytes_max=MIB)
+    assert [spec.block for spec in specs] == [0, 0]
+    # Two units of 1 MiB gathered, their gradients, and one that is made.
+    passes = Passes(device_bytes=5 * MIB)
+    check_gatherable(model, specs, MIB, CPU, 5 * MIB, passes)
+    with pytest.raises(ValueError, match=r"add up .* until its last slice: name smaller modules"):
+        check_gatherable(model, specs, MIB, CPU, 4 * MIB, passes)
 
 
 # -- the engine ------------------------------------------------------------------------------------

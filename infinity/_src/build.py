@@ -102,7 +102,7 @@ class EngineHandle(Protocol):
 @dataclasses.dataclass(frozen=True)
 class Split:
     """Ranks, device and units of a model, on this rank. policy: with this rank's directories, and
-    its part of the bandwidths.
+    its part of the bandwidths. passes: the use that they make of the device.
     """
 
     policy: Policy
@@ -110,6 +110,7 @@ class Split:
     resources: NodeResources
     device: Device
     units: list[Unit]
+    passes: Passes
 
     @property
     def comm(self) -> Comm:
@@ -265,6 +266,8 @@ def take_apart(
         several=ranks.several,
         in_backward=policy.consumes_grads,
         whole=ranks.whole_params,
+        # What stays gathered follows from it, so it is the same on all ranks.
+        device_bytes=resources.least(device_memory_bytes(device)),
     )
     # Checked on shapes alone, before any value is read.
     check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device), passes)
@@ -277,7 +280,7 @@ def take_apart(
         engine=owner,
     )
     check_activations(policy, there)
-    return Split(policy, ranks, resources, there, units)
+    return Split(policy, ranks, resources, there, units, passes)
 
 
 def open_tiers(
@@ -627,7 +630,7 @@ def build_unsharder(
         mode=mode,
         access=access,
         heap=heap,
-        never_evict=split.ranks.whole_params,
+        passes=split.passes,
         timeline=timeline,
         qwz=split.policy.qwz,
         secondary=split.ranks.secondary_shards(split.units, split.device),

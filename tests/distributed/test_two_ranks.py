@@ -234,7 +234,11 @@ def test_two_ranks_reduce_each_unit_once_for_all_slices(tmp_path: Path) -> None:
     runs: tuple[tuple[Training, dict[str, Any]], ...] = (
         (WHOLE, PLACEMENTS["cpu"]),
         (sliced, PLACEMENTS["cpu"]),
-        (sliced, {**PLACEMENTS["nvme"], "update": "backward", "generations": 2}),
+        # With blocks of several units, which stay from slice to slice.
+        (
+            sliced,
+            {**PLACEMENTS["nvme"], "update": "backward", "generations": 2, "unit_bytes_max": 8192},
+        ),
     )
     found = on_two_ranks(Train(runs, held=figures), tmp_path / "run")
     one, cpu, nvme = zip(*found, strict=True)

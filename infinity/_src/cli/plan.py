@@ -361,7 +361,7 @@ def show_plan(
     if faster is not None:
         console.print(recommend(found, faster), highlight=False, markup=False, soft_wrap=True)
     if found.job.vertical:
-        console.print(SLICES_GATHER, highlight=False, markup=False, soft_wrap=True)
+        console.print(_stays(found), highlight=False, markup=False, soft_wrap=True)
     assumed = [
         (name, source) for name, source in found.machine.sources.items() if source != "given"
     ]
@@ -635,11 +635,20 @@ def _changes(found: Prediction, changes: Sequence[Change]) -> Table:
     return table
 
 
-SLICES_GATHER = (
-    "This forecast gathers each unit once for all micro-batches. In this release inf.microbatched "
-    "does so for blocks of one unit; units inside of a block (tiles, and the parts of a block that "
-    "is too large for one) are gathered for each micro-batch."
-)
+def _stays(found: Prediction) -> str:
+    """Say which units stay gathered while the micro-batches pass their block."""
+    if not found.again:
+        return (
+            "Units stay gathered until all micro-batches have passed their block: each is gathered "
+            "once in forward and once in backward."
+        )
+    device = "GPU" if found.machine.gpus else "device"
+    return (
+        f"The {device} has no room for whole blocks beside their gradients and activations: "
+        f"{found.again:.0%} of the parameters are gathered for each micro-batch, and again where "
+        "backward computes it again; the others stay until all micro-batches have passed their "
+        "block. Smaller blocks (inf.microbatched(blocks=...)) have room."
+    )
 
 
 def recommend(found: Prediction, faster: Prediction) -> str:
@@ -728,6 +737,7 @@ def _record(found: Prediction) -> dict[str, Any]:
         "d2h_bytes": found.copied.d2h,
         "exchanged": exchange_record(found.exchanged),
         "touched": found.touched,
+        "gathered_again": found.again,
         "terms_s": found.terms_s,
         "limit_floor_s": found.limits.floor_s,
         "limit_schedule_s": found.limits.schedule_s,

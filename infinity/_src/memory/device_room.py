@@ -10,6 +10,14 @@ gradients are leaving. All these bounds have one shape:
 So small units go several at a time. A huge one goes beside its neighbours, which in a model are
 small, and costs no multiple of its size. The engine keeps these bounds, and `infinity plan` counts
 with them. No tensors, no times: all ranks find the same.
+
+In a module that runs in slices (`inf.microbatched`) a unit that is gathered for one slice stays for
+the others, and gradients add up until the last slice. So there a block counts as one unit, with its
+gradients; and where the device has no room for it, as many of its units stay as fit:
+
+    spare    half of what the device has left beside units one by one and gradients; the other half
+             is for activations
+    block    stays whole where the bound, with `spare`, has room for it; else `spare` of it does
 """
 
 from __future__ import annotations
@@ -33,13 +41,15 @@ class UnitBytes:
 
     gathered: its parameters. grads: the gradient of each that is trained. around: indices of units
     that are in use whenever it is, since modules of theirs have modules of this one inside.
-    repeat: so many like it follow each other.
+    repeat: so many like it follow each other. block: number of the module around it that runs in
+    slices; None: there is none.
     """
 
     gathered: int
     grads: tuple[int, ...] = ()
     around: tuple[int, ...] = ()
     repeat: int = 1
+    block: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +58,14 @@ class Passes:
 
     copies: it has memory of its own, from which gradients are copied. several: ranks reduce them.
     in_backward: updates take them during backward. whole: all parameters stay gathered.
+    device_bytes: all memory of the device, on every rank the same; None: as much as is wanted.
     """
 
     copies: bool = False
     several: bool = False
     in_backward: bool = False
     whole: bool = False
+    device_bytes: int | None = None
 
 
 def beside_bytes(sizes: Sequence[int], count: int) -> int:
@@ -86,14 +98,86 @@ def room_bytes(
 
 def gathered_room(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of gathered parameters at most, as far as units in use allow."""
-    sizes, repeats = [unit.gathered for unit in units], [unit.repeat for unit in units]
     if passes.whole:
-        return sum(size * repeat for size, repeat in zip(sizes, repeats, strict=True))
-    return room_bytes(sizes, AHEAD, [unit.around for unit in units], repeats)
+        return sum(unit.gathered * unit.repeat for unit in units)
+    alone = _room_of(units)
+    if not _in_slices(units):
+        return alone
+    return min(max(alone, _room_of(blocks_of(units))), alone + _spare_bytes(units, passes))
+
+
+def kept_room(units: Sequence[UnitBytes], passes: Passes) -> dict[int, int]:
+    """For each block bytes of its units, at most, that stay gathered from slice to slice."""
+    blocks, room = blocks_of(units), gathered_room(units, passes)
+    spare = room - _room_of(units)
+    found = {}
+    for block in blocks:
+        if block.block is not None:
+            held = block.gathered + sum(blocks[outer].gathered for outer in block.around)
+            found[block.block] = block.gathered if held <= room else spare
+    return found
+
+
+def again_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
+    """Bytes of units that do not stay, and are gathered anew for each slice."""
+    left, again = kept_room(units, passes), 0
+    # Each stays that fits, in the order of their use.
+    for unit in units:
+        if unit.block is not None and unit.gathered:
+            stay = min(unit.repeat, left[unit.block] // unit.gathered)
+            left[unit.block] -= stay * unit.gathered
+            again += (unit.repeat - stay) * unit.gathered
+    return again
+
+
+def blocks_of(units: Sequence[UnitBytes]) -> list[UnitBytes]:
+    """Return the units with those of each block as one, in its first one's place."""
+    keys = [
+        ("unit", index) if unit.block is None else ("block", unit.block)
+        for index, unit in enumerate(units)
+    ]
+    place = {key: index for index, key in enumerate(dict.fromkeys(keys))}
+    parts: list[list[UnitBytes]] = [[] for _ in place]
+    for unit, key in zip(units, keys, strict=True):
+        parts[place[key]].append(unit)
+    found = []
+    for index, inside in enumerate(parts):
+        outer = {place[keys[each]] for unit in inside for each in unit.around} - {index}
+        around = tuple(sorted(outer))
+        if inside[0].block is None:
+            found.append(dataclasses.replace(inside[0], around=around))
+            continue
+        gathered = sum(unit.gathered * unit.repeat for unit in inside)
+        grads = tuple(size for unit in inside for size in unit.grads * unit.repeat)
+        found.append(UnitBytes(gathered, grads, around, block=inside[0].block))
+    return found
+
+
+def _in_slices(units: Sequence[UnitBytes]) -> bool:
+    return any(unit.block is not None for unit in units)
+
+
+def _room_of(units: Sequence[UnitBytes]) -> int:
+    return room_bytes(
+        [unit.gathered for unit in units],
+        AHEAD,
+        [unit.around for unit in units],
+        [unit.repeat for unit in units],
+    )
+
+
+def _spare_bytes(units: Sequence[UnitBytes], passes: Passes) -> int:
+    """Bytes that units may take because they stay from slice to slice."""
+    if passes.device_bytes is None:
+        return sum(unit.gathered * unit.repeat for unit in units)
+    return max(passes.device_bytes - _room_of(units) - fresh_room(units, passes), 0) // 2
 
 
 def fresh_room(units: Sequence[UnitBytes], passes: Passes) -> int:
     """Bytes of fresh gradients at most: those that backward makes, and those that are leaving."""
+    if _in_slices(units):
+        largest = max((size for unit in units for size in unit.grads), default=0)
+        return largest + sums_room(blocks_of(units), passes)
     if passes.in_backward and not passes.copies:
         return gradients_room(units, UNITS_AHEAD)
     if passes.several:
@@ -116,3 +200,17 @@ def gradients_room(units: Sequence[UnitBytes], count: int) -> int:
     return room_bytes(
         [sum(unit.grads) for unit in units], count, repeats=[unit.repeat for unit in units]
     )
+
+
+def sums_room(blocks: Sequence[UnitBytes], passes: Passes) -> int:
+    """Bytes of the sums of gradients over slices, of blocks that run in slices: those of a whole
+    block, and those that are leaving.
+    """
+    if passes.in_backward and not passes.copies:
+        return gradients_room(blocks, UNITS_AHEAD)
+    if passes.several:
+        return gradients_room(blocks, REDUCING_UNITS)
+    if passes.copies:
+        return gradients_room(blocks, OFFLOAD_UNITS)
+    # Autograd adds them up, and hands each over when it is complete.
+    return max((sum(block.grads) for block in blocks), default=0)

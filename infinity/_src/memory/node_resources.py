@@ -219,6 +219,13 @@ class NodeResources:
         everyone = self._rendezvous.all_gather_object({"value": value})
         return bool(value) and all(row["value"] == value for row in everyone)
 
+    def least(self, value: int) -> int:
+        """Return the least of the values that the ranks give. Collective during a rendezvous.
+        Raises: PeerFailed."""
+        assert self._rendezvous is not None
+        everyone = self._rendezvous.all_gather_object({"value": value})
+        return min(int(row["value"]) for row in everyone)
+
     def check_peers(self) -> None:
         """Learn whether another rank has failed since the last round. Collective during a
         rendezvous. Raises: PeerFailed."""

@@ -22,6 +22,7 @@ from torch import nn
 
 from infinity._src.microbatch.sliced_logits import HEAD_CALL, SlicedLogits, sliced_loss
 from infinity._src.microbatch.slicing import Run, Slicing, argument_names
+from infinity._src.params.blocks import RunsInSlices
 
 NAME = "_infinity_name"
 """Attribute of a sliced module: its name in the model."""
@@ -40,7 +41,8 @@ class Role(enum.Enum):
 
 
 class SlicedModule:
-    """Base of the classes that `sliced_class` makes."""
+    """Base of the classes that `sliced_class` makes. All but those around sliced modules have the
+    mark `RunsInSlices`, by which the engine knows them."""
 
     _infinity_base: type[nn.Module]
     _infinity_role: Role
@@ -88,7 +90,8 @@ def sliced_class(base: type[nn.Module], role: Role, slicing: Slicing) -> type[nn
     loss = inspect.getattr_static(base, "loss_function", None)
     if isinstance(loss, property):
         body["loss_function"] = _loss_property(loss)
-    made: type[nn.Module] = type(base.__name__, (SlicedModule, base), body)
+    marks = () if role is Role.AROUND else (RunsInSlices,)
+    made: type[nn.Module] = type(base.__name__, (SlicedModule, *marks, base), body)
     slicing.classes[base, role] = made
     return made
 

@@ -18,6 +18,12 @@ Named = Sequence[nn.Module | type[nn.Module] | str]
 """Blocks as modules, classes, class names or qualified names."""
 
 
+class RunsInSlices:
+    """Mark of the classes of modules that run their forward once for each slice of a batch
+    (`inf.microbatched`): what is gathered inside for one slice is wanted for the next.
+    """
+
+
 def is_list(module: nn.Module) -> bool:
     """True for a ModuleList, or a ModuleDict of several (a dict of one holds a LoRA adapter, not a
     list of experts).

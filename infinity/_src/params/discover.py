@@ -44,7 +44,14 @@ from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, 
 from infinity._src.memory.constants import AHEAD
 from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
 from infinity._src.memory.layout import plan_flat
-from infinity._src.params.blocks import CONTAINERS, Named, find_blocks, is_list, list_children
+from infinity._src.params.blocks import (
+    CONTAINERS,
+    Named,
+    RunsInSlices,
+    find_blocks,
+    is_list,
+    list_children,
+)
 from infinity._src.params.call_order import call_order
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
@@ -89,13 +96,15 @@ class FoundParameter:
 @dataclasses.dataclass(eq=False)
 class UnitSpec:
     """Plan of a unit: the modules whose forward needs it, and its parameters in registration
-    order. around: indices of units that are in use whenever it is.
+    order. around: indices of units that are in use whenever it is. block: number of the module
+    around it that runs in slices (`inf.microbatched`); None: there is none.
     """
 
     name: str
     modules: list[nn.Module]
     entries: list[FoundParameter]
     around: tuple[int, ...] = ()
+    block: int | None = None
 
     @property
     def size(self) -> UnitBytes:
@@ -104,6 +113,7 @@ class UnitSpec:
             sum(entry.size_bytes for entry in self.entries),
             tuple(entry.size_bytes for entry in self.entries if entry.parameter.requires_grad),
             self.around,
+            block=self.block,
         )
 
 
@@ -209,7 +219,20 @@ class _Finder:
         order = self._order
         self._specs.sort(key=lambda spec: order[id(spec.entries[0])])
         self._nest()
+        self._note_slices()
         return self._specs
+
+    def _note_slices(self) -> None:
+        """Note for each unit the module around it that runs in slices."""
+        blocks = (part for part in self._model.modules() if isinstance(part, RunsInSlices))
+        inside: dict[int, int] = {}
+        for number, block in enumerate(blocks):
+            assert isinstance(block, nn.Module)
+            for part in block.modules():
+                # A module that several blocks share runs with the first.
+                inside.setdefault(id(part), number)
+        for spec in self._specs:
+            spec.block = inside.get(id(spec.modules[0]))
 
     def _nest(self) -> None:
         """Note for each unit the units whose modules have modules of it inside."""
@@ -426,7 +449,9 @@ def build(
     units: list[Unit] = []
     count = 0
     for spec in specs:
-        unit = Unit(len(units), spec.name, tuple(spec.modules), spec.around, engine=engine)
+        unit = Unit(
+            len(units), spec.name, tuple(spec.modules), spec.around, spec.block, engine=engine
+        )
         kinds = dict.fromkeys(
             (entry.parameter.dtype, entry.parameter.requires_grad) for entry in spec.entries
         )
@@ -505,8 +530,14 @@ def _check_room(
     if gathered + fresh <= device_bytes:
         return
     largest = max(specs, key=lambda spec: spec.size.gathered)
+    one_pass = [dataclasses.replace(size, block=None) for size in sizes]
     if passes.whole:
         fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
+    elif gathered_room(one_pass, passes) + fresh_room(one_pass, passes) <= device_bytes:
+        fix = (
+            "gradients of a block add up on the device until its last slice: name smaller modules "
+            "in inf.microbatched(blocks=...)"
+        )
     else:
         # Units inside of others may take more together than such tiles would.
         room_bytes = min(device_bytes // times_at_once(passes), largest.size.gathered // 2)

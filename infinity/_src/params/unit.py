@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from infinity._src.kernels.tiling.tiled_module import Tile, TilePlace, whole_name
+from infinity._src.memory.device_room import UnitBytes
 from infinity._src.memory.layout import FlatLayout
 
 if TYPE_CHECKING:
@@ -170,6 +171,7 @@ class Unit:
     name: str
     modules: tuple[torch.nn.Module, ...]
     around: tuple[int, ...] = ()  # indices of units in use whenever it is: see `UnitBytes`
+    block: int | None = None  # number of the module around it that runs in slices
     # In the order in which all ranks read, gather and reduce them.
     flats: list[Flat] = dataclasses.field(default_factory=list)
     # In registration order, which differs from that of the flats where dtypes alternate.
@@ -194,6 +196,21 @@ class Unit:
     def size_bytes(self) -> int:
         """Bytes of all its flats, as they are unsharded."""
         return sum(flat.size_bytes for flat in self.flats)
+
+    @property
+    def on_device(self) -> UnitBytes:
+        """Bytes that it takes on the device."""
+        return UnitBytes(
+            self.size_bytes,
+            tuple(
+                param.numel * flat.dtype.itemsize
+                for flat in self.flats
+                if flat.trainable
+                for param in flat.params
+            ),
+            self.around,
+            block=self.block,
+        )
 
 
 class UnsharderInterface(Protocol):

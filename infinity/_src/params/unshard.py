@@ -45,10 +45,11 @@ from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
 from infinity._src.memory.device import Device
-from infinity._src.memory.device_room import Passes, UnitBytes, gathered_room, room_bytes
+from infinity._src.memory.device_room import Passes, gathered_room, kept_room, room_bytes
 from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.delayed_params import DelayedCopy
+from infinity._src.params.kept_units import KeptUnits
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
@@ -92,9 +93,9 @@ class Unsharder:
     """The unsharded units of one model (`UnsharderInterface`). One thread uses it at a time.
 
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
-    allow (`memory.device_room`). never_evict: all units stay once they were unsharded
-    (whole parameters on the device). qwz: weights travel as int8 groups, and forward and backward
-    compute with them as they travel. secondary: see `PendingUnshards`.
+    allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
+    all units stay once they were unsharded. qwz: weights travel as int8 groups, and forward and
+    backward compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Unsharder:
         mode: UpdateHooks,
         access: Access,
         heap: Heap,
-        never_evict: bool,
+        passes: Passes,
         timeline: Timeline,
         qwz: bool = False,
         secondary: SecondaryShards | None = None,
@@ -125,7 +126,7 @@ class Unsharder:
         self._store = store
         self._executor = executor
         self._comm = comm
-        self._never_evict = never_evict
+        self._never_evict = passes.whole
         self._timeline = timeline
         self._pending = PendingUnshards(comm, secondary=secondary)
         # One rank has nobody to send weights to: they stay as they are.
@@ -134,10 +135,9 @@ class Unsharder:
         # unit has memory is said by its state alone.
         self._versions: dict[Unit, ParamVersion] = {}
         self._gathered_bytes = 0
-        self.gathered_bytes_max = gathered_room(
-            [UnitBytes(unit.size_bytes, around=unit.around) for unit in units],
-            Passes(whole=never_evict),
-        )
+        sizes = [unit.on_device for unit in units]
+        self.gathered_bytes_max = gathered_room(sizes, passes)
+        self._kept = KeptUnits(kept_room(sizes, passes))
         # Of units whose sums of gradients come back to the device at once.
         self._sums_bytes_max = room_bytes([unit.size_bytes for unit in units], SUMS_UNITS - 1)
         self._updates: dict[Unit, PendingUpdate] = {}
@@ -158,7 +158,6 @@ class Unsharder:
         self._device.refuse_capture(f"the gather of {unit.name}")
         # First: an update that ran ahead of its step is undone before its values are used.
         self._access.before_read(unit)
-        self.demands += 1
         self._unsharding = unit
         try:
             with profiled(f"infinity: gather {unit.name}"):
@@ -167,9 +166,17 @@ class Unsharder:
             self._unsharding = None
 
     def _unshard(self, unit: Unit) -> None:
+        version = self._wanted(unit)
+        if unit in self._kept and unit.state is UNSHARDED and self._versions[unit] == version:
+            # The next slice: the schedule learns one demand of all slices, as of one call.
+            self.prefetch_ahead()
+            return
+        self.demands += 1
         # First: evictions and prefetches below measure distances from this demand on.
         self._schedule.record_unshard(unit.index)
-        version = self._wanted(unit)
+        # Without gradients modules run once.
+        if self._passes.trains:
+            self._kept.keep(unit)
         self._match_version(unit, version)
         if unit.state is SHARDED:
             self.demand_reads += 1
@@ -258,8 +265,24 @@ class Unsharder:
                 return
             except torch.OutOfMemoryError as error:
                 evicts = demand and alone
-                if not (evicts and (self._evict_farthest(NEVER) or self._evict_prefetched(unit))):
+                if not evicts or not (
+                    self._evict_farthest(NEVER)
+                    or self._evict_prefetched(unit)
+                    or self._stop_keeping(error)
+                ):
                     raise torch.OutOfMemoryError(self._no_room(unit, error)) from error
+
+    def _stop_keeping(self, error: torch.OutOfMemoryError) -> bool:
+        """Let units that stay for the next slice be evicted, in this pass. Returns whether there
+        were any."""
+        if not self._kept.pause():
+            return False
+        log.warning(
+            "the device has no room for units that stay gathered from slice to slice: in this pass "
+            "they are gathered for each slice: %s",
+            error,
+        )
+        return True
 
     def _evict_prefetched(self, wanted: Unit) -> bool:
         """Evict the unit that is wanted last of those that are being filled and that nobody uses
@@ -452,7 +475,7 @@ class Unsharder:
     def _may_evict(self, unit: Unit) -> bool:
         """True when the unit is idle, and nothing is on its way into its memory."""
         # One that is SHARDED is in the books since its memory is being allocated.
-        if unit.refs or unit is self._unsharding or unit.state is SHARDED:
+        if unit.refs or unit is self._unsharding or unit.state is SHARDED or unit in self._kept:
             return False
         if self._comm.world > 1:
             # Whether a fill has ended is a matter of timing, and all ranks must evict the same.
@@ -515,6 +538,7 @@ class Unsharder:
             self._clock.enter("forward" if trains else "evaluation", quiet=quiet)
             self._schedule.start(Phase.TRAIN if trains else Phase.EVAL)
             self._prefetches = True
+            self._kept.clear()
             if self._updates:
                 # Forward opens the gates in its own order. One that escaped would cost a read.
                 self._executor.hold_gates(True)
@@ -524,6 +548,7 @@ class Unsharder:
         # A forward inside of backward has begun nothing here: see `forward_start`.
         if not self._passes.in_backward:
             self._passes.forward_end()
+            self._kept.clear()
             self._schedule.end()
             self._executor.hold_gates(False)
             self._clock.enter("idle")
@@ -534,10 +559,12 @@ class Unsharder:
         self._clock.enter("backward")
         self._schedule.start(Phase.BACKWARD)
         self._prefetches = True
+        self._kept.clear()
         self._mode.backward_begin()
 
     def backward_end(self) -> None:
         """End a backward: gradients that no use of a unit claimed are reduced."""
+        self._kept.clear()
         self._passes.backward_end()
         try:
             self._schedule.end()
@@ -558,6 +585,7 @@ class Unsharder:
         if self._passes.in_backward:
             self._mode.backward_aborted()
         self._passes.reset()
+        self._kept.clear()
         self._gradients.reset()
         self._executor.hold_gates(False)
         self._schedule.abandon()

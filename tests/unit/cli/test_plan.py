@@ -250,7 +250,7 @@ def test_the_vertical_schedule_is_planned_as_told(small: Path, tmp_path: Path) -
         status, shown = plan(small, *arguments, "--schedule", schedule)
         assert status == 0, shown
         assert ("schedule vertical;" in shown) == (schedule == "vertical")
-        assert ("This forecast gathers each unit once" in shown) == (schedule == "vertical")
+        assert ("each is gathered once in forward" in shown) == (schedule == "vertical")
         records.append(json.loads((tmp_path / "plan.json").read_text()))
         assert records[-1]["plan"]["job"]["schedule"] == schedule
     horizontal, vertical = (record["plan"] for record in records)

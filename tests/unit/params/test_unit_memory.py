@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,40 @@ def test_a_gather_that_finds_no_room_at_all_says_what_holds_it_and_leaves_a_clea
         assert unit.state is SHARDED
         assert all(storage_size(flat.tensor) == 0 for flat in unit.flats)
     assert torch.equal(step(model), expected)
+
+
+def test_units_that_stay_for_the_next_slice_give_way_where_there_is_no_room(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Stack())
+    model = inf.microbatched(copy.deepcopy(plain), 3, blocks=["Stack"])
+    offload(model, inf.Policy(nvme=tmp_path, params="nvme", optim="nvme", units=["Linear"]))
+    units, _ = with_room_for_all(model)
+    x = torch.randn(6, 16)
+    expected = torch.cat([plain(part) for part in x.tensor_split(3)])
+    allocator = Allocator(monkeypatch, place)
+
+    def short(number: int) -> None:
+        # In the first slice the last layer finds no room, and one of the others goes.
+        if number == 2 and units[2].state is SHARDED and not caplog.records:
+            allocator.failures = 4
+
+    block: Any = model[0]
+    block.before = short
+    before = inf.handle(model).stats().demands
+    assert torch.equal(model(x), expected)
+    assert "units that stay gathered from slice to slice" in caplog.text
+    assert len(caplog.records) == 1
+    # Five demands of two slices that find nothing kept, besides that of each layer.
+    assert inf.handle(model).stats().demands - before == 9
+    block.before = lambda number: None
+    model(x).sum().backward()
+    assert inf.handle(model).stats().demands - before == 9 + 3 + 3, "the next pass keeps them again"
+    inf.handle(model).close()
 
 
 def test_a_gather_that_finds_no_room_takes_that_of_idle_units(

@@ -155,6 +155,36 @@ def test_a_device_holds_a_block_its_sums_and_one_boundary_of_all() -> None:
     assert gpu_need(shape, machine(), tiled).parts["gathered units"] == 3 * 8 * MIB
 
 
+def test_units_for_which_a_device_has_no_room_are_gathered_for_each_micro_batch() -> None:
+    shape, one = shape_of_blocks(), JOB.replace(micro_batches=1)
+    # Units one by one, their gradients, and half of what is left.
+    where = machine(gpu_mem_bytes=(18 + 30 + 2 * 3) * MIB)
+    found = predict(shape, where, VERTICAL)
+    assert found.gpu.parts["gathered units"] == 21 * MIB
+    assert found.again == 0, "a block of 8 MiB has room"
+    large = dataclasses.replace(
+        shape,
+        units=tuple(
+            dataclasses.replace(unit, name=f"model.layers.0.{number}")
+            for number, unit in enumerate(shape.units)
+        ),
+    )
+    where = machine(gpu_mem_bytes=(18 + 46 + 2 * 9) * MIB)
+    found, alike = (
+        predict(large, where, job.replace(update="backward")) for job in (VERTICAL, one)
+    )
+    whole = predict(large, machine(), VERTICAL.replace(update="backward"))
+    assert found.again == 32 / 40, "4, 2 and 2 MiB stay"
+    assert (alike.again, whole.again) == (0, 0)
+    assert found.gpu.parts["gathered units"] < whole.gpu.parts["gathered units"]
+    # Eight in forward, eight where backward computes again, eight in backward.
+    more = (3 * 8 - 2) * found.again
+    params = found.on_nvme.params
+    assert found.moved.params_read - alike.moved.params_read == pytest.approx(more * params)
+    assert found.copied.h2d - whole.copied.h2d == pytest.approx(more * 2 * shape.params)
+    assert found.step_s > whole.step_s
+
+
 def test_one_micro_batch_is_the_same_in_both_orders() -> None:
     one = JOB.replace(micro_batches=1)
     found = predict(shape_of_blocks(), machine(), one.replace(schedule="vertical"))

@@ -31,7 +31,8 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
                          several GPUs (assumed)
 
 In the vertical schedule a block stays gathered, with all its units and tiles, until the last
-micro-batch has passed it, and so do its gradients.
+micro-batch has passed it, and so do its gradients. On a device without room for all of them, as
+many units stay as fit (`memory.device_room.kept_room`).
 
 Activations are estimates (`perf.plan.workload`). Memory that the allocator leaves unused between
 its blocks is not counted.
@@ -48,18 +49,18 @@ from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
 from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
-    OFFLOAD_UNITS,
     REDUCING_UNITS,
     STORING_BYTES_MAX,
     SUMS_UNITS,
-    UNITS_AHEAD,
 )
 from infinity._src.memory.device_room import (
     Passes,
     UnitBytes,
+    again_bytes,
     fresh_room,
     gathered_room,
     gradients_room,
+    sums_room,
 )
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
@@ -406,7 +407,7 @@ def loss_tiles(shape: ModelShape, words: int = WORDS[0]) -> int:
 def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
     """Count the device memory of one GPU. The parts are those of the module's table."""
     shape = shape_in(job, model)
-    units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
+    units = _units(shape, machine, job)
     largest = float(max((unit.gathered for unit in units), default=0))
     parts = {
         "gathered units": gathered_bytes(shape, machine, job),
@@ -434,7 +435,12 @@ def _passes(machine: Machine, job: Job) -> Passes:
         several=machine.world > 1,
         in_backward=job.policy.consumes_grads,
         whole=job.whole_params(machine.world),
+        device_bytes=int(machine.gpu_mem_bytes),
     )
+
+
+def _units(shape: JobShape, machine: Machine, job: Job) -> list[UnitBytes]:
+    return shape.unit_bytes(job.tiles, job.loss_tiles, machine.world, in_slices=job.vertical)
 
 
 def _blocks(shape: ModelShape, machine: Machine, job: Job) -> list[UnitBytes]:
@@ -461,17 +467,7 @@ def _gradients(
     passes = _passes(machine, job)
     if not job.vertical:
         return {"fresh gradients": float(fresh_room(units, passes))}
-    blocks = _blocks(shape, machine, job)
-    # Sums leave a block at a time, as gradients of units do in `device_room.fresh_room`.
-    if passes.in_backward and not passes.copies:
-        sums = gradients_room(blocks, UNITS_AHEAD)
-    elif passes.several:
-        sums = gradients_room(blocks, REDUCING_UNITS)
-    elif passes.copies:
-        sums = gradients_room(blocks, OFFLOAD_UNITS)
-    else:
-        # Autograd adds them up, and hands each over when it is complete.
-        sums = max((sum(block.grads) for block in blocks), default=0)
+    sums = sums_room(_blocks(shape, machine, job), passes)
     largest = max((size for unit in units for size in unit.grads), default=0)
     return {"fresh gradients": float(largest), "sums of gradients": float(sums)}
 
@@ -510,11 +506,18 @@ def _exchange_bytes(machine: Machine, job: Job, largest: float) -> float:
 
 def gathered_bytes(shape: JobShape, machine: Machine, job: Job) -> float:
     """Count the bytes of gathered parameters on the device of a rank, at most."""
-    if job.vertical:
-        units = _blocks(shape, machine, job)
-    else:
-        units = shape.unit_bytes(job.tiles, job.loss_tiles, machine.world)
-    return float(gathered_room(units, _passes(machine, job)))
+    return float(gathered_room(_units(shape, machine, job), _passes(machine, job)))
+
+
+def again_share(shape: JobShape, machine: Machine, job: Job) -> float:
+    """Return the share of the parameters that a vertical schedule gathers for each micro-batch,
+    since the device has no room for them to stay.
+    """
+    if not job.vertical:
+        return 0.0
+    units = _units(shape, machine, job)
+    whole = sum(unit.gathered * unit.repeat for unit in units)
+    return again_bytes(units, _passes(machine, job)) / max(whole, 1)
 
 
 def _activations(shape: ModelShape, machine: Machine, job: Job) -> dict[str, float]:

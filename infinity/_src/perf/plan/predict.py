@@ -15,6 +15,7 @@ from infinity._src.perf.plan.experts import gathered_share, shape_in
 from infinity._src.perf.plan.machine import CHECKSUMS_PER_CORE, Machine
 from infinity._src.perf.plan.memory import (
     Need,
+    again_share,
     bytes_at_rest,
     gpu_need,
     least_need,
@@ -23,7 +24,7 @@ from infinity._src.perf.plan.memory import (
 )
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside
 from infinity._src.perf.plan.ranks import Exchanges, exchanges
-from infinity._src.perf.plan.workload import SCHEDULES, Job, ModelShape
+from infinity._src.perf.plan.workload import SCHEDULES, Job, JobShape, ModelShape
 from infinity._src.perf.roofline import (
     AtRest,
     Compute,
@@ -59,7 +60,8 @@ class Prediction:
     at_rest: all states by kind; on_nvme: of them on drives. copied: between the CPU and all GPUs;
     model_flops: flops of the model's forward and backward, without recomputing, over all nodes.
     exchanged: bytes that each rank receives from the others. touched: share of the parameters that
-    a pass gathers; less than all where tiles have experts that no token chose.
+    a pass gathers; less than all where tiles have experts that no token chose. again: share that a
+    vertical schedule gathers for each micro-batch, since the GPU has no room for it to stay.
     why_not: the parts that do not fit and what would help; empty where everything fits. Else the
     times are those of the least that would work. days: until the drives have been written as often
     as they are rated for.
@@ -83,6 +85,7 @@ class Prediction:
     step_s: float
     why_not: tuple[str, ...]
     touched: float = 1.0
+    again: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -140,11 +143,13 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     at_rest = _of_node(sum((everything for everything, _ in found_bytes), AtRest()), ranks)
     on_nvme = _of_node(sum((nvme for _, nvme in found_bytes), AtRest()), ranks)
     moved = _without_untouched(_traffic(on_nvme, job, spilled), on_nvme, job, touched)
+    again = again_share(shape, machine, job)
+    moved = _with_again(moved, on_nvme, job, touched * again)
     compute = _compute(shape, machine, job, at_rest.states, on_nvme)
     sizes = _model_bytes(shape, machine, job, at_rest, placed.waiting + spilled, touched)
     exchanged = exchanges(shape, machine, job)
     between = _apart(job, exchanged.copies())
-    copied = _copies(machine, job, sizes, between)
+    copied = _copies(machine, job, sizes, between, again)
     busy = _busy_times(machine, job, sizes, moved, copied, between)
     busy |= _busy_beside(shape, machine, job, on_nvme, exchanged)
     terms = {
@@ -182,6 +187,7 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
         copied=copied.total if machine.gpus else Copied(),
         exchanged=exchanged,
         touched=touched,
+        again=again,
         # Recomputing is no work of the model: MFU does not count it.
         model_flops=sum(_flops(shape, job, recompute=False)),
         limits=found,
@@ -241,7 +247,7 @@ def _check(job: Job, machine: Machine) -> None:
 
 
 def _compute(
-    shape: ModelShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
+    shape: JobShape, machine: Machine, job: Job, states: float, on_nvme: AtRest
 ) -> Compute:
     """Return the times of the passes. The engine's own work takes its time from them where the CPU
     computes (`_beside`).
@@ -250,6 +256,8 @@ def _compute(
     if machine.gpus:
         return found
     forward_s, backward_s, update_s = _beside(shape, machine, states)
+    # A gather takes the same in forward and in backward.
+    backward_s += again_share(shape, machine, job) * job.gathers_again * forward_s
     # The same cores compute and move: the slower of the two is the time of both.
     update_s = max(update_s, _kernels_s(shape, machine, job, on_nvme))
     # Gradients of micro-batches that share a pass are added up in it: two are read, one written.
@@ -354,6 +362,15 @@ def _without_untouched(moved: Traffic, on_nvme: AtRest, job: Job, touched: float
     )
 
 
+def _with_again(moved: Traffic, on_nvme: AtRest, job: Job, share: float) -> Traffic:
+    """Add the reads of this share of the parameters, which is gathered for each micro-batch."""
+    # hpZ takes these from the node's copy; delayed passes compute from a copy in memory.
+    params = 0.0 if job.policy.update == "delayed" else on_nvme.params
+    size = 0.0 if job.policy.hpz else params + on_nvme.frozen
+    read = moved.params_read + share * job.gathers_again * size
+    return dataclasses.replace(moved, params_read=read)
+
+
 def _from_copies(moved: Traffic, on_nvme: AtRest, job: Job) -> Traffic:
     """Reduce the reads to those of hpZ: the first gather of a step reads the drives, and not even
     that for what the update hands over.
@@ -397,9 +414,10 @@ def _model_bytes(
     )
 
 
-def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> Copies:
+def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies, again: float) -> Copies:
     """Count the copies between the CPU and all GPUs. Exchanges of GPUs without links of their own
-    (`between`, of one of them) go through the CPU's memory and count, too.
+    (`between`, of one of them) go through the CPU's memory and count, too. again: share of the
+    parameters that is gathered for each micro-batch.
     """
     # "device" is the CPU's own memory where the CPU computes.
     stay = job.policy.params == "device" and machine.gpus > 0
@@ -412,6 +430,9 @@ def _copies(machine: Machine, job: Job, sizes: ModelBytes, between: Copies) -> C
         # A speculative update may be made once more, so its gradients are kept.
         grads_wait=job.policy.speculates,
     )
+    if not stay:
+        more = again * job.gathers_again * (sizes.params + sizes.frozen)
+        found += Copies(rest=Copied(h2d=more))
     # Under hpZ every gather but the first takes the node's copy. From the CPU's memory a rank
     # copies the shards of all nodes, its part of the copy; on the device the copy is there already.
     if job.policy.hpz and machine.gpus:

@@ -46,7 +46,12 @@ from infinity._src.memory.placement import FlatNeed, PlacementPlan
 from infinity._src.perf.pcie import Copied, Copies
 from infinity._src.perf.plan.experts import shape_in
 from infinity._src.perf.plan.machine import Machine
-from infinity._src.perf.plan.memory import TierBytes, gathered_bytes, place_in_ram
+from infinity._src.perf.plan.memory import (
+    TierBytes,
+    again_share,
+    gathered_bytes,
+    place_in_ram,
+)
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET
 from infinity._src.perf.plan.workload import FlatShape, Job, JobShape, ModelShape
 
@@ -152,6 +157,11 @@ def exchanges(shape: JobShape, machine: Machine, job: Job) -> Exchanges:
         name = "gather from the node's copy" if job.policy.hpz else "gather in backward"
         # The gather of the last backward, and below its reduction, run beside updates in backward.
         found.append(PlannedCollective(name, again, again if late else int(in_backward), *copy))
+        share = again_share(shape, machine, job)
+        if share:
+            name, more = "gather for each micro-batch", job.gathers_again
+            of_share = (share * copy[0], share * copy[1])
+            found.append(PlannedCollective(name, more, more if late else 0, *of_share))
     if trained:
         times = job.reductions
         found.append(

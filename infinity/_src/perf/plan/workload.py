@@ -217,23 +217,27 @@ class ModelShape:
             return per_word * self.vocabulary
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
-    def unit_bytes(self, tiles: int = 1, loss_tiles: int = 1, world: int = 1) -> list[UnitBytes]:
+    def unit_bytes(
+        self, tiles: int = 1, loss_tiles: int = 1, world: int = 1, *, in_slices: bool = False
+    ) -> list[UnitBytes]:
         """Bytes of the units with every linear in so many tiles (`inf.tile_linears`), and the head
         in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks, each of
-        which gathers them."""
+        which gathers them. in_slices: blocks, and units outside of blocks, run in slices."""
 
         def tiles_of(linear: LinearShape) -> int:
             return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
 
         parts = [unit.tiled(tiles_of, world) for unit in self.units]
         starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
+        numbers: dict[str, int] = {}
         found = []
         for index, (unit, (rest, cut)) in enumerate(zip(self.units, parts, strict=True)):
+            block = numbers.setdefault(_block_of(unit.name), len(numbers)) if in_slices else None
             outer = tuple(starts[each] for each in unit.around)
-            found.append(dataclasses.replace(rest, around=outer))
+            found.append(dataclasses.replace(rest, around=outer, block=block))
             # The rest of the unit stays in use while its tiles come and go.
             inner = (*outer, starts[index])
-            found += [dataclasses.replace(each, around=inner) for each in cut]
+            found += [dataclasses.replace(each, around=inner, block=block) for each in cut]
         return found
 
 
@@ -452,6 +456,14 @@ class Job:
         once, and leaves one gradient of each parameter.
         """
         return 1 if self.vertical else self.micro_batches
+
+    @property
+    def gathers_again(self) -> int:
+        """Gathers in one step, beside those of `passes`, of a unit that does not stay from one
+        micro-batch to the next in the vertical schedule: one in forward, one where backward
+        computes it again, and one in backward.
+        """
+        return 3 * self.micro_batches - 2 if self.vertical else 0
 
     @property
     def stores_gradients(self) -> bool:
