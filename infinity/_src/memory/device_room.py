@@ -10,6 +10,10 @@ gradients are leaving. All these bounds have one shape:
 So small units go several at a time. A huge one goes beside its neighbours, which in a model are
 small, and costs no multiple of its size. The engine keeps these bounds, and `infinity plan` counts
 with them. No tensors, no times: all ranks find the same.
+
+Slices of a batch (`inf.microbatched`) add up the gradients of a whole block on the device, in the
+dtype in which gradients wait: the sums take the place of the unit's gradients, and the gradient of
+one slice comes besides.
 """
 
 from __future__ import annotations
@@ -54,6 +58,22 @@ class Passes:
     several: bool = False
     in_backward: bool = False
     whole: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceGrads:
+    """Gradients that slices of a batch add up (`inf.microbatched`).
+
+    blocks: what all slices pass before the next, each with the bytes of its gradients as they wait.
+    one_bytes: the most that one slice makes of a parameter (`slice_grad_bytes`).
+    """
+
+    blocks: tuple[UnitBytes, ...]
+    one_bytes: int
+
+    def room_bytes(self, passes: Passes) -> int:
+        """Bytes on the device at most."""
+        return self.one_bytes + sums_room(self.blocks, passes)
 
 
 def beside_bytes(sizes: Sequence[int], count: int) -> int:
@@ -109,6 +129,30 @@ def fresh_room(units: Sequence[UnitBytes], passes: Passes) -> int:
     leaving = beside_bytes([unit.gathered for unit in units], OFFLOAD_UNITS)
     room = max(largest + leaving, room_bytes(sizes, 0, repeats=repeats))
     return min(room, sum(size * repeat for size, repeat in ones))
+
+
+def sums_room(blocks: Sequence[UnitBytes], passes: Passes) -> int:
+    """Bytes of the gradients that slices have added up, at most: of the block in backward, and of
+    those that are leaving.
+
+    blocks: what all slices pass before the next, with the bytes of its gradients as they wait.
+    """
+    if passes.in_backward and not passes.copies:
+        return gradients_room(blocks, UNITS_AHEAD)
+    if passes.several:
+        return gradients_room(blocks, REDUCING_UNITS)
+    if passes.copies:
+        return gradients_room(blocks, OFFLOAD_UNITS)
+    # Autograd hands each sum over when it is complete, and none is leaving.
+    return max((sum(block.grads) for block in blocks), default=0)
+
+
+def slice_grad_bytes(size_bytes: int, itemsize: int, sum_itemsize: int) -> int:
+    """Bytes of one parameter's gradient of one slice: as backward makes it, and cast to the dtype
+    of the sum where that is another.
+    """
+    cast = 0 if itemsize == sum_itemsize else size_bytes // itemsize * sum_itemsize
+    return size_bytes + cast
 
 
 def gradients_room(units: Sequence[UnitBytes], count: int) -> int:
