@@ -103,9 +103,9 @@ def make_model(setting: Setting, state: str, seed: int) -> Any:
     """The model in bf16, offloaded with everything in RAM (placement never changes the numbers)."""
     policy = inf.Policy(params="cpu", optim="cpu", state=state, seed=seed)
     if setting.name == "smollm2":
-        return hf_model.offload_pretrained(
-            hf_model.find_pretrained(smollm2()), policy, torch.bfloat16
-        )
+        source = hf_model.find_pretrained(smollm2())
+        model = hf_model.model_on_meta(source, torch.bfloat16)
+        return hf_model.offload_pretrained(model, source, policy)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,

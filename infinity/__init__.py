@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from infinity._src.kernels.tiling.tile_experts import tile_experts
     from infinity._src.kernels.tiling.tile_model import tile_linears, tile_loss
-    from infinity._src.microbatch.microbatched import microbatched
+    from infinity._src.microbatch.microbatched import microbatched, slices_of
     from infinity._src.optim.adamw import AdamW
     from infinity._src.optim.elementwise import Elementwise
     from infinity._src.optim.lion import Lion
@@ -50,6 +50,7 @@ _HOMES = {
     "tile_linears": "infinity._src.kernels.tiling.tile_model",
     "tile_loss": "infinity._src.kernels.tiling.tile_model",
     "microbatched": "infinity._src.microbatch.microbatched",
+    "slices_of": "infinity._src.microbatch.microbatched",
     "restore": "infinity._src.save_restore",
     "Save": "infinity._src.save_restore",
     "Restored": "infinity._src.save_restore",
@@ -77,6 +78,7 @@ __all__ = [
     "offload",
     "restore",
     "save",
+    "slices_of",
     "tile_experts",
     "tile_linears",
     "tile_loss",

@@ -69,6 +69,11 @@ class MemoryLimitError(InfinityError, MemoryError):
         self.left_bytes = left_bytes
 
 
+class SlicesError(InfinityError, ValueError):
+    """A model or a batch cannot run in slices (`inf.microbatched`); the message names what stands
+    in the way, and the fix. A loop over micro-batches, without it, takes any model."""
+
+
 class WeightsError(InfinityError, ValueError):
     """Weights that should be loaded do not fit the model, or their file is damaged.
 

@@ -19,12 +19,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
+from infinity._src import build
 from infinity._src.hooks import activation_offload as activations
+from infinity._src.memory.device_room import Passes, gathered_room
+from infinity._src.microbatch.microbatched import Slices, slice_grads
 from infinity._src.microbatch.random_streams import SEEDS
 from infinity._src.microbatch.sliced_logits import SlicedLogits
+from infinity._src.params.discover import find_units
+from infinity._src.perf.plan.machine import describe_machine
+from infinity._src.perf.plan.memory import gpu_need
+from infinity._src.perf.plan.workload import shape_of
 from tests import harness, models
 from tests.harness import Result, Training
 from tests.marks import mostly_slow, pairwise
+from tests.plans import job_of
 from tests.test_bitwise import policy
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
@@ -579,6 +587,96 @@ def test_an_exception_in_the_middle_of_a_slice_leaves_the_model_whole(
     result = harness.offloaded(sliced, policy(tmp_path, **NVME))
     assert_is_the_loop(dataclasses.replace(result, seen=[]), training)
     assert calls
+
+
+# -- for trainers ----------------------------------------------------------------------------------
+
+
+def test_a_model_says_its_slices_and_what_its_loss_is_the_mean_of() -> None:
+    assert inf.slices_of(models.llama(1)) is None
+    for factory, reduction in ((models.llama, "mean"), (models.t5, None), (Twice, None)):
+        model = inf.microbatched(factory(), 3)
+        assert inf.slices_of(model) == Slices(3, reduction)  # type: ignore[arg-type]
+        assert inf.slices_of(copy.deepcopy(model)) == inf.slices_of(model)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_loss_has_the_reduction_that_it_says() -> None:
+    """Slices of unequal numbers of tokens: the mean of means is not the mean over tokens."""
+    from transformers import LlamaForCausalLM
+
+    class Inherited(LlamaForCausalLM):
+        """Its forward calls that of its base class."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    batch = models.token_batches(1, rows=4)[0]
+    batch["labels"] = batch["labels"].clone()
+    batch["labels"][0, 3:] = -100
+    config: Any = models.llama(1).config
+    for kind in (LlamaForCausalLM, Inherited):
+        sliced, plain = (models.make(functools.partial(kind, config)) for _ in range(2))
+        inf.microbatched(sliced, 2)
+        assert inf.slices_of(sliced) == Slices(2, "mean")
+        means = [plain(**part).loss.item() for part in cut(batch, 2)]
+        assert sliced(**batch).loss.item() == pytest.approx(sum(means) / 2)
+        assert plain(**batch).loss.item() != pytest.approx(sum(means) / 2)
+
+
+# -- device memory of sums -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_the_plan_and_the_engine_count_the_same_sums_of_slices(
+    grad_dtype: torch.dtype | None, update: str
+) -> None:
+    model: Any = models.make(models.llama)
+    job = job_of(
+        tokens=64, sequence=8, micro_batches=4, schedule="vertical", update=update,
+        grad_dtype=grad_dtype,
+    )  # fmt: skip
+    machine = describe_machine(gpus=0, ram_bytes=1 << 30)
+    parts = gpu_need(shape_of(model), machine, job).parts
+    found = slice_grads(inf.microbatched(model, 4), grad_dtype)
+    assert found is not None
+    passes = Passes(in_backward=update == "backward")
+    assert parts["fresh gradients"] + parts["sums of gradients"] == found.room_bytes(passes)
+    block = sum(param.numel() for param in model.model.layers[0].parameters())
+    largest = max(param.numel() for param in model.parameters())
+    wide = 2 if grad_dtype is None else 4
+    assert found.one_bytes == largest * (2 if grad_dtype is None else 2 + 4)
+    assert parts["sums of gradients"] >= wide * block
+    assert slice_grads(models.llama(), None) is None
+
+
+def test_a_device_without_room_for_wide_sums_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def room(grad_dtype: torch.dtype | None) -> int:
+        model = inf.microbatched(models.make(models.llama), 2)
+        sizes = [unit.size for unit in find_units(model, unit_bytes_max=1 << 20)]
+        found = slice_grads(model, grad_dtype)
+        assert found is not None
+        return gathered_room(sizes, Passes()) + found.room_bytes(Passes())
+
+    def offloaded(grad_dtype: torch.dtype | None) -> None:
+        model = inf.microbatched(models.make(models.llama), 2)
+        inf.offload(model, policy(tmp_path, **NVME, grad_dtype=grad_dtype))
+        inf.handle(model).close()
+
+    narrow, wide = room(None), room(torch.float32)
+    assert narrow < wide
+    monkeypatch.setattr(build, "device_memory_bytes", lambda _device: wide - 1)
+    offloaded(None)
+    with pytest.raises(ValueError, match=r"adds up the gradients of a block.*narrower grad_dtype"):
+        offloaded(torch.float32)
+    monkeypatch.setattr(build, "device_memory_bytes", lambda _device: wide)
+    offloaded(torch.float32)
+    monkeypatch.setattr(build, "device_memory_bytes", lambda _device: narrow - 1)
+    with pytest.raises(ValueError, match=r"adds up the gradients of a block"):
+        offloaded(None)
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""A model directory for the command line: a Llama of 130,000 random parameters, tied embeddings,
-with a tokenizer of bytes."""
+"""A model directory for the command line: a Llama of 130,000 random parameters, with a tokenizer of
+bytes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ CONFIG = {
 """Its sizes."""
 
 
-def write_model(directory: Path) -> Path:
-    """Make it in `directory`, which is there."""
+def write_model(directory: Path, *, tied: bool = True) -> Path:
+    """Make it in `directory`, which is there. tied: embedding and head are one weight."""
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -37,7 +37,7 @@ def write_model(directory: Path) -> Path:
     ).save_pretrained(directory)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **CONFIG, tie_word_embeddings=True, eos_token_id=256, bos_token_id=256
+        **CONFIG, tie_word_embeddings=tied, eos_token_id=256, bos_token_id=256
     )
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
     return directory

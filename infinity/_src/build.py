@@ -54,7 +54,7 @@ from infinity._src.memory.node_resources import NodeResources, open_node_resourc
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.memory.swap_space import NoRoomError
-from infinity._src.microbatch.microbatched import is_microbatched
+from infinity._src.microbatch.microbatched import is_microbatched, slice_grads
 from infinity._src.optim.backward_update import BackwardUpdate
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
@@ -270,7 +270,15 @@ def take_apart(
         device_bytes=resources.least(device_memory_bytes(device)),
     )
     # Checked on shapes alone, before any value is read.
-    check_gatherable(model, specs, bytes_max, device, device_memory_bytes(device), passes)
+    check_gatherable(
+        model,
+        specs,
+        bytes_max,
+        device,
+        device_memory_bytes(device),
+        passes,
+        slice_grads(model, policy.grad_dtype),
+    )
     units = build(
         model,
         specs,

@@ -32,6 +32,7 @@ from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
+from infinity._src.microbatch.microbatched import slices_in_mean
 from infinity._src.optim.state_access import OptimizerState
 from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.unit import Param
@@ -294,6 +295,7 @@ class Handle:
             ),
             heap_spare_bytes=self.parts.heap.spare_bytes,
             frozen_bytes=self.parts.tiers.storage.frozen_bytes(self.parts.split.flats),
+            slices=slices_in_mean(self.parts.lifecycle.model),
         )
 
     def trace(self, path: str | os.PathLike[str]) -> int:

@@ -332,18 +332,19 @@ class Stats:
         fresh_grad_bytes_peak: int = 0,
         heap_spare_bytes: int = 0,
         frozen_bytes: int = 0,
+        slices: float | None = None,
     ) -> Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it
         nothing is forecast.
 
-        update: when updates run; None where no limits are known (inside `opt.step()`, on the
-        device). bandwidths: of the drives, by directory, where they are known better than from this
-        run. ranks: fields that only several ranks have.
+        update: when updates run; None where no limits are known (`update_on="device"`). bandwidths:
+        of the drives, by directory, where they are known better than from this run. ranks: fields
+        that only several ranks have. slices: see `StepTerms.collect`.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
-        known = bandwidths or {}
         terms = None if update is None else StepTerms.collect(
-            progress.clock, executor, update=update, bandwidths=known, frozen_bytes=frozen_bytes
+            progress.clock, executor, update=update, bandwidths=bandwidths or {},
+            frozen_bytes=frozen_bytes, slices=slices,
         )
         return cls(
             params=param_numel,

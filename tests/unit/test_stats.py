@@ -196,6 +196,7 @@ def test_a_step_is_told_phase_by_phase_and_against_its_limits(
     terms = stats.terms
     assert terms is not None
     assert (terms.steps, terms.micro_batches, terms.update) == (4, micro_batches, "deferred")
+    assert (terms.passes, terms.schedule) == (micro_batches, "horizontal")
     assert terms.phases["backward"].count == micro_batches
     assert terms.phases["forward"].count == micro_batches - 1
     assert terms.step_s == pytest.approx(sum(figures.seconds for figures in terms.phases.values()))
@@ -222,6 +223,31 @@ def test_a_step_is_told_phase_by_phase_and_against_its_limits(
     names = {event["name"] for event in events if event["ph"] == "X" and event["cat"] == "phases"}
     assert {"first forward", "backward", "step"} <= names
     assert ("forward" in names) == (micro_batches > 1)
+
+
+@pytest.mark.parametrize(("rows", "slices"), [(6, 3), (2, 2)])
+def test_slices_are_micro_batches_of_one_pass(tmp_path: Path, rows: int, slices: int) -> None:
+    """A batch of fewer rows has one slice for each."""
+    model = inf.microbatched(models.make(models.llama), 3)
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    handle, loop = inf.handle(inf.offload(model, policy)), inf.AdamW(model.parameters())
+    assert handle.stats().terms is None
+    for passes in (1, 2, 2):
+        for batch in models.token_batches(passes, rows=rows):
+            models.loss_of(model, batch).backward()
+        loop.step()
+        loop.zero_grad()
+        # As evaluations do.
+        with torch.no_grad():
+            models.loss_of(model, batch)
+    stats = handle.stats()
+    handle.close()
+    assert stats.terms is not None
+    assert (stats.terms.passes, stats.terms.micro_batches) == (2, 2 * slices)
+    assert stats.terms.phases["backward"].count == 2
+    assert stats.terms.as_dict()["schedule"] == "vertical"
+    text = f"{2 * slices} micro-batches, vertical in 2 passes, update deferred"
+    assert text in str(stats)
 
 
 @pytest.mark.parametrize("update", ["deferred", "delayed", "backward"])

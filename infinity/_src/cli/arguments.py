@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 TIERS = ("device", "cpu", "nvme")
+SCHEDULES = ("horizontal", "vertical")
+"""Orders of micro-batches, as `perf.plan.workload` has them."""
 
 TRAIN = (
     "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
@@ -261,6 +263,13 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--batch", type=int, default=2, help="sequences per micro-batch (2)")
     train.add_argument("--seq", type=int, default=128, help="tokens per sequence (128)")
     train.add_argument("--accumulate", type=int, default=1, help="micro-batches per step (1)")
+    train.add_argument(
+        "--schedule",
+        choices=SCHEDULES,
+        default="vertical",
+        help="order of micro-batches: all of them through a block before the next, each block "
+        "recomputed in backward (inf.microbatched), or each through the whole model (vertical)",
+    )
     train.add_argument("--lr", type=float, default=3e-5, help="peak learning rate (3e-5)")
     train.add_argument(
         "--warmup",
@@ -453,7 +462,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument(
         "--schedule",
-        choices=("horizontal", "vertical"),
+        choices=SCHEDULES,
         default="horizontal",
         help="order of micro-batches: each through the whole model, or all of them through a block "
         "before the next: inf.microbatched (horizontal)",

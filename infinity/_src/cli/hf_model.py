@@ -20,6 +20,7 @@ import infinity as inf
 from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
 from infinity._src.params.materialize import Faults, FileTensors
 from infinity._src.params.source_files import SourceFiles
+from infinity.errors import SlicesError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,32 +64,53 @@ def find_pretrained(path: Path) -> Pretrained:
     return Pretrained(directory, gguf, tokenizer)
 
 
-def offload_pretrained(
+def model_on_meta(
     source: Pretrained,
-    policy: inf.Policy,
     dtype: torch.dtype,
     *,
     checkpointing: bool = False,
-    read: bool = True,
     tile_linears: int | None = None,
     tile_experts: int | None = None,
+    slices: int = 1,
 ) -> torch.nn.Module:
-    """Return the model of `source` in `dtype`, offloaded. Blocks until all of it is at rest.
+    """Return the model of `source` in `dtype`, on the meta device, ready to train.
 
-    read: False leaves the values unread, for a restore that brings them; until then they are zeros.
-    tile_linears: tiles of every linear. tile_experts: experts of a tile. None: whole ones.
+    tile_linears: tiles of every linear. tile_experts: experts of a tile. None: whole ones. slices:
+    of a batch, which pass a block before the next; they checkpoint it. 1: whole batches.
 
-    Raises: as `inf.offload`, `inf.tile_linears` and `inf.tile_experts`; ValueError for files that
-    cannot be read tensor by tensor.
+    Raises: as `inf.tile_linears`, `inf.tile_experts` and `inf.microbatched`; SlicesError for a
+    model whose loss would be that of all slices together.
     """
-    model = _on_meta(source, dtype)
-    _prepare(model, checkpointing)
+    model: Any = _on_meta(source, dtype)
+    _prepare(model, checkpointing and slices == 1)
     if tile_experts is not None:
         # As tiles compute. Of a model without experts this changes nothing.
         model.set_experts_implementation("eager")
         inf.tile_experts(model, experts=tile_experts)
     if tile_linears is not None:
         inf.tile_linears(model, tiles=tile_linears)
+    if slices > 1:
+        inf.microbatched(model, slices)
+        found = inf.slices_of(model)
+        if found is None or found.loss_reduction is None:
+            raise SlicesError(
+                f"{type(model).__name__} computes its loss of the logits of all rows at once, "
+                "which is not the mean of the losses of slices to the bit"
+            )
+    made: torch.nn.Module = model
+    return made
+
+
+def offload_pretrained(
+    model: torch.nn.Module, source: Pretrained, policy: inf.Policy, *, read: bool = True
+) -> torch.nn.Module:
+    """Offload the model of `source`, which is on the meta device, and return it. Blocks until all
+    of it is at rest.
+
+    read: False leaves the values unread, for a restore that brings them; until then they are zeros.
+
+    Raises: as `inf.offload`; ValueError for files that cannot be read tensor by tensor.
+    """
     path = source.directory if source.gguf is None else source.directory / source.gguf
     if read:
         return inf.offload(model, policy, load=path)

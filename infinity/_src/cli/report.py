@@ -39,6 +39,7 @@ from infinity._src.perf.roofline import (
     limits,
     measured_traffic,
 )
+from infinity._src.perf.step_report import micro_batches_text
 from infinity._src.sizes import format_size
 
 # -- Figures and limits ----------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def steady(records: Sequence[StepRecord]) -> Steady:
 def step_limits(
     mean: Steady,
     drives: Drives,
-    micro_batches: int,
+    passes: int,
     *,
     update: str = "deferred",
     alone: bool = True,
@@ -150,14 +151,15 @@ def step_limits(
 ) -> Limits:
     """Compute the limits of a step for the bytes that it moved.
 
-    alone: with the undisturbed first forward, where there was one. frozen_bytes: on the drives, of
-    parameters that no optimizer holds.
+    passes: forwards of the model, each of one micro-batch or of all that share it. alone: with the
+    undisturbed first forward, where there was one. frozen_bytes: on the drives, of parameters that
+    no optimizer holds.
     """
     moved = measured_traffic(
         Moved(mean.bytes_read, mean.bytes_written),
         mean.params_read,
         update,
-        micro_batches,
+        passes,
         grads=mean.grads,
         activations=mean.activations,
         frozen=frozen_bytes,
@@ -176,12 +178,13 @@ class Summary:
 
     limits: with the compute of a step that began with nothing pending; limits_loop: with that of
     the loop, which flatters.
-    update: the policy's, whose limit `limits` has. state_bytes: parameters and optimizer states at
-    rest.
+    passes: forwards of the model in a step, which the micro-batches share. update: the policy's,
+    whose limit `limits` has. state_bytes: parameters and optimizer states at rest.
     """
 
     params: int
     micro_batches: int
+    passes: int
     held_out: tuple[float, float]
     mean: Steady
     limits: Limits | None
@@ -221,6 +224,9 @@ def show_summary(console: Console, summary: Summary) -> None:
         "time per step",
         f"{mean.step_s:.2f} s, {mean.tokens_per_s:.0f} tokens/s (mean of {mean.steps} steps)",
     )
+    if summary.micro_batches > 1:
+        text = micro_batches_text(summary.micro_batches, summary.passes)
+        table.add_row("each step", text)
     table.add_row(
         "waiting on I/O",
         f"{mean.io_wait_s:.2f} s of each step ({_share(mean.io_wait_s, mean.step_s)})",

@@ -40,6 +40,11 @@ RULES = (
 )  # fmt: skip
 """Options that decide the losses of the steps to come, and that going on must not change."""
 
+TIED = "--schedule (with tied weights)"
+"""A rule of models with such weights; the bits of others have it not."""
+BEFORE = {TIED: "horizontal"}
+"""Rules that earlier releases did not keep, as they had them."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Earlier:
@@ -142,7 +147,7 @@ def value_of(options: argparse.Namespace, name: str) -> Any:
 
 class SmallState:
     """The small state of one rank's run. device: the one it computes on. source: what the run goes
-    on from; None from the beginning.
+    on from; None from the beginning. tied: the model has weights that it uses several times.
 
     Make it before the model is offloaded: once `inf.restore` has returned, the states are rounded
     to this run's format, and a durable run's own are removed.
@@ -159,12 +164,15 @@ class SmallState:
         *,
         rank: int,
         world: int,
+        tied: bool = False,
     ) -> None:
         self._device = device
         self._place = [rank, world]
         self._rules: dict[str, Any] = {
             f"--{name.replace('_', '-')}": value_of(options, name) for name in RULES
         }
+        if tied and options.accumulate > 1:
+            self._rules[TIED] = options.schedule
         # Ranks may be fewer or more, if together they take as many rows of a batch.
         self._rules["--batch times ranks"] = world * options.batch
         self._rules["training windows of the text"] = [
@@ -193,10 +201,10 @@ class SmallState:
                 "text its step is; go on with it by inf.restore in the loop that wrote it"
             )
         changed = [
-            f"{name} was {extra['train'][name]} and is {now}"
+            f"{name} was {extra['train'].get(name, BEFORE.get(name))} and is {now}"
             for name, now in self._rules.items()
             # An earlier release may have kept fewer.
-            if extra["train"].get(name, now) != now
+            if extra["train"].get(name, BEFORE.get(name, now)) != now
         ]
         if changed:
             raise ValueError(

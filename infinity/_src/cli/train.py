@@ -9,6 +9,9 @@ The loop is what a user would write; around it are only measurements. Results in
     checkpoint/     with --save-every; --resume goes on from it or from the durable run
                     (`infinity._src.cli.resume`)
 
+The micro-batches of a step share a pass (`inf.microbatched`), or with --schedule horizontal come
+one after the other: to the same bits, where a micro-batch uses each parameter once.
+
 A run that goes on keeps the records of the steps that it goes on from, and drops those of steps
 that were lost and are taken again.
 
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -28,6 +32,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,11 +67,14 @@ from infinity._src.cli.resume import (
 )
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
+from infinity._src.microbatch.random_streams import RandomStreams
+from infinity._src.params.discover import find_parameters
 from infinity._src.perf.roofline import AtRest, Drives
+from infinity._src.perf.step_report import micro_batches_text
 from infinity._src.sizes import MIB
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, SlicesError
 
 SCHEMA = "infinity.train/1"
 _FORESEEN = (ValueError, InfinityError, OSError)
@@ -166,9 +174,12 @@ def _out_of_memory(error: BaseException, text: str, options: argparse.Namespace 
     # torch may add where in its code that was.
     text = text.partition("\n")[0].removesuffix(".")
     if isinstance(error, torch.OutOfMemoryError):
+        # Slices are checkpointed already, and the inputs of blocks wait for all of them.
+        sliced = options is not None and _slices(options) > 1
+        less = "--activations cpu or nvme, --schedule horizontal" if sliced else "--checkpointing"
         return (
             f"there is not enough memory on the device: {text}. Give shorter sequences (--seq) or "
-            "fewer (--batch), --checkpointing, or tiles (--tile-linears, --tile-experts)"
+            f"fewer (--batch), {less}, or tiles (--tile-linears, --tile-experts)"
         )
     ram = getattr(options, "ram", None) or "half of what the machine leaves"
     return (
@@ -206,11 +217,21 @@ def _check(options: argparse.Namespace) -> None:
             f"--save-dir {options.save_dir} is for checkpoints, of which there are none; add "
             "--save-every STEPS, or --resume"
         )
-    if options.activations != "device" and not options.checkpointing:
+    if options.activations != "device" and not options.checkpointing and _slices(options) == 1:
         raise ValueError(
             f"--activations {options.activations} takes the inputs of checkpointed blocks, of "
-            "which there are none; add --checkpointing"
+            "which there are none; add --checkpointing, or --accumulate with --schedule vertical"
         )
+
+
+def _slices(options: argparse.Namespace) -> int:
+    """Count the micro-batches that share a pass."""
+    return int(options.accumulate) if options.schedule == "vertical" else 1
+
+
+def _one_by_one(error: SlicesError) -> str:
+    """Say what a model that cannot run in slices trains with."""
+    return f"{error}. With --schedule horizontal micro-batches pass the model one by one"
 
 
 def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
@@ -342,9 +363,17 @@ class _Run:
         # Before anything is written: a run that is there is not replaced.
         found = find_source(options, self.directories)
         self.device = torch.device(self.policy.device)
+        self.passes = options.accumulate // _slices(options)
+        self.model: Any = self._make_model()
         # Before a run is given up or restored, after which its states cannot be had back.
         self.small = SmallState(
-            options, self.corpus, self.device, found, rank=ranks.rank, world=ranks.world
+            options,
+            self.corpus,
+            self.device,
+            found,
+            rank=ranks.rank,
+            world=ranks.world,
+            tied=any(len(each.names) > 1 for each in find_parameters(self.model)),
         )
         self.source = found.place if found is not None else None
         if options.durable and self.source is not None and self.source != self.directories[0]:
@@ -363,15 +392,7 @@ class _Run:
         # As with DDP, ranks draw dropout of their own.
         torch.manual_seed(options.seed + ranks.rank)
         self._say(f"loading {options.model}")
-        self.model: Any = hf_model.offload_pretrained(
-            self.pretrained,
-            self.policy,
-            getattr(torch, options.dtype),
-            checkpointing=options.checkpointing,
-            read=not self.unread,
-            tile_linears=options.tile_linears,
-            tile_experts=options.tile_experts,
-        )
+        hf_model.offload_pretrained(self.model, self.pretrained, self.policy, read=not self.unread)
         self.handle = inf.handle(self.model)
         self._check_run()
         stack.callback(self.handle.close)
@@ -401,6 +422,8 @@ class _Run:
             f"{self.params / 1e6:.1f} M parameters{several}; {len(self.corpus.train)} training and "
             f"{len(self.corpus.held_out)} held-out windows of {options.seq} tokens"
         )
+        if options.accumulate > 1:
+            self._say(f"each step: {micro_batches_text(options.accumulate, self.passes)}")
         self.text_before = self.earlier.text or self._continue()
         if not self.earlier.step or self._evaluates(self.earlier.step):
             self._measure_held_out(self.earlier.step)
@@ -431,6 +454,21 @@ class _Run:
         self.metrics.add("summary", summary.as_dict())
         show_summary(self.console, summary)
         return 0
+
+    def _make_model(self) -> Any:
+        """Make the model without values. Raises: ValueError for one that cannot train so."""
+        options = self.options
+        try:
+            return hf_model.model_on_meta(
+                self.pretrained,
+                getattr(torch, options.dtype),
+                checkpointing=options.checkpointing,
+                tile_linears=options.tile_linears,
+                tile_experts=options.tile_experts,
+                slices=_slices(options),
+            )
+        except SlicesError as error:
+            raise ValueError(_one_by_one(error)) from error
 
     def _check_run(self) -> None:
         """Raise ValueError where the durable run that shall be restored has gone: `inf.restore`
@@ -553,18 +591,20 @@ class _Run:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
         """
         phase = _Phase()
-        total = 0.0
-        count = self.options.accumulate
-        for index in range(count):
-            ids = next(batches).to(self.device)
+        losses = []
+        micro_batches = self.options.accumulate // self.passes
+        # Micro-batches draw dropout from the streams that slices of one pass have.
+        streams = RandomStreams() if self.passes > 1 else None
+        for index in range(self.passes):
+            ids = torch.cat(list(islice(batches, micro_batches))).to(self.device)
             waited, start = self.handle.stats().io_wait_s, time.monotonic()
-            # Only the last micro-batch is outside `no_sync`: by that the engine knows that it is
-            # the last.
-            with nullcontext() if index == count - 1 else self.handle.no_sync():
-                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+            # Only the last pass is outside `no_sync`: by that the engine knows that it is the last.
+            with nullcontext() if index == self.passes - 1 else self.handle.no_sync():
+                with streams.of(index, self.device) if streams is not None else nullcontext():
+                    loss = self._loss(ids)
                 self._synchronize()
                 forward_s = time.monotonic() - start - (self.handle.stats().io_wait_s - waited)
-                (loss / count).backward()
+                loss.backward()
                 self._synchronize()
             waited = self.handle.stats().io_wait_s - waited
             passes_s = time.monotonic() - start - waited
@@ -574,9 +614,21 @@ class _Run:
             phase.waited_s += waited
             if index == 0:
                 phase.first_forward_s = forward_s
-            # After the clock was read: this waits for the device.
-            total += float(loss.detach())
-        return phase, self.ranks.sums(total / count)[0] / self.ranks.world
+            losses.append(loss.detach())
+        if streams is not None:
+            streams.end()
+        # In the order and the dtype of a pass that all micro-batches share. After the clock was
+        # read: this waits for the device.
+        total = float(functools.reduce(torch.add, losses))
+        return phase, self.ranks.sums(total)[0] / self.ranks.world
+
+    def _loss(self, ids: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of a pass over `ids` [rows, seq], divided for a step of all passes."""
+        try:
+            loss: torch.Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        except SlicesError as error:
+            raise ValueError(_one_by_one(error)) from error
+        return loss / self.passes if self.passes > 1 else loss
 
     def _synchronize(self) -> None:
         """Wait for launched kernels: times are of work, not of launches."""
@@ -684,11 +736,12 @@ class _Run:
             drives = Drives(self.drives["read_gbps"] * 1e9, self.drives["write_gbps"] * 1e9)
             update = self.policy.update
             given: dict[str, Any] = {"update": update, "frozen_bytes": engine["frozen_bytes"]}
-            limit = step_limits(mean, drives, self.options.accumulate, **given)
-            in_loop = step_limits(mean, drives, self.options.accumulate, **given, alone=False)
+            limit = step_limits(mean, drives, self.passes, **given)
+            in_loop = step_limits(mean, drives, self.passes, **given, alone=False)
         return Summary(
             params=self.params,
             micro_batches=self.options.accumulate,
+            passes=self.passes,
             held_out=(self.held_out[0][1], self.held_out[-1][1]),
             mean=mean,
             limits=limit,

@@ -71,8 +71,9 @@ class PendingReduce:
 
     @property
     def whole_bytes(self) -> int:
-        """Bytes of the gradients of all its parameters: the same on all ranks."""
-        return sum(flat.size_bytes for flat in self.flats)
+        """Bytes of the gradients of all its parameters, as they wait: the same on all ranks."""
+        made = zip(self.flats, self.means, strict=True)
+        return sum(flat.layout.numel * mean.element_size() for flat, mean in made)
 
     def shards(self, rank: int) -> list[tuple[Param, torch.Tensor]]:
         """Return this rank's part of each gradient that some rank has. Blocks until they are
@@ -454,7 +455,12 @@ class GradReducer:
         self._unreduced = unreduced
         self._in_no_sync = False  # and `unreduced` is there
         self._pending: deque[PendingReduce] = deque()
-        self._reducing_bytes_max = beside_bytes([unit.size_bytes for unit in units], REDUCING_UNITS)
+        # As they wait: slices add them up so (`inf.microbatched`).
+        sizes = (
+            [flat.layout.numel * buffers.dtype(flat).itemsize for flat in unit.flats]
+            for unit in units
+        )
+        self._reducing_bytes_max = beside_bytes([sum(each) for each in sizes], REDUCING_UNITS)
         self._mode = mode
         self._buffers = buffers
         self._prefetch = DevicePrefetch(grad_offload) if grad_offload is not None else None

@@ -18,6 +18,8 @@ gradients; and where the device has no room for it, as many of its units stay as
     spare    half of what the device has left beside units one by one and gradients; the other half
              is for activations
     block    stays whole where the bound, with `spare`, has room for it; else `spare` of it does
+
+Sums of slices have the dtype in which gradients wait, which may be wider than the parameter's.
 """
 
 from __future__ import annotations
@@ -66,6 +68,22 @@ class Passes:
     in_backward: bool = False
     whole: bool = False
     device_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SliceGrads:
+    """Gradients that slices of a batch add up (`inf.microbatched`).
+
+    blocks: what all slices pass before the next, each with the bytes of its gradients as they wait.
+    one_bytes: the most that one slice makes of a parameter (`slice_grad_bytes`).
+    """
+
+    blocks: tuple[UnitBytes, ...]
+    one_bytes: int
+
+    def room_bytes(self, passes: Passes) -> int:
+        """Bytes on the device at most."""
+        return self.one_bytes + sums_room(self.blocks, passes)
 
 
 def beside_bytes(sizes: Sequence[int], count: int) -> int:
@@ -195,16 +213,11 @@ def fresh_room(units: Sequence[UnitBytes], passes: Passes) -> int:
     return min(room, sum(size * repeat for size, repeat in ones))
 
 
-def gradients_room(units: Sequence[UnitBytes], count: int) -> int:
-    """Bytes of the gradients of a unit, and of `count` others beside it."""
-    return room_bytes(
-        [sum(unit.grads) for unit in units], count, repeats=[unit.repeat for unit in units]
-    )
-
-
 def sums_room(blocks: Sequence[UnitBytes], passes: Passes) -> int:
-    """Bytes of the sums of gradients over slices, of blocks that run in slices: those of a whole
-    block, and those that are leaving.
+    """Bytes of the gradients that slices have added up, at most: of the block in backward, and of
+    those that are leaving.
+
+    blocks: what all slices pass before the next, with the bytes of its gradients as they wait.
     """
     if passes.in_backward and not passes.copies:
         return gradients_room(blocks, UNITS_AHEAD)
@@ -212,5 +225,20 @@ def sums_room(blocks: Sequence[UnitBytes], passes: Passes) -> int:
         return gradients_room(blocks, REDUCING_UNITS)
     if passes.copies:
         return gradients_room(blocks, OFFLOAD_UNITS)
-    # Autograd adds them up, and hands each over when it is complete.
+    # Autograd hands each sum over when it is complete, and none is leaving.
     return max((sum(block.grads) for block in blocks), default=0)
+
+
+def slice_grad_bytes(size_bytes: int, itemsize: int, sum_itemsize: int) -> int:
+    """Bytes of one parameter's gradient of one slice: as backward makes it, and cast to the dtype
+    of the sum where that is another.
+    """
+    cast = 0 if itemsize == sum_itemsize else size_bytes // itemsize * sum_itemsize
+    return size_bytes + cast
+
+
+def gradients_room(units: Sequence[UnitBytes], count: int) -> int:
+    """Bytes of the gradients of a unit, and of `count` others beside it."""
+    return room_bytes(
+        [sum(unit.grads) for unit in units], count, repeats=[unit.repeat for unit in units]
+    )

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
-from infinity._src.microbatch.sliced_module import Role, SlicedModule, slice_module
+from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
+from infinity._src.microbatch.sliced_module import (
+    Role,
+    SlicedModule,
+    calls_loss_function,
+    slice_module,
+)
 from infinity._src.microbatch.slicing import Slicing
 from infinity._src.params.blocks import CONTAINERS, Named, find_blocks
+from infinity.errors import SlicesError
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,10 +52,10 @@ def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Seque
     from a stream for each slice, seeded as `infinity._src.microbatch.random_streams` says. Without
     gradients the model runs as ever. See docs/guide.md for what a model must be like.
 
-    Raises: ValueError for n that is no positive whole number, a model that is offloaded or sliced
-    already, or has no blocks, and for modules with a forward of their own. On an error the model is
-    as it was. In forward: ValueError for a cache, and for arguments and outputs of blocks of which
-    it is not clear how they are cut and joined.
+    Raises: ValueError for n that is no positive whole number, and a model that is offloaded or
+    sliced already; SlicesError (a ValueError) for a model without blocks, and for modules with a
+    forward of their own. On an error the model is as it was. In forward: SlicesError for a cache,
+    and for arguments and outputs of blocks of which it is not clear how they are cut and joined.
     """
     # `type`, not isinstance: True is an int.
     if type(n) is not int or n < 1:
@@ -63,7 +71,7 @@ def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Seque
     roles = _roles(model, find_blocks(model, blocks, argument="blocks"))
     for module in roles:
         if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
+            raise SlicesError(
                 f"{names[module] or type(module).__name__} has a forward of its own, which would "
                 "not run in slices: set it afterwards, or name other modules in blocks="
             )
@@ -75,13 +83,80 @@ def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Seque
 
 def is_microbatched(model: nn.Module) -> bool:
     """True for a model with modules that run in slices."""
-    return any(isinstance(module, SlicedModule) for module in model.modules())
+    return _slicing_of(model) is not None
+
+
+def _slicing_of(model: nn.Module) -> Slicing | None:
+    found = (module for module in model.modules() if isinstance(module, SlicedModule))
+    return next((module._infinity_slicing for module in found), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """Slices of a model's batches, as a trainer counts with them.
+
+    count: of a batch of as many rows or more; a smaller batch has one slice for each row.
+    loss_reduction: "mean": the loss that the model returns is the mean over the slices of their
+        losses, and the sum where the call has `num_items_in_batch`: nobody divides it by `count`
+        again. None: the model calls no `loss_function`; a loss, its own or the loop's, is computed
+        of the logits of all rows, and has the reduction of whoever computes it.
+    """
+
+    count: int
+    loss_reduction: Literal["mean"] | None
+
+
+def slices_of(model: nn.Module) -> Slices | None:
+    """Return the slices that `microbatched` gave a model; None for a model that has none."""
+    slicing = _slicing_of(model)
+    if slicing is None:
+        return None
+    sliced = (module for module in model.modules() if isinstance(module, SlicedModule))
+    around = (module for module in sliced if module._infinity_role is Role.AROUND)
+    has_loss = any(calls_loss_function(module._infinity_base) for module in around)
+    return Slices(slicing.count, "mean" if has_loss else None)
+
+
+def slices_in_mean(model: nn.Module) -> float | None:
+    """Return the mean number of slices of the batches that the model has had; None for a model that
+    has had none, or does not run in slices.
+    """
+    slicing = _slicing_of(model)
+    return None if slicing is None else slicing.slices_in_mean
+
+
+def slice_grads(model: nn.Module, grad_dtype: torch.dtype | None) -> SliceGrads | None:
+    """Return the gradients that slices add up; None for a model that has fewer than two.
+
+    grad_dtype: the dtype in which they wait; None: the parameters' own.
+    """
+    slicing = _slicing_of(model)
+    if slicing is None or slicing.count == 1:
+        return None
+    seen: set[nn.Parameter] = set()
+    blocks, one_bytes = [], 0
+    for module in model.modules():
+        if not isinstance(module, SlicedModule) or module._infinity_role is Role.AROUND:
+            continue
+        # Tied weights count where they come first.
+        trained = [
+            param for param in module.parameters() if param.requires_grad and param not in seen
+        ]
+        seen.update(trained)
+        sums = []
+        for param in trained:
+            itemsize = param.dtype.itemsize
+            wide = itemsize if grad_dtype is None else grad_dtype.itemsize
+            sums.append(param.numel() * wide)
+            one_bytes = max(one_bytes, slice_grad_bytes(param.numel() * itemsize, itemsize, wide))
+        blocks.append(UnitBytes(0, tuple(sums)))
+    return SliceGrads(tuple(blocks), one_bytes)
 
 
 def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Role]:
     """Choose the modules that run in slices, and those around them."""
     if not blocks:
-        raise ValueError(
+        raise SlicesError(
             "inf.microbatched found no blocks: the model has neither _no_split_modules nor a "
             "ModuleList; name them, as in blocks=['Block']"
         )

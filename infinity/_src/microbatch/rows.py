@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
+from infinity.errors import SlicesError
 
 ALIGNED_BYTES = 256
 """Kernels may sum in another order where a tensor begins elsewhere than an allocation would."""
@@ -27,7 +28,7 @@ class PerSlice:
     """Value that each slice has for itself, and that has no rows of the batch: a bias that all rows
     share, a loss.
 
-    A model may hand it to modules that run in slices. Anything else with it is a ValueError.
+    A model may hand it to modules that run in slices. Anything else with it is a SlicesError.
 
     parts: one value for each slice. owner: the name of the module that returned it.
     """
@@ -37,7 +38,7 @@ class PerSlice:
         self.owner = owner
 
     def _refuse(self, what: str) -> NoReturn:
-        raise ValueError(
+        raise SlicesError(
             f"{what} of an output of {self.owner} that is no batch of rows: each of the "
             f"{len(self.parts)} slices has its own, and inf.microbatched cannot tell how they are "
             "put together; return one value for each row, or leave it out in training"

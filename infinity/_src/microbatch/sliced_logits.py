@@ -29,6 +29,7 @@ from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
 from infinity._src.microbatch.rows import mapped, tensors_in
 from infinity._src.microbatch.slicing import Run
 from infinity._src.sizes import format_size
+from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
 
@@ -160,7 +161,7 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     """Compute the loss of a batch slice by slice: `function(*args, **kwargs)` with the rows of each
     slice. Returns the sum, in the order of slices; see the module's docstring for its scale.
 
-    Raises: ValueError for a function that returns no scalar.
+    Raises: SlicesError for a function that returns no scalar.
     """
     deferred: list[SlicedLogits] = []
 
@@ -180,7 +181,7 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
         losses = run.outputs(function, pieces, device=first.device, checkpointed=True)
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.dim():
-            raise ValueError(
+            raise SlicesError(
                 f"the loss of a slice is a {type(loss).__name__}, and no scalar tensor: under "
                 "inf.microbatched the model's loss_function returns one"
             )

@@ -23,6 +23,7 @@ from torch import nn
 from infinity._src.microbatch.sliced_logits import HEAD_CALL, SlicedLogits, sliced_loss
 from infinity._src.microbatch.slicing import Run, Slicing, argument_names
 from infinity._src.params.blocks import RunsInSlices
+from infinity.errors import SlicesError
 
 NAME = "_infinity_name"
 """Attribute of a sliced module: its name in the model."""
@@ -175,6 +176,22 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
     return forward
 
 
+def calls_loss_function(kind: type[nn.Module]) -> bool:
+    """Tell whether the forward of a class calls its `loss_function`, which runs slice by slice."""
+    if not isinstance(inspect.getattr_static(kind, "loss_function", None), property):
+        return False
+    for base in kind.__mro__:
+        forward = vars(base).get("forward")
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
+        if code is None:
+            continue
+        if "loss_function" in code.co_names:
+            return True
+        if "super" not in code.co_names:
+            return False
+    return False
+
+
 def _loss_property(loss: property) -> property:
     def loss_function(self: Any) -> Any:
         assert loss.fget is not None
@@ -191,7 +208,7 @@ def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> None:
     for name in UNSUPPORTED:
         given = kwargs.get(name)
         if given or (given is None and getattr(config, name, False)):
-            raise ValueError(
+            raise SlicesError(
                 f"{_name(module)}: {name} is on, and the model collects these once for each call "
                 "inside of a block: inf.microbatched calls a block once for each slice; set "
                 f"config.{name}=False in training"
@@ -204,12 +221,12 @@ def _without_cache(
     """Return the arguments with `use_cache=False`, where the forward has it: a cache would mix the
     rows of slices.
 
-    Raises: ValueError for a cache that the caller asks for.
+    Raises: SlicesError for a cache that the caller asks for.
     """
     asked = [name for name in ("use_cache", "past_key_values") if kwargs.get(name)]
     if asked or kwargs.get("past_key_values") is not None:
         name = asked[0] if asked else "past_key_values"
-        raise ValueError(
+        raise SlicesError(
             f"{_name(module)}: {name} with gradients: slices of a batch cannot share a cache; "
             f"leave {name} out, or run under torch.no_grad()"
         )

@@ -33,6 +33,7 @@ from infinity._src.microbatch.rows import (
     settled,
     tensors_in,
 )
+from infinity.errors import SlicesError
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that all slices share."""
@@ -64,10 +65,16 @@ class Slicing:
         self.count = count
         self.shared = shared
         self.classes: dict[tuple[type, object], type] = {}
+        self._forwards = self._slices = 0
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the classes, which belong to this object."""
         return Slicing, (self.count, self.shared)
+
+    @property
+    def slices_in_mean(self) -> float | None:
+        """Slices of a forward, in the mean of all that there were; None before the first."""
+        return self._slices / self._forwards if self._forwards else None
 
     @property
     def run(self) -> Run | None:
@@ -85,13 +92,15 @@ class Slicing:
     ) -> Iterator[Run]:
         """Begin a forward with these arguments, unless one runs.
 
-        Raises: ValueError for arguments without a batch.
+        Raises: SlicesError for arguments without a batch.
         """
         known = self.run
         if known is not None:
             yield known
             return
         run = Run(self, rows_of(owner, args, kwargs))
+        self._forwards += 1
+        self._slices += run.count
         before = _RUNS.set({**_RUNS.get({}), id(self): run})
         try:
             yield run
@@ -115,7 +124,7 @@ def rows_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
     for tensor in (*named, *tensors_in([args, dict(kwargs)])):
         if tensor.dim() and len(tensor):
             return len(tensor)
-    raise ValueError(
+    raise SlicesError(
         f"{owner}: inf.microbatched found no batch among the arguments; pass tensors whose first "
         "dimension is the batch"
     )
@@ -164,14 +173,14 @@ class Run:
         names: of the positional arguments. checkpointed: each slice, if backward may want it. A
         module whose first tensor has one row for the whole batch runs for each slice, too. One
         without a tensor, or with one of other dimensions, runs once; for a block that is a
-        ValueError.
+        SlicesError.
         """
         tensors = list(tensors_in([args, kwargs]))
         first = tensors[0] if tensors else None
         has_rows = first is not None and first.dim() > 0 and first.shape[0] == self.rows
         if not has_rows and is_block:
             shape = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
-            raise ValueError(
+            raise SlicesError(
                 f"{owner} got {shape} first, where the batch has {self.rows} rows: "
                 "inf.microbatched runs blocks that get the batch; name other modules in blocks="
             )
@@ -220,8 +229,8 @@ class Run:
         """Cut arguments: tensors with the rows of the batch by rows, all else is shared.
 
         any_object: share objects of every type, too, and take a tensor of the batch's length for
-        one with rows. Raises: ValueError else for an object that may hold rows (a cache), and for a
-        tensor of which it is not clear whether it has rows.
+        one with rows. Raises: SlicesError else for an object that may hold rows (a cache), and for
+        a tensor of which it is not clear whether it has rows.
         """
         first = next(tensors_in([args, dict(kwargs)]), None)
         numbered = [f"argument {place}" for place in range(len(args))]
@@ -237,7 +246,7 @@ class Run:
                 ):
                     return PerSlice(self._parts(value))
             elif not any_object and not isinstance(value, _PLAIN):
-                raise ValueError(
+                raise SlicesError(
                     f"{owner}: {name} is a {type(value).__name__}, which inf.microbatched cannot "
                     "cut into slices; train without it (caches: use_cache=False)"
                 )
@@ -267,7 +276,7 @@ class Run:
             and name not in BY_ROW
         )
         if unclear:
-            raise ValueError(
+            raise SlicesError(
                 f"{owner}: the batch has as many rows as a sequence has places ({self.rows}), and "
                 f"{name} is {list(tensor.shape)}: inf.microbatched cannot tell whether it has a "
                 f"row for each of the batch; name it in shared=[{name!r}] if all slices share it, "
@@ -292,7 +301,7 @@ class Run:
         """Join the outputs of the slices: tensors with rows by rows; of the rest a value that all
         slices have in common, or a `PerSlice`.
 
-        expand: a tensor with one row for all gets the rows of its slice. Raises: ValueError for
+        expand: a tensor with one row for all gets the rows of its slice. Raises: SlicesError for
         outputs that are not tensors, tuples, lists, dicts or plain values.
         """
         first = outputs[0]
@@ -311,7 +320,7 @@ class Run:
             return like_dict(first, joined)
         if same and isinstance(first, _PLAIN) and all(output == first for output in outputs):
             return first
-        raise ValueError(
+        raise SlicesError(
             f"{owner} returned a {type(first).__name__}, which inf.microbatched cannot join from "
             "slices, or slices returned different values; return tensors, or tuples, lists or "
             "dicts of tensors"

@@ -42,7 +42,13 @@ from infinity._src.kernels.tiling.tile_experts import is_stack
 from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
 from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, whole_name
 from infinity._src.memory.constants import AHEAD
-from infinity._src.memory.device_room import Passes, UnitBytes, fresh_room, gathered_room
+from infinity._src.memory.device_room import (
+    Passes,
+    SliceGrads,
+    UnitBytes,
+    fresh_room,
+    gathered_room,
+)
 from infinity._src.memory.layout import plan_flat
 from infinity._src.params.blocks import (
     CONTAINERS,
@@ -524,14 +530,22 @@ def _check_room(
     device: torch.device,
     device_bytes: int,
     passes: Passes,
+    slices: SliceGrads | None,
 ) -> None:
     sizes = [spec.size for spec in specs]
     gathered, fresh = gathered_room(sizes, passes), fresh_room(sizes, passes)
-    if gathered + fresh <= device_bytes:
+    # Of slices one gradient at a time is fresh, and their sums stay.
+    made = fresh if slices is None else slices.room_bytes(passes)
+    if gathered + made <= device_bytes:
         return
     largest = max(specs, key=lambda spec: spec.size.gathered)
     one_pass = [dataclasses.replace(size, block=None) for size in sizes]
-    if passes.whole:
+    if gathered + fresh <= device_bytes:
+        fix = (
+            f"inf.microbatched adds up the gradients of a block there, {format_size(made)} as they "
+            "wait: use a narrower grad_dtype, or a loop over micro-batches without it"
+        )
+    elif passes.whole:
         fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
     elif gathered_room(one_pass, passes) + fresh_room(one_pass, passes) <= device_bytes:
         fix = (
@@ -544,7 +558,7 @@ def _check_room(
         fix = _refusal(model, largest, room_bytes)
     raise ValueError(
         f"{fix}. The device ({device.type}) has {format_size(device_bytes)}; gathered parameters "
-        f"take up to {format_size(gathered)} of it, and fresh gradients {format_size(fresh)}"
+        f"take up to {format_size(gathered)} of it, and fresh gradients {format_size(made)}"
     )
 
 
@@ -571,14 +585,16 @@ def check_gatherable(
     device: torch.device,
     device_bytes: int,
     passes: Passes,
+    slices: SliceGrads | None = None,
 ) -> None:
     """Refuse units that the device can never hold, and log linears larger than `unit_bytes_max`:
     they work, and take that much memory.
 
-    device_bytes: all memory of the device that computes. passes: how it is used. Raises: ValueError
-    naming the largest parameter, its size, what gathers and gradients take with it, and the fix.
+    device_bytes: all memory of the device that computes. passes: how it is used. slices: gradients
+    that slices add up. Raises: ValueError naming the largest parameter, its size, what gathers and
+    gradients take with it, and the fix.
     """
-    _check_room(model, specs, device, device_bytes, passes)
+    _check_room(model, specs, device, device_bytes, passes, slices)
     # Only linears can be tiled, so only these are worth a warning.
     large = [
         (entry, name)

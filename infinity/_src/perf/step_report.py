@@ -42,7 +42,8 @@ class Bandwidths:
 class StepTerms:
     """Means per step, from the end of the first step to the end of the last one.
 
-    micro_batches: forwards of the model, so 1 for all slices of `inf.microbatched`;
+    passes: forwards of the model, each of which reads and reduces; micro_batches: in all of them,
+    of which slices of `inf.microbatched` share a pass;
     step_s: seconds, evaluations left out; phases: of them and of bytes, by `telemetry.PHASES`;
     moved: bytes by kind; loop, alone: compute with and without interference in the first forward
     (alone: None when it was never seen); bandwidths: None when nothing moved, and when they are not
@@ -54,6 +55,7 @@ class StepTerms:
     """
 
     steps: int
+    passes: int
     micro_batches: int
     update: str
     step_s: float
@@ -66,6 +68,11 @@ class StepTerms:
     limits_loop: Limits
     copied: Copies
     link: LinkSpeed | None
+
+    @property
+    def schedule(self) -> str:
+        """Order of the micro-batches: "vertical" or "horizontal"."""
+        return "vertical" if self.micro_batches > self.passes else "horizontal"
 
     @property
     def drives_known(self) -> bool:
@@ -91,6 +98,7 @@ class StepTerms:
         record = dataclasses.asdict(self)
         loop = self.limits_loop.eta(self.step_s) if self.drives_known else (None, None)
         return record | {
+            "schedule": self.schedule,
             "drives_known": self.drives_known,
             "eta_floor": self.eta_floor,
             "eta_schedule": self.eta_schedule,
@@ -107,12 +115,14 @@ class StepTerms:
         update: str,
         bandwidths: Mapping[str, tuple[float, float]],
         frozen_bytes: float = 0.0,
+        slices: float | None = None,
     ) -> StepTerms | None:
         """Make the terms from the counters of a clock and an executor; None before two steps have
         ended.
 
         bandwidths: as in `IoSettings`, used where they have every drive.
         frozen_bytes: on the drives, of parameters that no optimizer holds.
+        slices: of a forward, in the mean; None for a model that does not run in slices.
         """
         steps = clock.steady_steps
         if not steps:
@@ -121,8 +131,8 @@ class StepTerms:
         phases = {name: found[name].per(steps) for name in PHASES}
         # An evaluation is no part of a step: `step_s` leaves it out.
         training = [figures for name, figures in phases.items() if name != "evaluation"]
-        # The first forward of a step is a phase of its own; with the others it counts
-        # micro-batches.
+        # The first forward of a step is a phase of its own. All slices of a forward are one pass:
+        # what each gathers again is counted where it moves, and its compute where it passes.
         count = max(round((found["first forward"].count + found["forward"].count) / steps), 1)
         total = sum(training, PhaseFigures())
         moved = Moved(total.bytes_read, total.bytes_written)
@@ -154,7 +164,8 @@ class StepTerms:
         links = [link.busy_time(copied)] if link is not None else []
         return cls(
             steps=steps,
-            micro_batches=count,
+            passes=count,
+            micro_batches=round(count * (slices or 1)),
             update=update,
             step_s=total.seconds,
             phases=phases,
@@ -182,10 +193,10 @@ class StepTerms:
                     f"{name:14} {figures.seconds:6.3f} s {figures.wait_s:6.3f} s {read:>10} "
                     f"{written:>10} {busy:>11}"
                 )
-        many = "" if self.micro_batches == 1 else "es"
         rows.append(
-            f"{self.step_s:.3f} s per step (mean of {self.steps}, {self.micro_batches} "
-            f"micro-batch{many}, update {self.update}); {self._moved_by_kind()}"
+            f"{self.step_s:.3f} s per step (mean of {self.steps}, "
+            f"{micro_batches_text(self.micro_batches, self.passes)}, update {self.update}); "
+            f"{self._moved_by_kind()}"
         )
         return "\n".join([*rows, *self._limit_rows()])
 
@@ -246,6 +257,16 @@ class StepTerms:
         if self.alone is None:
             return "as in the loop: what updates beside it cost counts as compute, which flatters η"
         return "with the first forward as it is when no update is pending"
+
+
+def micro_batches_text(count: int, passes: int) -> str:
+    """Format micro-batches and their order: "8 micro-batches, vertical". passes: forwards of the
+    model that they share.
+    """
+    text = f"{count} micro-batch{'' if count == 1 else 'es'}"
+    if count == passes:
+        return text
+    return f"{text}, vertical" + (f" in {passes} passes" if passes > 1 else "")
 
 
 def _sizes(kinds: Mapping[str, float]) -> str:

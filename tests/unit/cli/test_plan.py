@@ -694,9 +694,16 @@ def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_p
     status, shown = plan(write_config(tmp_path, config()), *found)
     assert status == 0, shown
     record = json.loads((tmp_path / "plan.json").read_text())
-    told, params = record["plan"], record["model"]["params"]
     assert row.split(" | ") == [
-        str(told["job"]["micro_batches"]),
+        str(record["plan"]["job"]["micro_batches"]),
+        *documented_row(record),
+    ]
+
+
+def documented_row(record: dict[str, Any]) -> list[str]:
+    """The figures of a plan, as docs/performance.md has them."""
+    told, params = record["plan"], record["model"]["params"]
+    return [
         f"{told['step_s']:,.0f}",
         f"{told['read_bytes'] / params:.2f}",
         f"{told['written_bytes'] / params:.2f}",
@@ -704,6 +711,36 @@ def test_schedules_have_the_documented_forecast(model: str, schedule: str, tmp_p
         f"{told['mfu']:.1%}",
         told["bound_by"],
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["one H200", "eight H100"])
+@pytest.mark.parametrize("model", LARGE)
+def test_micro_batches_of_one_sequence_have_the_documented_forecast(
+    model: str, machine: str, tmp_path: Path
+) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    (options,) = re.findall(rf"^\| {machine} \| `([^`]+)` \|$", page, flags=re.MULTILINE)
+    row = rf"^\| {model} \| {machine} \| (\d+) \| (\w+) \| (.*) \|$"
+    rows = re.findall(row, page, flags=re.MULTILINE)
+    assert [(count, schedule) for count, schedule, _ in rows] == [
+        (count, schedule) for count in ("8", "64") for schedule in ("horizontal", "vertical")
+    ]
+    (command,) = re.findall(
+        r"^infinity plan MODEL MACHINE (.*?)\n# the vertical schedule: the same, and\n(.*?)```",
+        page, flags=re.MULTILINE | re.DOTALL,
+    )  # fmt: skip
+    config = write_config(tmp_path, LARGE[model][1]())
+    several = machine == "eight H100"
+    tiles = ["--tile-experts", "128"] if several and model == "DeepSeek-V3" else []
+    for count, schedule, told in rows:
+        given = " ".join(command[: 1 if schedule == "horizontal" else 2]).replace("\\", "").split()
+        known = {"TOKENS": str(int(count) * 4096 * (8 if several else 1)), "N": count}
+        words = [*options.split(), *(known.get(word, word) for word in given), *tiles]
+        status, _ = plan(config, *words, "--no-changes", "--json", tmp_path / "plan.json")
+        record = json.loads((tmp_path / "plan.json").read_text())
+        found = ["does not fit", *5 * ["-"]] if status else documented_row(record)
+        assert told.split(" | ") == found
 
 
 @pytest.mark.slow

@@ -105,7 +105,8 @@ def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
     mean = steady([record(1)])
     summary = Summary(
         params=1000,
-        micro_batches=1,
+        micro_batches=8,
+        passes=1,
         held_out=(2.5, 2.25),
         mean=mean,
         limits=step_limits(mean, Drives(10_000, 6_000), 1),
@@ -129,6 +130,7 @@ def test_the_table_shows_the_figures_and_texts_are_not_markup() -> None:
     for wanted in (
         "2.5000 before, 2.2500 after",
         "14.0 B read, 12.0 B written",
+        "8 micro-batches, vertical",
         "η = 1.70",
         "[red]before",
         "after [/b]",

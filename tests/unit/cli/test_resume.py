@@ -44,7 +44,7 @@ from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.checkpoint.test_manifest import encoded, manifest  # noqa: E402
 
 STEPS = 6
-WEIGHTS_BYTES = 2 * 127_488
+WEIGHTS_BYTES = 2 * (127_488 + 257 * 64)
 """Bytes of the model's tensors."""
 KILLED_IN = 5
 """The step whose record is the last that the killed process writes."""
@@ -107,13 +107,14 @@ def records(out: Path, kind: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with dropout, so that a step depends on the random generator; its text, and the
-    results of a run that nothing disturbs.
+    """A model with dropout, so that a step depends on the random generator, and without tied
+    weights, so that either order of micro-batches has the same bits; its text, and the results of a
+    run that nothing disturbs.
     """
     found = tmp_path_factory.mktemp("place")
     directory = found / "model"
     directory.mkdir()
-    write_model(directory)
+    write_model(directory, tied=False)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
     (found / "text.txt").write_text(TEXT)
@@ -159,7 +160,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
         assert f"{file}" in shown
     # Nothing was replaced by that, and no value is read that the restore brings.
     with Counted() as counted:
-        status, shown = train([*arguments, "--resume"])
+        status, shown = train([*arguments, "--resume", "--schedule", "horizontal"])
     assert status == 0, shown
     assert counted.bytes == 0
     # Step 5 was submitted, and not committed. The save of step 4 may have been under way.
@@ -261,10 +262,15 @@ def test_batches_go_on_where_they_were(start: int, batch: int, seed: int) -> Non
 
 
 def small(
-    *arguments: str, source: Source | None = None, rank: int = 0, world: int = 1
+    *arguments: str,
+    source: Source | None = None,
+    rank: int = 0,
+    world: int = 1,
+    tied: bool = False,
 ) -> SmallState:
+    device = torch.device("cpu")
     return SmallState(
-        options(*arguments), WINDOWS, torch.device("cpu"), source, rank=rank, world=world
+        options(*arguments), WINDOWS, device, source, rank=rank, world=world, tied=tied
     )
 
 
@@ -310,6 +316,24 @@ def test_options_that_decide_the_losses_stay_as_they_were() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(told)):
             small(*changed, source=source)
+
+
+def test_the_order_of_micro_batches_stays_where_it_orders_sums_of_tied_weights() -> None:
+    both, other = ("--accumulate", "2"), ("--accumulate", "2", "--schedule", "horizontal")
+    untied = source_of(small(*both).capture(scheduler(), [], ""))
+    small(*other, source=untied)
+    extra = small(*both, tied=True).capture(scheduler(), [], "")
+    small(*both, source=source_of(extra), tied=True)
+    with pytest.raises(ValueError, match=r"tied weights.* was vertical and is horizontal. Give"):
+        small(*other, source=source_of(extra), tied=True)
+    # One micro-batch has no order.
+    alone = source_of(small(tied=True).capture(scheduler(), [], ""))
+    small("--schedule", "horizontal", source=alone, tied=True)
+    # From before this option.
+    earlier = source_of(small(*both).capture(scheduler(), [], ""))
+    small(*other, source=earlier, tied=True)
+    with pytest.raises(ValueError, match=r"tied weights.* was horizontal and is vertical. Give"):
+        small(*both, source=earlier, tied=True)
 
 
 @pytest.mark.parametrize("extra", [None, {"mine": 1}])

@@ -137,6 +137,104 @@ def test_the_tier_does_not_change_a_bit_of_the_result(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def untied(directory: Path) -> Path:
+    """A model of which a micro-batch uses each parameter once, and that draws random numbers."""
+    directory.mkdir()
+    write_model(directory, tied=False)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.1}))
+    return directory
+
+
+def in_both_orders(
+    model: Path, text: Path, tmp_path: Path, *chosen: str
+) -> dict[str, tuple[Path, str]]:
+    """Results of a training with all micro-batches in one pass, and with one after the other."""
+    found = {}
+    for schedule in ("vertical", "horizontal"):
+        out = tmp_path / schedule
+        given = ["--steps", "3", "--no-trace", *chosen, *on_nvme(tmp_path / "swap")]
+        # The one is the default.
+        given += [] if schedule == "vertical" else ["--schedule", schedule]
+        status, shown = train(model, "--text", text, "--out", out, *SMALL, *given)
+        assert status == 0, shown
+        found[schedule] = out, shown
+    rows = [
+        [[row[name] for name in ("loss", "grad_norm", "tokens")] for row in records(out, "step")]
+        for out, _ in found.values()
+    ]
+    assert rows[0] == rows[1]
+    weights = [load_file(out / "model.safetensors") for out, _ in found.values()]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    return found
+
+
+def test_the_order_of_micro_batches_changes_no_bit(text: Path, tmp_path: Path) -> None:
+    """A third is no exact number."""
+    model = untied(tmp_path / "model")
+    found = in_both_orders(model, text, tmp_path, "--accumulate", "3")
+    reads = {}
+    for schedule, passes in (("vertical", 1), ("horizontal", 3)):
+        out, shown = found[schedule]
+        (summary,) = records(out, "summary")
+        assert (summary["micro_batches"], summary["passes"]) == (3, passes)
+        # The measurements of held-out windows are no passes of a step.
+        assert summary["engine"]["terms"]["passes"] == passes
+        assert summary["engine"]["terms"]["schedule"] == schedule
+        assert ("each step: 3 micro-batches, vertical\n" in shown) == (schedule == "vertical")
+        reads[schedule] = sum(row["params_read"] for row in records(out, "step"))
+    assert reads["vertical"] < reads["horizontal"] / 2
+
+
+@pytest.mark.slow
+def test_the_order_of_micro_batches_changes_no_bit_of_experts_in_tiles(
+    moe_directory: Path, text: Path, tmp_path: Path
+) -> None:
+    chosen = "--accumulate", "2", "--tile-experts", "3", "--update", "backward", "--clip", "0"
+    in_both_orders(moe_directory, text, tmp_path, *chosen)
+
+
+class OwnLoss(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    """A model that computes its loss itself."""
+
+    def forward(self, input_ids: Any, labels: Any = None, **_: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids=input_ids).last_hidden_state)
+        return {"loss": models.next_token_loss(logits, labels), "logits": logits}
+
+
+def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
+    model_directory: Path,
+    moe_directory: Path,
+    text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = ("--out", tmp_path / "out")
+    arguments: list[str | Path] = ["--text", text, *out, *SMALL, "--accumulate", "2", "--no-save"]
+    # What shows in forward alone.
+    directory = shutil.copytree(moe_directory, tmp_path / "routers")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    status, shown = train(directory, *arguments)
+    assert status == 2
+    assert "output_router_logits is on" in shown
+    assert "With --schedule horizontal micro-batches pass the model one by one" in shown
+    # What is known before anything is loaded.
+    sizes = transformers.AutoConfig.from_pretrained(model_directory)
+
+    def own_loss(*_: Any) -> OwnLoss:
+        with torch.device("meta"):
+            return OwnLoss(sizes)
+
+    monkeypatch.setattr(hf_model, "_on_meta", own_loss)
+    status, shown = train(model_directory, *arguments)
+    assert status == 2
+    assert "OwnLoss computes its loss of the logits of all rows at once" in shown
+    assert "With --schedule horizontal" in shown
+    assert "loading" not in shown
+
+
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -157,6 +255,11 @@ def test_the_tier_does_not_change_a_bit_of_the_result(
         ],
         pytest.param(
             ["--activations", "nvme", "--checkpointing", "--seq", "128", "--batch", "4"],
+            marks=pytest.mark.slow,
+        ),
+        # Slices are checkpointed, whatever else is.
+        pytest.param(
+            ["--activations", "nvme", "--seq", "128", "--batch", "4", "--accumulate", "2"],
             marks=pytest.mark.slow,
         ),
     ],
@@ -280,7 +383,8 @@ def test_gradients_spill_past_the_memory_that_is_given(
     config.num_hidden_layers = 16
     config.intermediate_size = 512
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(deep)
-    extra = ["--steps", "3", "--no-trace", "--no-save", "--accumulate", "2"]
+    extra = ["--steps", "3", "--no-trace", "--no-save"]
+    extra += ["--accumulate", "2", "--schedule", "horizontal"]
     arguments: list[str | Path] = [deep, "--text", text, *SMALL, *extra]
     status, shown = train(*arguments, "--out", tmp_path / "all", *place)
     assert status == 0, shown
@@ -317,6 +421,10 @@ def test_gradients_spill_past_the_memory_that_is_given(
         (["--update", "backward"], "give --clip 0"),
         (["--delayed-warmup", "3"], "--update delayed only"),
         (["--activations", "nvme", "--nvme", "."], "add --checkpointing"),
+        (
+            ["--activations", "nvme", "--accumulate", "2", "--schedule", "horizontal"],
+            "add --checkpointing",
+        ),
         (["--activations", "cpu", "--checkpointing"], "in CPU memory already"),
         (["--grads", "nvme"], "nvme=[directories]"),
         (["--resident", "half"], "params=0.5"),

@@ -14,7 +14,8 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     exchange buffers     of several ranks: the largest unit's gradients to be reduced, and those
                          that come; codes besides
     fresh gradients      of the unit in backward, and of others that are leaving, within the
-                         engine's bound
+                         engine's bound; in the vertical schedule of one micro-batch and parameter,
+                         and its copy in the dtype of the sums
     sums of gradients    of earlier micro-batches, on a GPU that adds to them: whole ones of
                          SUMS_UNITS, or on several ranks the parts of the units in reduction; in the
                          vertical schedule of a whole block, and of others that are leaving
@@ -60,6 +61,7 @@ from infinity._src.memory.device_room import (
     fresh_room,
     gathered_room,
     gradients_room,
+    slice_grad_bytes,
     sums_room,
 )
 from infinity._src.memory.layout import FlatLayout, plan_flat
@@ -469,7 +471,11 @@ def _gradients(
         return {"fresh gradients": float(fresh_room(units, passes))}
     sums = sums_room(_blocks(shape, machine, job), passes)
     largest = max((size for unit in units for size in unit.grads), default=0)
-    return {"fresh gradients": float(largest), "sums of gradients": float(sums)}
+    # Parameters of a model have one dtype, or nearly all have.
+    trained = [flat.dtype for flat in shape.flats if flat.trainable]
+    widths = {dtype.itemsize: job.grad_itemsize(dtype) for dtype in trained}
+    fresh = max((slice_grad_bytes(largest, *each) for each in widths.items()), default=0)
+    return {"fresh gradients": float(fresh), "sums of gradients": float(sums)}
 
 
 def _returning_bytes(machine: Machine, job: Job, units: Sequence[UnitBytes]) -> dict[str, float]:
