@@ -196,6 +196,11 @@ class Unit:
         return sum(flat.size_bytes for flat in self.flats)
 
 
+class EngineHook:
+    """Mark of the engine's hooks on modules: they gather and release, and change neither arguments
+    nor outputs."""
+
+
 class UnsharderInterface(Protocol):
     """`Unsharder` as hooks see it. They report events; it decides which units have memory.
 
