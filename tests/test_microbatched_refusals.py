@@ -4,6 +4,7 @@ bits of the loop over micro-batches, or are refused by name."""
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -21,14 +22,19 @@ import infinity as inf
 from infinity._src.hooks import activation_offload as activations
 from infinity._src.microbatch.row_rules import Batch, Unclear
 from tests import harness, models
+from tests.harness import Training
 from tests.test_bitwise import policy
 from tests.test_microbatched import (
+    LLAMA,
     NVME,
     Loss,
+    assert_is_the_loop,
     cut,
     differing,
     grads_of,
     loop_grads,
+    of_steps,
+    whole,
 )
 
 
@@ -682,6 +688,59 @@ def test_a_forward_of_a_module_of_its_own_runs_in_slices() -> None:
         return turned(Stack(Noting))  # type: ignore[no-any-return]
 
     assert_is_its_loop(factory, {"input_ids": IDS}, loss_of=as_it_is)
+
+
+# -- without checkpoints ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A factory of models in n slices without checkpoints."""
+
+    factory: Factory
+    n: int
+
+    def __call__(self) -> nn.Module:
+        return inf.microbatched(self.factory(), self.n, checkpoint=False)
+
+
+def kept(training: Training) -> Training:
+    return dataclasses.replace(
+        whole(training), factory=Kept(training.factory, training.accumulation)
+    )
+
+
+@pytest.mark.parametrize("value", [0, None, "no", torch.tensor(True)])
+def test_checkpoint_is_a_bool(value: Any) -> None:
+    with pytest.raises(ValueError, match="neither True nor False"):
+        inf.microbatched(models.llama(1), 2, checkpoint=value)
+
+
+@pytest.mark.parametrize("update", [{}, {"update": "backward", "generations": 2}], ids=str)
+def test_without_checkpoints_the_bits_are_those_of_the_loop(
+    update: dict[str, Any], tmp_path: Path
+) -> None:
+    loop = harness.reference(LLAMA)
+    result = harness.offloaded(kept(LLAMA), policy(tmp_path, **NVME, **update))
+    assert_is_the_loop(result, LLAMA, loop)
+    harness.assert_equal(harness.reference(kept(LLAMA)), of_steps(loop, LLAMA.accumulation))
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_without_checkpoints_backward_computes_nothing_again(checkpointed: bool) -> None:
+    model = sliced(models.llama, 2, checkpoint=checkpointed)
+    model.gradient_checkpointing_enable()
+    calls: list[str] = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp"):
+            module.register_forward_pre_hook(lambda *_, name=name: calls.append(name))
+    model(**models.token_batches(1, rows=4)[0]).loss.backward()
+    assert len(calls) == 3 * 2 * (2 if checkpointed else 1)
+
+
+def test_without_checkpoints_there_is_nothing_to_put_away(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"nothing to take away.*checkpoint=False"):
+        harness.offloaded(kept(LLAMA), policy(tmp_path, **NVME, activations="nvme"))
 
 
 # -- names, wrappers -------------------------------------------------------------------------------

@@ -578,7 +578,8 @@ class Activations:
             warnings.warn(
                 "activations= has nothing to take away: no checkpointed call was seen in this "
                 "training step. Call model.gradient_checkpointing_enable(), or "
-                "torch.utils.checkpoint.checkpoint in forward",
+                "torch.utils.checkpoint.checkpoint in forward, or leave out the checkpoint=False "
+                "of inf.microbatched",
                 stacklevel=2,
             )
         else:

@@ -29,6 +29,7 @@ def microbatched(
     *,
     blocks: Named | None = None,
     shared: Sequence[str] = (),
+    checkpoint: bool = True,
 ) -> M:
     """Have one forward and one backward of `model` do the work of n micro-batches, in place, and
     return it: before the optimizer and before `inf.offload`.
@@ -43,8 +44,10 @@ def microbatched(
     n: slices of a batch of n rows or more; a smaller batch has one for each row. Rows are the first
     dimension of tensors. blocks: as `Policy.units`; None: those of `_no_split_modules`, else the
     children of ModuleLists. shared: names of arguments of blocks, and of the loss, that all slices
-    get whole: tensors as long as the batch that have no rows, and objects. Slices of blocks are
-    checkpointed, whatever `gradient_checkpointing_enable()` says.
+    get whole: tensors as long as the batch that have no rows, and objects. checkpoint: each slice
+    of a block, and of head and loss. False keeps the activations of all slices until backward,
+    which then computes nothing again: the memory of the whole batch's activations and logits, and
+    the same bits. `gradient_checkpointing_enable()` changes nothing about that.
 
     The loss of a model of transformers (`labels=`) is the mean over the slices of their losses, or
     with `num_items_in_batch` the sum. Its logits are computed when they are used. Dropout draws
@@ -54,14 +57,14 @@ def microbatched(
     A module that gets no tensor with rows (an embedding of positions [places]) runs once, so the
     gradient of its parameters is one sum over the batch: that is said once, by name.
 
-    Raises: ValueError for n that is no positive whole number, a model
+    Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
     that is offloaded or sliced already, or has no blocks, and for TorchScript. On an error the
     model is as it was. In forward: ValueError for a cache, for arguments and outputs of blocks of
     which it is not clear how they are cut and joined, and for blocks that write to buffers, to
     lists or dicts among their arguments, or leave a loss in an attribute. In backward: ValueError
     for random numbers inside of a checkpoint of the caller's around a block.
     """
-    _check(model, n, shared)
+    _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}
     roles = _roles(model, find_blocks(model, blocks, argument="blocks", dicts=False))
     for module in roles:
@@ -74,18 +77,24 @@ def microbatched(
     slicing = Slicing(
         n,
         frozenset(shared),
-        counts_of([*names, *(one for one in configs if hasattr(one, "__dict__"))]),
+        checkpointed=checkpoint,
+        counts=counts_of([*names, *(one for one in configs if hasattr(one, "__dict__"))]),
     )
     for module, role in roles.items():
         slice_module(module, role, slicing, names[module])
     return model
 
 
-def _check(model: nn.Module, n: int, shared: Sequence[str]) -> None:
+def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) -> None:
     """Raise ValueError for arguments of `microbatched` that are none."""
     # `type`, not isinstance: True is an int.
     if type(n) is not int or n < 1:
         raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
+    if type(checkpoint) is not bool:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is neither True nor False: whether backward computes each "
+            "slice of a block again, or keeps its activations"
+        )
     if isinstance(shared, str):
         raise ValueError(f"shared={shared!r} is a str: give a list of names, as [{shared!r}]")
     if any("_infinity_handle" in module.__dict__ for module in model.modules()):

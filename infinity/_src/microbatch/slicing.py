@@ -5,7 +5,8 @@
 
 Slices run in reverse order. Autograd runs what was made last first, so backward takes slice 0, then
 1, and so on, module by module. It adds up a parameter's gradients in that order, as a loop over
-micro-batches does. Each slice of a block is checkpointed: one slice's activations live at a time.
+micro-batches does. Each slice of a block is checkpointed, unless the caller wants none: one slice's
+activations live at a time.
 """
 
 from __future__ import annotations
@@ -63,18 +64,22 @@ _RUNS: ContextVar[Mapping[int, Run | None]] = ContextVar("forwards in slices")
 class Slicing:
     """Number of slices, and the forward that runs.
 
-    shared: names of arguments that all slices get whole. counts: numbers of heads and experts
-    (`row_rules.Batch`). classes: those of its modules, by the class and the role that a module has.
+    shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
+    are. counts: numbers of heads and experts (`row_rules.Batch`). classes: those of its modules, by
+    the class and the role that a module has.
     """
 
     def __init__(
         self,
         count: int,
         shared: frozenset[str] = frozenset(),
+        *,
+        checkpointed: bool = True,
         counts: frozenset[int] = frozenset(),
     ) -> None:
         self.count = count
         self.shared = shared
+        self.checkpointed = checkpointed
         self.counts = counts
         self.classes: dict[tuple[type, object], type] = {}
         # Modules in whose calls a forward in slices has begun.
@@ -86,7 +91,8 @@ class Slicing:
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the classes, which belong to this object."""
-        return Slicing, (self.count, self.shared, self.counts)
+        made = functools.partial(Slicing, checkpointed=self.checkpointed, counts=self.counts)
+        return made, (self.count, self.shared)
 
     def first_time(self, what: str) -> bool:
         """True at the first call with `what`: a training loop would repeat a warning every step."""
@@ -293,8 +299,8 @@ class Run:
         owner: str,
     ) -> list[Any]:
         """Run `forward` for the arguments of each slice, the last slice first. checkpointed: where
-        that saves anything."""
-        checkpointed = checkpointed and torch.is_grad_enabled()
+        that saves anything, and is wanted at all."""
+        checkpointed = checkpointed and self.slicing.checkpointed and torch.is_grad_enabled()
         found: list[Any] = [None] * self.count
         try:
             for index in reversed(range(self.count)):
