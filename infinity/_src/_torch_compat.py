@@ -57,10 +57,13 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     dynamo_disable               torch.compiler.disable             torch.compile traces the
                                                                     engine's hooks
     watch_checkpoints,           utils.checkpoint:                  `activations=` is a ValueError
-    CheckpointCall               CheckpointFunction,
-                                 _CheckpointFrame.save_inputs
+    CheckpointCall,              CheckpointFunction,
+    named_checkpoints            _CheckpointFrame.save_inputs
                                  (from 2.12), _NoopSaveInputs (to
                                  2.11), Node._raw_saved_tensors
+    hooks_of                     Module._forward_hooks and its      hooks on a head in slices do not
+                                 like, nn.modules.module.           see its logits
+                                 _global_forward_hooks and its like
     all_gather_single            distributed.all_gather_single      ranks cannot compare what they
                                  (from 2.13),                       have
                                  all_gather_into_tensor (to 2.12)
@@ -88,14 +91,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch._subclasses.fake_tensor as fake_tensor
+import torch.nn.modules.module as nn_module
 import torch.utils.checkpoint as torch_checkpoint
 
 TESTED = ("2.10.0", "2.13.0", "2.15.0")
@@ -362,18 +367,47 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     return witness
 
 
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
+    """The hooks that a call of `module` runs, those on all modules included."""
+    return [
+        hook
+        for name in _HOOKS
+        for hooks in (getattr(module, name), getattr(nn_module, f"_global{name}"))
+        for hook in hooks.values()
+    ]
+
+
+_names = threading.local()
+"""Attribute `name`: of the module whose checkpointed calls begin in this thread."""
+
+
+@contextlib.contextmanager
+def named_checkpoints(name: str) -> Iterator[None]:
+    """Have checkpointed calls inside know that they belong to the module `name`, which begins
+    them itself: nothing that is called in one would tell."""
+    before = getattr(_names, "name", "")
+    _names.name = name
+    try:
+        yield
+    finally:
+        _names.name = before
+
+
 class CheckpointCall:
     """A call of `torch.utils.checkpoint`, with gradients and outside of backward. Its graph holds
     its inputs; this object holds no tensors.
 
-    owner, label: watchers set them.
+    owner, label: watchers set them. A label is given by `named_checkpoints`.
     """
 
     __slots__ = ("_inputs", "_saved", "label", "owner")
 
     def __init__(self, args: Sequence[Any]) -> None:
         self.owner: object = None
-        self.label = ""
+        self.label: str = getattr(_names, "name", "")
         self._inputs = [weakref.ref(arg) for arg in args if isinstance(arg, torch.Tensor)]
         self._saved: Callable[[], list[Any]] = list
 

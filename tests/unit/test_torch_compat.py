@@ -320,6 +320,38 @@ def test_the_inputs_of_checkpoints_can_be_told_and_taken(reentrant: bool) -> Non
     assert torch.equal(weight.grad, torch.tensor(12.0))  # type: ignore[arg-type]
 
 
+def test_a_checkpoint_has_the_name_of_the_module_that_begins_it() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    watcher = _Watcher()
+    end = compat.watch_checkpoints(watcher)
+    x = torch.ones(4, requires_grad=True)
+    try:
+        with compat.named_checkpoints("outer"):
+            with compat.named_checkpoints("inner"):
+                checkpoint(torch.exp, x, use_reentrant=False)
+            checkpoint(torch.exp, x, use_reentrant=True)
+        checkpoint(torch.exp, x, use_reentrant=False)
+    finally:
+        end()
+    assert [call.label for call in watcher.begun] == ["inner", "outer", ""]
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_a_module_and_of_all_modules_are_found(kind: str) -> None:
+    def hook(*_: object) -> None:
+        """Do nothing."""
+
+    module = torch.nn.Linear(2, 2)
+    assert compat.hooks_of(module) == []
+    of_all = getattr(torch.nn.modules.module, f"register_module_{kind}_hook")
+    for register in (getattr(module, f"register_{kind}_hook"), of_all):
+        handle = register(hook)
+        assert compat.hooks_of(module) == [hook]
+        handle.remove()
+    assert compat.hooks_of(module) == []
+
+
 def test_where_a_tensor_lies_in_a_distributed_checkpoint_is_noted_as_torch_notes_it() -> None:
     info = compat.dcp_storage_info("__0_0.distcp", 3, 5)
     assert (info.relative_path, info.offset, info.length, info.transform_descriptors) == (

@@ -259,10 +259,11 @@ class Activations:
     # -- calls of checkpoints and hooks ------------------------------------------------------------
 
     def checkpoint_begins(self, call: CheckpointCall) -> None:
-        """Implement `CheckpointWatcher`: note the call, whose module is entered next."""
-        self._here.call = call
+        """Implement `CheckpointWatcher`: note the call, whose module is entered next, unless it
+        knows its module."""
         if call.owner is None and self._frames.running_here:
             call.owner = self._mark
+        self._here.call = None if call.owner is not None and call.label else call
 
     def checkpoint_saved(self, call: CheckpointCall) -> None:
         """Implement `CheckpointWatcher`: offload the inputs of a call of this model. Outside of a
@@ -577,7 +578,8 @@ class Activations:
             warnings.warn(
                 "activations= has nothing to take away: no checkpointed call was seen in this "
                 "training step. Call model.gradient_checkpointing_enable(), or "
-                "torch.utils.checkpoint.checkpoint in forward",
+                "torch.utils.checkpoint.checkpoint in forward, or leave out the checkpoint=False "
+                "of inf.microbatched",
                 stacklevel=2,
             )
         else:

@@ -45,7 +45,13 @@ from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
-from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
+from infinity._src.params.unit import (
+    EngineHook,
+    GradientsInterface,
+    Param,
+    Unit,
+    UnsharderInterface,
+)
 from infinity.errors import EngineClosed, ParameterReleased
 
 
@@ -93,7 +99,7 @@ class FrameStack(list[Frame]):
         return bool(self) and self[-1].running_here
 
 
-class Hook:
+class Hook(EngineHook):
     """Module hook that torch.compile does not trace. Pickling a hooked module raises, with the
     reason."""
 

@@ -12,6 +12,7 @@ from torch import nn
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
+from infinity._src.microbatch.row_rules import counts_of
 from infinity._src.microbatch.sliced_module import (
     Role,
     SlicedModule,
@@ -30,55 +31,87 @@ _DROPOUTS: tuple[type, ...] = (
 )
 
 
-def microbatched(model: M, n: int, *, blocks: Named | None = None, shared: Sequence[str] = ()) -> M:
+def microbatched(
+    model: M,
+    n: int,
+    *,
+    blocks: Named | None = None,
+    shared: Sequence[str] = (),
+    checkpoint: bool = True,
+) -> M:
     """Have one forward and one backward of `model` do the work of n micro-batches, in place, and
     return it: before the optimizer and before `inf.offload`.
 
     The caller passes the whole batch, takes one loss and calls one `backward()`. Blocks, embedding,
-    final norm, head and loss run in n slices of the batch, one after the other, and each block is
-    checkpointed for each slice. So an offloaded model reads and reduces each unit as often as with
-    one micro-batch. Parameters get the bits that a loop over `batch.tensor_split(n)` with
-    `(loss / n).backward()` gives, where a micro-batch uses them once. Gradients of a parameter that
-    is used several times are added up use by use, the last of forward first, and of each use slice
-    by slice.
+    final norm, head and loss run in n slices of the batch, one after the other. So an offloaded
+    model reads and reduces each unit as often as with one micro-batch. Parameters get the bits that
+    a loop over `batch.tensor_split(n)` with `(loss / n).backward()` gives, where a micro-batch uses
+    them once. Gradients of a parameter that is used several times are added up use by use, the last
+    of forward first, and of each use slice by slice.
 
     n: slices of a batch of n rows or more; a smaller batch has one for each row. Rows are the first
     dimension of tensors. blocks: as `Policy.units`; None: those of `_no_split_modules`, else the
-    children of ModuleLists. shared: names of arguments of blocks that all slices get whole, for
-    tensors as long as the batch that have no rows.
+    children of ModuleLists. shared: names of arguments of blocks, and of the loss, that all slices
+    get whole: tensors as long as the batch that have no rows, and objects. checkpoint: each slice
+    of a block, and of head and loss. False keeps the activations of all slices until backward,
+    which then computes nothing again: the memory of the whole batch's activations and logits, and
+    the same bits. `gradient_checkpointing_enable()` changes nothing about that.
 
     The loss of a model of transformers (`labels=`) is the mean over the slices of their losses, or
     with `num_items_in_batch` the sum. Its logits are computed when they are used. Dropout draws
     from a stream for each slice, seeded as `infinity._src.microbatch.random_streams` says. Without
     gradients the model runs as ever. See docs/guide.md for what a model must be like.
 
-    Raises: ValueError for n that is no positive whole number, and a model that is offloaded or
-    sliced already; SlicesError (a ValueError) for a model without blocks, and for modules with a
-    forward of their own. On an error the model is as it was. In forward: SlicesError for a cache,
-    and for arguments and outputs of blocks of which it is not clear how they are cut and joined.
+    A module that gets no tensor with rows (an embedding of positions [places]) runs once, so the
+    gradient of its parameters is one sum over the batch: that is said once, by name.
+
+    Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
+    that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, and for
+    TorchScript. On an error the model is as it was. In forward: SlicesError for a cache, for arguments and outputs of blocks of
+    which it is not clear how they are cut and joined, and for blocks that write to buffers, to
+    lists or dicts among their arguments, or leave a loss in an attribute. In backward: SlicesError
+    for random numbers inside of a checkpoint of the caller's around a block.
     """
-    # `type`, not isinstance: True is an int.
-    if type(n) is not int or n < 1:
-        raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
-    if "_infinity_handle" in model.__dict__:
-        raise ValueError(
-            "this model is offloaded already; call inf.microbatched(model, n) before "
-            "inf.offload(model, ...)"
-        )
-    if is_microbatched(model):
-        raise ValueError("this model, or a part of it, is microbatched already: build it anew")
+    _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}
-    roles = _roles(model, find_blocks(model, blocks, argument="blocks"))
+    roles = _roles(model, find_blocks(model, blocks, argument="blocks", dicts=False))
     for module in roles:
-        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule):
             raise SlicesError(
-                f"{names[module] or type(module).__name__} has a forward of its own, which would "
-                "not run in slices: set it afterwards, or name other modules in blocks="
+                f"{names[module] or type(module).__name__} is TorchScript, which would not run in "
+                "slices: give the module that was scripted, or name other modules in blocks="
             )
-    slicing = Slicing(n, frozenset(shared))
+    configs = (getattr(module, "config", None) for module in names)
+    slicing = Slicing(
+        n,
+        frozenset(shared),
+        checkpointed=checkpoint,
+        counts=counts_of([*names, *(one for one in configs if hasattr(one, "__dict__"))]),
+    )
     for module, role in roles.items():
         slice_module(module, role, slicing, names[module])
     return model
+
+
+def _check(model: nn.Module, n: int, shared: Sequence[str], checkpoint: bool) -> None:
+    """Raise ValueError for arguments of `microbatched` that are none."""
+    # `type`, not isinstance: True is an int.
+    if type(n) is not int or n < 1:
+        raise ValueError(f"n={n!r} is not a positive whole number: the number of slices of a batch")
+    if type(checkpoint) is not bool:
+        raise ValueError(
+            f"checkpoint={checkpoint!r} is neither True nor False: whether backward computes each "
+            "slice of a block again, or keeps its activations"
+        )
+    if isinstance(shared, str):
+        raise ValueError(f"shared={shared!r} is a str: give a list of names, as [{shared!r}]")
+    if any("_infinity_handle" in module.__dict__ for module in model.modules()):
+        raise ValueError(
+            "this model, or a part of it, is offloaded already; call inf.microbatched(model, n) "
+            "before inf.offload(model, ...)"
+        )
+    if is_microbatched(model):
+        raise ValueError("this model, or a part of it, is microbatched already: build it anew")
 
 
 def is_microbatched(model: nn.Module) -> bool:
@@ -195,6 +228,4 @@ def _is_worth_it(module: nn.Module) -> bool:
 
 
 def _is_head(module: nn.Module, head: nn.Module | None) -> bool:
-    # Hooks of users on a head want its logits, which `SlicedLogits` would keep from them.
-    hooked = module._forward_hooks or module._forward_pre_hooks
-    return module is head and isinstance(module, (nn.Linear, TiledLinear)) and not hooked
+    return module is head and isinstance(module, (nn.Linear, TiledLinear))

@@ -9,6 +9,7 @@ finds them aligned as a batch of their own would be. Both move values and never 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -43,6 +44,14 @@ class PerSlice:
             f"{len(self.parts)} slices has its own, and inf.microbatched cannot tell how they are "
             "put together; return one value for each row, or leave it out in training"
         )
+
+    def _operation(self, *_args: object) -> NoReturn:
+        self._refuse("an operation")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _operation
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __rmatmul__ = _operation
+    __lt__ = __le__ = __gt__ = __ge__ = _operation
+    __bool__ = __float__ = __int__ = __iter__ = __len__ = __getitem__ = __contains__ = _operation
 
     def __getattr__(self, name: str) -> Any:
         # Copying and pickling ask for these, and take no for an answer.
@@ -84,7 +93,13 @@ def like_dict(dictionary: dict[str, Any], items: dict[str, Any]) -> Any:
     """Return a dict of the type of `dictionary` with these items."""
     kind: Any = type(dictionary)
     # Outputs of transformers are dicts and dataclasses in one.
-    return kind(**items) if dataclasses.is_dataclass(dictionary) else kind(items)
+    if dataclasses.is_dataclass(dictionary):
+        return kind(**items)
+    # Not `kind(items)`: a defaultdict takes its factory first.
+    made = copy.copy(dictionary)
+    made.clear()
+    made.update(items)
+    return made
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

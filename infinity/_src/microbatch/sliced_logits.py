@@ -4,6 +4,7 @@
     loss_function(logits, ..)  for each slice: head, loss; checkpointed, so that backward computes
                                the logits of a slice again
     any other use              the logits of all rows, in full
+    a write                    the same, and the loss is that of the written logits
 
 The losses of the slices are added up, each divided by their number, as a loop does with
 `(loss / n).backward()`. A loss that gets `num_items_in_batch` has divided by that, and is not
@@ -13,7 +14,8 @@ divided again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,21 +27,18 @@ from infinity._src._torch_compat import (
     make_wrapper,
     version_of,
 )
-from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
+from infinity._src.kernels.tiling.deferred_logits import (
+    OF_THE_GRAPH,
+    UncomputedLogits,
+    of_the_graph,
+    settle_written,
+)
 from infinity._src.microbatch.rows import mapped, tensors_in
 from infinity._src.microbatch.slicing import Run
 from infinity._src.sizes import format_size
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
-
-_TENSOR: Any = torch.Tensor
-
-_OF_THE_GRAPH = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("requires_grad", "grad_fn", "is_leaf", "grad", "output_nr", "_version")
-)
-"""Questions of metadata that the computed logits answer."""
 
 HEAD_CALL = "infinity_call"
 """Keyword of a head's forward: a function that gets the plain forward, and is called instead."""
@@ -52,13 +51,9 @@ class SlicedLogits(UncomputedLogits):
     Until then neither the hidden states nor the head's weights may be written to: that is an error.
     """
 
-    # `infinity_inputs`: the hidden states.
-    _head: nn.Module
     _run: Run
     _versions: list[int]
     _autocast: tuple[bool, torch.dtype]
-    _computed: torch.Tensor | None
-    _said: bool
 
     @staticmethod
     def __new__(  # noqa: PYI034
@@ -72,9 +67,9 @@ class SlicedLogits(UncomputedLogits):
         cast = enabled and hidden.dtype != torch.float64
         made = make_wrapper(cls, shape, dtype if cast else hidden.dtype, hidden.device, False)
         assert isinstance(made, SlicedLogits)
-        made._head, made.infinity_inputs, made._run = head, (hidden,), run
-        made._autocast, made._versions = (enabled, dtype), _versions(head, hidden)
-        made._computed, made._said = None, False
+        made._begin(head, hidden)
+        made._run, made._versions = run, _versions(head, hidden)
+        made._autocast = (enabled, dtype)
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -90,34 +85,38 @@ class SlicedLogits(UncomputedLogits):
             raise RuntimeError(
                 "logits of a microbatched model are computed when they are used, and the head's "
                 "weights or its input have been modified in place since (by an optimizer's step?): "
-                "use them before, or keep `logits.clone()`"
+                "use them before, or keep a `logits.clone()` of before; on several ranks all ranks "
+                "must: computing them calls the head, which gathers"
             )
         return self._head(self.infinity_inputs[0], **{HEAD_CALL: compute})
 
-    def compute(self, what: str = "an operation") -> torch.Tensor:  # noqa: ARG002 - of the base
-        """Compute the logits of all rows as an ordinary tensor, once."""
-        made = self._computed
-        # Computed under no_grad, and wanted with a graph now: once more.
-        if made is None or (torch.is_grad_enabled() and not made.requires_grad):
-            run, hidden = self._run, self.infinity_inputs[0]
+    def autocast(self) -> torch.autocast:
+        """Return the autocast under which the head was called."""
+        enabled, dtype = self._autocast
+        return torch.autocast(self.infinity_inputs[0].device.type, dtype, enabled)
 
-            def compute(forward: Callable[..., Any]) -> Any:
-                pieces = run.cut((hidden,), {}, owner="the head")
-                outputs = run.outputs(forward, pieces, device=hidden.device, checkpointed=False)
-                return run.join(outputs, "the head")
+    def _compute_anew(self, what: str) -> torch.Tensor:
+        """Compute the logits of all rows, slice by slice."""
+        run, hidden = self._run, self.infinity_inputs[0]
 
-            if torch.is_grad_enabled() and not self._said:
-                self._said = True
-                log.warning(
-                    "the logits of a microbatched model are used outside of its loss: they are "
-                    "computed in full (%s)",
-                    format_size(self.numel() * self.element_size()),
-                )
-            enabled, dtype = self._autocast
-            with torch.autocast(hidden.device.type, dtype, enabled):
-                made = self.in_head(compute)
-            assert isinstance(made, torch.Tensor)
-            self._computed = made
+        def compute(forward: Callable[..., Any]) -> Any:
+            pieces = run.cut((hidden,), {}, owner="the head", first=hidden)
+            outputs = run.outputs(
+                forward, pieces, device=hidden.device, checkpointed=False, owner="the head"
+            )
+            return run.join(outputs, "the head")
+
+        # Once for each model: a training loop would repeat it every step.
+        if torch.is_grad_enabled() and run.slicing.first_time("logits"):
+            log.warning(
+                "the logits of a microbatched model are used outside of its loss (%s): they are "
+                "computed in full (%s)",
+                what,
+                format_size(self.numel() * self.element_size()),
+            )
+        with self.autocast():
+            made: Any = self.in_head(compute)
+        assert isinstance(made, torch.Tensor)
         return made
 
     @classmethod
@@ -130,14 +129,19 @@ class SlicedLogits(UncomputedLogits):
     ) -> Any:
         """Answer metadata; for any other operation, compute the logits."""
         kwargs = kwargs or {}
-        if func in METADATA and func not in _OF_THE_GRAPH:
+        name = getattr(func, "__name__", str(func))
+        logits = args[0] if args and isinstance(args[0], SlicedLogits) else None
+        if logits is not None and func in OF_THE_GRAPH:
+            return of_the_graph(func, logits, args[1:])
+        if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        return func(*mapped(args, _computed), **mapped(kwargs, _computed))
+        settle_written(func, args, kwargs)
 
+        def computed(leaf: Any) -> Any:
+            return leaf.compute(name) if isinstance(leaf, SlicedLogits) else leaf
 
-def _computed(value: Any) -> Any:
-    return value.compute() if isinstance(value, SlicedLogits) else value
+        return func(*mapped(args, computed), **mapped(kwargs, computed))
 
 
 def _versions(head: nn.Module, hidden: torch.Tensor) -> list[int]:
@@ -166,19 +170,25 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     deferred: list[SlicedLogits] = []
 
     def place(leaf: Any) -> Any:
-        if not isinstance(leaf, SlicedLogits):
+        # Written to, they are ordinary logits; of several, those of the first are deferred.
+        if not isinstance(leaf, SlicedLogits) or leaf.is_materialized():
             return leaf
         deferred.append(leaf)
-        return _LOGITS
+        return _LOGITS if leaf is deferred[0] else leaf.compute("a loss")
 
     places = mapped((args, kwargs), place)
     if deferred:
-        logits = deferred[0]
-        losses = logits.in_head(lambda head: _losses_of_head(run, head, function, logits, places))
+        losses = _losses_of_head(run, function, deferred[0], *places)
     else:
+        pieces = run.cut_of_loss(function, args, kwargs)
+        if run.count > 1 and not _differ(pieces):
+            # Without rows there is one loss, and it is that of the batch: of masked tokens alone.
+            whole: torch.Tensor = function(*args, **kwargs)
+            return whole
         first = next(tensors_in([args, kwargs]))
-        pieces = run.cut(args, kwargs, owner="the loss", any_object=True)
-        losses = run.outputs(function, pieces, device=first.device, checkpointed=True)
+        losses = run.outputs(
+            function, pieces, device=first.device, checkpointed=True, owner="the loss"
+        )
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise SlicesError(
@@ -193,25 +203,38 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     return total
 
 
+def _differ(pieces: Sequence[Any]) -> bool:
+    """True where slices get tensors of their own."""
+    mine, others = (list(tensors_in(list(piece))) for piece in (pieces[0], pieces[-1]))
+    return len(mine) != len(others) or any(map(operator.is_not, mine, others))
+
+
 def _losses_of_head(
     run: Run,
-    head: Callable[..., Any],
     function: Callable[..., Any],
     logits: SlicedLogits,
-    places: tuple[tuple[Any, ...], dict[str, Any]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[Any]:
     """Compute head and loss for each slice.
 
-    places: the loss's arguments, with `_LOGITS` for the logits.
+    args, kwargs: of the loss, with `_LOGITS` for the logits.
     """
-
-    def loss_of(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        computed = head(hidden)
-        filled_args, filled_kwargs = mapped(
-            (args, kwargs), lambda leaf: computed if leaf is _LOGITS else leaf
-        )
-        return function(*filled_args, **filled_kwargs)
-
     hidden = logits.infinity_inputs[0]
-    pieces = run.cut((hidden, *places), {}, owner="the loss", any_object=True)
-    return run.outputs(loss_of, pieces, device=hidden.device, checkpointed=True)
+
+    def losses(head: Callable[..., Any]) -> list[Any]:
+        def loss_of(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            with logits.autocast():
+                computed = head(hidden)
+            filled_args, filled_kwargs = mapped(
+                (args, kwargs), lambda leaf: computed if leaf is _LOGITS else leaf
+            )
+            return function(*filled_args, **filled_kwargs)
+
+        pieces = run.cut_of_loss(function, args, kwargs, hidden=hidden, classes=logits.shape[-1])
+        return run.outputs(
+            loss_of, pieces, device=hidden.device, checkpointed=True, owner="the loss"
+        )
+
+    computed: list[Any] = logits.in_head(losses)
+    return computed

@@ -2,11 +2,12 @@
 its class, of the same name, whose forward is that of its role:
 
     AROUND   a module with sliced modules inside: begins the forward; its own code sees the batch
-    BLOCK    runs slice by slice, each checkpointed
+    BLOCK    runs slice by slice, each checkpointed unless none is wanted
     PART     an embedding, a norm: as a block, checkpointed where its input has a gradient
     HEAD     a linear that makes logits: with the model's loss, one slice of both at a time
 
-Without gradients (`torch.no_grad`) a module runs as ever, caches and `generate` included.
+Without gradients (`torch.no_grad`) a model runs as ever, caches and `generate` included. A part
+without gradients of a forward with gradients runs in slices.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity._src._torch_compat import hooks_of
 from infinity._src.microbatch.sliced_logits import HEAD_CALL, SlicedLogits, sliced_loss
 from infinity._src.microbatch.slicing import Run, Slicing, argument_names
 from infinity._src.params.blocks import RunsInSlices
+from infinity._src.params.unit import EngineHook
 from infinity.errors import SlicesError
 
 NAME = "_infinity_name"
 """Attribute of a sliced module: its name in the model."""
+
+_OWN = "_infinity_forward"
+"""Attribute of a sliced module: the forward that it had instead of that of its class."""
 
 UNSUPPORTED = ("output_attentions", "output_router_logits")
 """Outputs that models of transformers collect from inside of blocks, once for each call."""
@@ -53,6 +59,11 @@ class SlicedModule:
         """Stop here: classes of transformers would wrap the forward in a checkpoint of their own,
         around all slices."""
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a module of the class that sliced modules had: `type(model)(config)` is a model as
+        ever."""
+        return cls._infinity_base(*args, **kwargs)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle by the class that the module had."""
         kind = type(self)
@@ -61,13 +72,14 @@ class SlicedModule:
 
 
 def _made(base: type[nn.Module], role: Role, slicing: Slicing) -> Any:
-    kind: Any = sliced_class(base, role, slicing)
-    return kind.__new__(kind)
+    return base.__new__(sliced_class(base, role, slicing))
 
 
 def slice_module(module: nn.Module, role: Role, slicing: Slicing, name: str) -> None:
     """Have a module run in slices, in place."""
     module.__dict__[NAME] = name
+    if "forward" in module.__dict__:
+        module.__dict__[_OWN] = module.__dict__.pop("forward")
     module.__class__ = sliced_class(type(module), role, slicing)
 
 
@@ -107,28 +119,35 @@ def _name(module: nn.Module) -> str:
     return module.__dict__[NAME] or type(module).__name__
 
 
+def _plain(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the module's forward for a batch that is not cut. forward: that of its class."""
+    own: Callable[..., Any] | None = module.__dict__.get(_OWN)
+    return functools.partial(forward, module) if own is None else own
+
+
 def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     plain: Any = base.forward
-    names = argument_names(plain)
+    names = argument_names(plain, bound=False)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        bound = functools.partial(plain, self)
+        bound, slicing = _plain(self, plain), _slicing(self)
         # Only `SlicedLogits.in_head` gives it, to a head.
         instead = kwargs.pop(HEAD_CALL, None)
         if instead is not None:
-            return instead(bound)
-        slicing = _slicing(self)
+            with slicing.effects_of(self).refused(_name(self), several=False):
+                return instead(bound)
         # A tiled loss computes "instead" of a linear, and has its own way with rows.
-        if slicing.inside or not torch.is_grad_enabled() or kwargs.get("instead") is not None:
+        if slicing.is_plain or kwargs.get("instead") is not None:
             return bound(*args, **kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
             return run.call(
                 bound,
                 args,
                 kwargs,
+                module=self,
                 owner=_name(self),
-                names=names,
+                names=names if _OWN not in self.__dict__ else argument_names(bound, bound=True),
                 is_block=role is Role.BLOCK,
                 # A linear keeps its input alone.
                 checkpointed=role is not Role.HEAD,
@@ -143,8 +162,11 @@ def _call_of_head(base: type[nn.Module]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = _slicing(self).run
-        # Before the hooks: they gather the head's weights, which are not needed yet.
-        if run is not None and run.defers and not kwargs and len(args) == 1:
+        defers = run is not None and run.defers and torch.is_grad_enabled()
+        # Before the hooks: they gather the head's weights, which are not needed yet. Those of users
+        # want the logits, or change what the head gets.
+        if defers and not kwargs and len(args) == 1 and not _is_hooked(self):
+            assert run is not None
             hidden = args[0]
             if type(hidden) is torch.Tensor and hidden.dim() > 1 and len(hidden) == run.rows:
                 return SlicedLogits(self, hidden, run)
@@ -153,23 +175,32 @@ def _call_of_head(base: type[nn.Module]) -> Callable[..., Any]:
     return call
 
 
+def _is_hooked(module: nn.Module) -> bool:
+    """True for hooks of others than the engine."""
+    return any(not isinstance(hook, EngineHook) for hook in hooks_of(module))
+
+
 def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
     plain: Any = base.forward
-    names = argument_names(plain)
+    names = argument_names(plain, bound=False)
     has_loss = isinstance(inspect.getattr_static(base, "loss_function", None), property)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        slicing = _slicing(self)
-        if slicing.inside or not torch.is_grad_enabled():
-            return plain(self, *args, **kwargs)
+        bound, slicing = _plain(self, plain), _slicing(self)
+        if slicing.is_plain:
+            return bound(*args, **kwargs)
+        if _cache_asked(kwargs) and not torch.is_grad_enabled():
+            # It generates inside of a forward with gradients.
+            with slicing.slice():
+                return bound(*args, **kwargs)
         _check_outputs(self, kwargs)
         kwargs = _without_cache(self, names, args, kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
             before = run.defers
             run.defers = before or (has_loss and kwargs.get("labels") is not None)
             try:
-                return plain(self, *args, **kwargs)
+                return bound(*args, **kwargs)
             finally:
                 run.defers = before
 
@@ -215,6 +246,13 @@ def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> None:
             )
 
 
+def _cache_asked(kwargs: dict[str, Any]) -> str:
+    """Return the name of the argument that asks for a cache, if any."""
+    if kwargs.get("use_cache"):
+        return "use_cache"
+    return "" if kwargs.get("past_key_values") is None else "past_key_values"
+
+
 def _without_cache(
     module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
@@ -223,9 +261,8 @@ def _without_cache(
 
     Raises: SlicesError for a cache that the caller asks for.
     """
-    asked = [name for name in ("use_cache", "past_key_values") if kwargs.get(name)]
-    if asked or kwargs.get("past_key_values") is not None:
-        name = asked[0] if asked else "past_key_values"
+    name = _cache_asked(kwargs)
+    if name:
         raise SlicesError(
             f"{_name(module)}: {name} with gradients: slices of a batch cannot share a cache; "
             f"leave {name} out, or run under torch.no_grad()"

@@ -5,7 +5,8 @@
 
 Slices run in reverse order. Autograd runs what was made last first, so backward takes slice 0, then
 1, and so on, module by module. It adds up a parameter's gradients in that order, as a loop over
-micro-batches does. Each slice of a block is checkpointed: one slice's activations live at a time.
+micro-batches does. Each slice of a block is checkpointed, unless the caller wants none: one slice's
+activations live at a time.
 """
 
 from __future__ import annotations
@@ -14,16 +15,25 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from infinity._src._torch_compat import clear_autocast_cache, version_of
+from infinity._src._torch_compat import (
+    NO_TASK,
+    clear_autocast_cache,
+    graph_task_id,
+    named_checkpoints,
+    version_of,
+)
 from infinity._src.microbatch.random_streams import RandomStreams
+from infinity._src.microbatch.row_rules import BY_ROW, Batch, Unclear
 from infinity._src.microbatch.rows import (
     PerSlice,
     cut_rows,
@@ -33,18 +43,16 @@ from infinity._src.microbatch.rows import (
     settled,
     tensors_in,
 )
+from infinity._src.microbatch.side_effects import SideEffects, same_items
 from infinity.errors import SlicesError
+
+log = logging.getLogger("infinity")
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 """Types of values that all slices share."""
 
-BY_ROW = frozenset(
-    {
-        "input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds",
-        "hidden_states", "decoder_input_ids", "decoder_attention_mask", "encoder_hidden_states",
-    }
-)  # fmt: skip
-"""Arguments that have rows, whatever else is as long as the batch."""
+_ITEMS = (bool, int, float, complex, str, bytes, dict)
+"""Types of items of which a list may have one for each row."""
 
 BATCHES = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features")
 """Arguments whose rows are those of the batch; else the first tensor has them."""
@@ -57,19 +65,48 @@ _RUNS: ContextVar[Mapping[int, Run | None]] = ContextVar("forwards in slices")
 class Slicing:
     """Number of slices, and the forward that runs.
 
-    shared: names of arguments that all slices get whole. classes: those of its modules, by the
-    class and the role that a module has.
+    shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
+    are. counts: numbers of heads and experts (`row_rules.Batch`). classes: those of its modules, by
+    the class and the role that a module has.
     """
 
-    def __init__(self, count: int, shared: frozenset[str]) -> None:
+    def __init__(
+        self,
+        count: int,
+        shared: frozenset[str] = frozenset(),
+        *,
+        checkpointed: bool = True,
+        counts: frozenset[int] = frozenset(),
+    ) -> None:
         self.count = count
         self.shared = shared
+        self.checkpointed = checkpointed
+        self.counts = counts
         self.classes: dict[tuple[type, object], type] = {}
         self._forwards = self._slices = 0
+        # Modules in whose calls a forward in slices has begun.
+        self._outermost: set[str] = set()
+        self._said: set[str] = set()
+        self._watched: weakref.WeakKeyDictionary[nn.Module, SideEffects] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the classes, which belong to this object."""
-        return Slicing, (self.count, self.shared)
+        made = functools.partial(Slicing, checkpointed=self.checkpointed, counts=self.counts)
+        return made, (self.count, self.shared)
+
+    def first_time(self, what: str) -> bool:
+        """True at the first call with `what`: a training loop would repeat a warning every step."""
+        said = what in self._said
+        self._said.add(what)
+        return not said
+
+    def effects_of(self, module: nn.Module) -> SideEffects:
+        """Return the watch over the side effects of a module."""
+        if module not in self._watched:
+            self._watched[module] = SideEffects(module)
+        return self._watched[module]
 
     @property
     def slices_in_mean(self) -> float | None:
@@ -86,6 +123,11 @@ class Slicing:
         """True inside of a slice, in forward and where backward computes it again."""
         return _RUNS.get({}).get(id(self), self) is None
 
+    @property
+    def is_plain(self) -> bool:
+        """True where modules run as ever: inside of a slice, and in a forward without gradients."""
+        return self.inside or not (torch.is_grad_enabled() or self.run is not None)
+
     @contextlib.contextmanager
     def forward(
         self, owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -98,9 +140,15 @@ class Slicing:
         if known is not None:
             yield known
             return
-        run = Run(self, rows_of(owner, args, kwargs))
-        self._forwards += 1
-        self._slices += run.count
+        recomputed = graph_task_id() != NO_TASK
+        if not recomputed:
+            self._outermost.add(owner)
+        # A checkpoint around the whole model computes all of it again, with the same numbers.
+        is_part = recomputed and owner not in self._outermost
+        run = Run(self, batch_of(owner, args, kwargs), is_part=is_part)
+        if not recomputed:
+            self._forwards += 1
+            self._slices += run.count
         before = _RUNS.set({**_RUNS.get({}), id(self): run})
         try:
             yield run
@@ -118,12 +166,13 @@ class Slicing:
             _RUNS.reset(before)
 
 
-def rows_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Count the rows of the batch in the arguments of a forward."""
+def batch_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """Find a tensor with the rows of the batch in the arguments of a forward."""
     named = (kwargs[name] for name in BATCHES if isinstance(kwargs.get(name), torch.Tensor))
+    tensor: torch.Tensor
     for tensor in (*named, *tensors_in([args, dict(kwargs)])):
         if tensor.dim() and len(tensor):
-            return len(tensor)
+            return tensor
     raise SlicesError(
         f"{owner}: inf.microbatched found no batch among the arguments; pass tensors whose first "
         "dimension is the batch"
@@ -133,12 +182,14 @@ def rows_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
 class Run:
     """One forward of a model in slices.
 
-    defers: the head returns logits that are computed when they are used (`SlicedLogits`).
+    batch: a tensor with its rows. defers: the head returns logits that are computed when they are
+    used (`SlicedLogits`). is_part:
+    backward computes a part of a forward again.
     """
 
-    def __init__(self, slicing: Slicing, rows: int) -> None:
+    def __init__(self, slicing: Slicing, batch: torch.Tensor, *, is_part: bool) -> None:
         self.slicing = slicing
-        self.rows = rows
+        self.rows = rows = len(batch)
         self.count = min(slicing.count, rows)
         # As torch.tensor_split: the first slices take one row more where rows are left over.
         size, more = divmod(rows, self.count)
@@ -146,13 +197,18 @@ class Run:
         ends = list(itertools.accumulate(self.sizes))
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.defers = False
+        self._is_part = is_part
         self._streams = RandomStreams()
         # Parts of tensors that several modules get, so that a mask is cut once.
         self._cuts: dict[int, _Parts] = {}
+        # Tensors that have rows for sure: the batch, and what was joined here.
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._with_rows(batch)
 
     def end(self) -> None:
         """End the forward."""
         self._cuts.clear()
+        self._made.clear()
         self._streams.end()
 
     # -- running -----------------------------------------------------------------------------------
@@ -163,6 +219,7 @@ class Run:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
+        module: nn.Module,
         owner: str,
         names: Sequence[str],
         is_block: bool,
@@ -170,30 +227,77 @@ class Run:
     ) -> Any:
         """Run a module's forward slice by slice, and join the outputs.
 
-        names: of the positional arguments. checkpointed: each slice, if backward may want it. A
-        module whose first tensor has one row for the whole batch runs for each slice, too. One
-        without a tensor, or with one of other dimensions, runs once; for a block that is a
+        names: of the positional arguments. checkpointed: each slice, if backward may want it. Whole
+        numbers with one row for the whole batch are looked up for each slice, too. A module without
+        a tensor, or whose first one has other dimensions, runs once; for a block that is a
         SlicesError.
         """
-        tensors = list(tensors_in([args, kwargs]))
-        first = tensors[0] if tensors else None
+        named = _named(args, kwargs, names)
+        shared = self.slicing.shared
+        tensors = [
+            (name, tensor)
+            for name, value in named
+            if name not in shared
+            for tensor in tensors_in(value)
+        ]
+        name, first = tensors[0] if tensors else ("", None)
         has_rows = first is not None and first.dim() > 0 and first.shape[0] == self.rows
-        if not has_rows and is_block:
-            shape = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
-            raise SlicesError(
-                f"{owner} got {shape} first, where the batch has {self.rows} rows: "
-                "inf.microbatched runs blocks that get the batch; name other modules in blocks="
-            )
-        if first is None or not (has_rows or (first.dim() > 1 and first.shape[0] == 1)):
+        if is_block:
+            if not has_rows:
+                shape = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
+                raise SlicesError(
+                    f"{owner} got {shape} first ({name}), where the batch has {self.rows} rows: "
+                    "inf.microbatched runs blocks that get the batch; name other modules in "
+                    "blocks=, or in shared= the arguments that have no rows"
+                )
+            assert first is not None
+            self._check_rows_first(module, owner, name, first)
+        if first is None or not (has_rows or _is_lookup(first)):
+            self._say_once(module, owner)
             return forward(*args, **kwargs)
-        outputs = self.outputs(
-            forward,
-            self.cut(args, kwargs, owner=owner, names=names),
-            device=first.device,
-            checkpointed=checkpointed
-            and (is_block or any(tensor.requires_grad for tensor in tensors)),
-        )
-        return self.join(outputs, owner, expand=not has_rows)
+        wanted = is_block or any(tensor.requires_grad for _, tensor in tensors)
+        with self.slicing.effects_of(module).refused(owner, several=self.count > 1):
+            outputs = self.outputs(
+                forward,
+                self.cut(args, kwargs, owner=owner, names=names, first=first),
+                device=first.device,
+                checkpointed=checkpointed and wanted,
+                owner=owner,
+            )
+        # Positions that a part makes for itself have one row for all, whatever it gets.
+        return self.join(outputs, owner, expand=not is_block and _is_whole(first))
+
+    def _check_rows_first(
+        self, module: nn.Module, owner: str, name: str, first: torch.Tensor
+    ) -> None:
+        """Raise SlicesError for a block whose first tensor may have the sequence first."""
+        if self.count == 1 or first.dim() < 3 or first.shape[1] != self.rows:
+            return
+        said = [part.batch_first for part in module.modules() if hasattr(part, "batch_first")]
+        known = all(said) if said else name in BY_ROW or self._has_made(first)
+        if not known:
+            raise SlicesError(
+                f"{owner}: the batch has as many rows as a sequence has places ({self.rows}), and "
+                f"inf.microbatched cannot tell which comes first in {name} {list(first.shape)}; "
+                "train with batches of another size (modules that say batch_first=True, and an "
+                "argument named hidden_states, are taken at their word)"
+            )
+
+    def _say_once(self, module: nn.Module, owner: str) -> None:
+        trained = any(param.requires_grad for param in module.parameters())
+        if (
+            self.count > 1
+            and trained
+            and torch.is_grad_enabled()
+            and self.slicing.first_time(f"{owner} runs once")
+        ):
+            log.warning(
+                "%s gets no tensor with the rows of the batch: it runs once for all slices, so the "
+                "gradient of its parameters is one sum over the batch, rounded otherwise than in a "
+                "loop over micro-batches (positions [1, places] instead of [places] are looked up "
+                "for each slice)",
+                owner,
+            )
 
     def outputs(
         self,
@@ -202,17 +306,29 @@ class Run:
         *,
         device: torch.device,
         checkpointed: bool,
+        owner: str,
     ) -> list[Any]:
-        """Run `forward` for the arguments of each slice, the last slice first."""
+        """Run `forward` for the arguments of each slice, the last slice first. checkpointed: where
+        that saves anything, and is wanted at all."""
+        checkpointed = checkpointed and self.slicing.checkpointed and torch.is_grad_enabled()
         found: list[Any] = [None] * self.count
-        for index in reversed(range(self.count)):
-            args, kwargs = pieces[index]
-            compute, tensors = _taken_out(self.slicing, forward, device, args, kwargs)
-            with self._streams.of(index, device):
-                if checkpointed:
-                    found[index] = checkpoint(compute, *tensors, use_reentrant=False)
-                else:
-                    found[index] = compute(*tensors)
+        try:
+            for index in reversed(range(self.count)):
+                args, kwargs = pieces[index]
+                compute, tensors = _taken_out(self.slicing, forward, device, args, kwargs, owner)
+                with self._streams.of(index, device), named_checkpoints(owner):
+                    if checkpointed:
+                        found[index] = checkpoint(compute, *tensors, use_reentrant=False)
+                    else:
+                        found[index] = compute(*tensors)
+        finally:
+            # Also where torch breaks off: it has all that backward needs.
+            if self._is_part and self._streams.drawn:
+                raise SlicesError(
+                    f"{owner} draws random numbers, and a checkpoint around it computes it again "
+                    "in backward, where slices would draw others; take that checkpoint out: "
+                    "inf.microbatched checkpoints each slice of a block"
+                )
         return found
 
     # -- cutting and joining -----------------------------------------------------------------------
@@ -224,68 +340,111 @@ class Run:
         *,
         owner: str,
         names: Sequence[str] = (),
+        first: torch.Tensor | None = None,
+        counts: frozenset[int] | None = None,
         any_object: bool = False,
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Cut arguments: tensors with the rows of the batch by rows, all else is shared.
 
-        any_object: share objects of every type, too, and take a tensor of the batch's length for
-        one with rows. Raises: SlicesError else for an object that may hold rows (a cache), and for
-        a tensor of which it is not clear whether it has rows.
+        names: of the positional arguments. first: has rows. counts: lengths of tensors without
+        rows, instead of the model's. any_object: share objects of every type, too. Raises:
+        SlicesError else for an object that may hold rows (a cache), and for arguments of which it is
+        not clear whether they have rows.
         """
-        first = next(tensors_in([args, dict(kwargs)]), None)
-        numbered = [f"argument {place}" for place in range(len(args))]
-        named = [*names[: len(args)], *numbered[len(names) :]]
+        places = first.shape[1] if first is not None and first.dim() > 1 else None
+        counted = self.slicing.counts if counts is None else counts
+        batch = Batch(self.rows, places, counted)
 
         def parts_of(name: str, value: Any) -> PerSlice:
             if isinstance(value, PerSlice):
                 return value
+            is_first, value = value is first, settled(value)
+            if name in self.slicing.shared:
+                return PerSlice([value] * self.count)
             if isinstance(value, torch.Tensor):
-                value = settled(value)
-                if name not in self.slicing.shared and self._has_rows(
-                    owner, name, value, None if any_object else first
-                ):
-                    return PerSlice(self._parts(value))
+                sure = (is_first and value.shape[0] == self.rows) or self._has_made(value)
+                each = 1 if sure else self._rows_each(owner, name, value, batch)
+                if each:
+                    return PerSlice(self._parts(value, each))
             elif not any_object and not isinstance(value, _PLAIN):
                 raise SlicesError(
                     f"{owner}: {name} is a {type(value).__name__}, which inf.microbatched cannot "
-                    "cut into slices; train without it (caches: use_cache=False)"
+                    f"cut into slices; name it in shared=[{name!r}] if it has nothing of single "
+                    "rows, or train without it (caches: use_cache=False; BlockMask: "
+                    "attn_implementation='sdpa')"
                 )
             return PerSlice([value] * self.count)
 
-        cut_args = tuple(
-            mapped(value, functools.partial(parts_of, name))
-            for name, value in zip(named, args, strict=True)
-        )
-        cut_kwargs = {
-            name: mapped(value, functools.partial(parts_of, name)) for name, value in kwargs.items()
-        }
+        named = _named(args, kwargs, names)
+        for name, value in named:
+            if name not in self.slicing.shared:
+                self._refuse_lists_of_rows(owner, name, value)
+        cut = [mapped(value, functools.partial(parts_of, name)) for name, value in named]
+        cut_args = tuple(cut[: len(args)])
+        cut_kwargs = dict(zip(kwargs, cut[len(args) :], strict=True))
         return [mapped((cut_args, cut_kwargs), _part(index)) for index in range(self.count)]
 
-    def _has_rows(
-        self, owner: str, name: str, tensor: torch.Tensor, first: torch.Tensor | None
-    ) -> bool:
-        if tensor.dim() == 0 or tensor.shape[0] != self.rows:
-            return False
-        unclear = (
-            tensor is not first
-            and tensor.dim() < 3
-            and self.count > 1
-            and first is not None
-            and first.dim() > 1
-            and first.shape[1] == self.rows
-            and name not in BY_ROW
-        )
-        if unclear:
-            raise SlicesError(
-                f"{owner}: the batch has as many rows as a sequence has places ({self.rows}), and "
-                f"{name} is {list(tensor.shape)}: inf.microbatched cannot tell whether it has a "
-                f"row for each of the batch; name it in shared=[{name!r}] if all slices share it, "
-                "or train with batches of another size"
-            )
-        return True
+    def cut_of_loss(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        hidden: torch.Tensor | None = None,
+        classes: int | None = None,
+    ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Cut the arguments of a loss. hidden: stands before them, for logits that are not
+        computed, of so many classes.
 
-    def _parts(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the parts of a tensor with rows: the same as before, unless it has changed."""
+        Raises: as `cut`; a tensor as long as the classes may be their weights.
+        """
+        before = () if hidden is None else (hidden,)
+        tensors = list(tensors_in([*before, args, dict(kwargs)]))
+        widths = {tensor.shape[-1] for tensor in tensors if tensor.dim() > 1}
+        return self.cut(
+            (*before, *args),
+            kwargs,
+            owner="the loss",
+            names=("hidden_states",) * len(before) + argument_names(function, bound=True),
+            first=hidden,
+            counts=frozenset(widths if classes is None else {classes}),
+            any_object=True,
+        )
+
+    def _rows_each(self, owner: str, name: str, tensor: torch.Tensor, batch: Batch) -> int:
+        try:
+            return batch.rows_each(name, tensor.shape)
+        except Unclear as why:
+            # One slice gets it whole, with rows or without.
+            if self.count == 1:
+                return 0
+            raise SlicesError(
+                f"{owner}: {why}, and {name} is {list(tensor.shape)}: inf.microbatched cannot tell "
+                f"whether it has a row for each of the batch; name it in shared=[{name!r}] if all "
+                "slices share it, or train with batches of another size"
+            ) from None
+
+    def _refuse_lists_of_rows(self, owner: str, name: str, value: Any) -> None:
+        """Raise SlicesError for a list of plain items that may have one for each row."""
+        if isinstance(value, dict):
+            for item in value.values():
+                self._refuse_lists_of_rows(owner, name, item)
+        if not isinstance(value, (tuple, list)) or isinstance(value, torch.Size) or self.count == 1:
+            return
+        if len(value) == self.rows and all(isinstance(item, _ITEMS) for item in value):
+            raise SlicesError(
+                f"{owner}: {name} is a {type(value).__name__} of {len(value)} items, as many as "
+                "the batch has rows, and inf.microbatched cuts tensors alone; pass a tensor, or "
+                f"name it in shared=[{name!r}] if all slices share it"
+            )
+        for item in value:
+            self._refuse_lists_of_rows(owner, name, item)
+
+    def _parts(self, tensor: torch.Tensor, each: int) -> Sequence[torch.Tensor]:
+        """Return the parts of a tensor with rows: the same as before, unless it has changed.
+
+        each: rows of the tensor for each of the batch.
+        """
         if self.count == 1:
             return [tensor]
         known = self._cuts.get(id(tensor))
@@ -294,7 +453,8 @@ class Run:
         key = id(tensor)
         # Weak: parts go as soon as nobody else has the tensor.
         gone = weakref.ref(tensor, lambda _: self._cuts.pop(key, None))
-        self._cuts[key] = _Parts(gone, tensor, cut_rows(tensor, self.bounds))
+        bounds = [(each * start, each * end) for start, end in self.bounds]
+        self._cuts[key] = _Parts(gone, tensor, cut_rows(tensor, bounds))
         return self._cuts[key].parts
 
     def join(self, outputs: Sequence[Any], owner: str, *, expand: bool = False) -> Any:
@@ -334,12 +494,23 @@ class Run:
         if len(tensors) == self.count and all(tensor.dim() for tensor in tensors):
             rows = [len(tensor) for tensor in tensors]
             if rows == self.sizes:
-                return join_rows(tensors)
-            if expand and set(rows) == {1}:
+                return self._with_rows(join_rows(tensors))
+            if expand and set(rows) == {1} and tensors[0].dim() > 1:
                 # The same values, and the gradient of each slice is the sum over its own rows.
                 pairs = zip(tensors, self.sizes, strict=True)
-                return join_rows([part.expand(size, *part.shape[1:]) for part, size in pairs])
+                parts = [part.expand(size, *part.shape[1:]) for part, size in pairs]
+                return self._with_rows(join_rows(parts))
         return PerSlice(outputs, owner)
+
+    def _with_rows(self, joined: torch.Tensor) -> torch.Tensor:
+        """Remember that a tensor has rows, as long as it lives."""
+        key = id(joined)
+        self._made[key] = weakref.ref(joined, lambda _: self._made.pop(key, None))
+        return joined
+
+    def _has_made(self, tensor: torch.Tensor) -> bool:
+        known = self._made.get(id(tensor))
+        return known is not None and known() is tensor
 
 
 class _Parts:
@@ -356,8 +527,14 @@ class _Parts:
         self._versions = _versions([tensor, *parts])
 
     def hold(self, tensor: torch.Tensor) -> bool:
-        """True when they are the tensor's, and nobody has written to it or to them since."""
-        return self._whole() is tensor and self._versions == _versions([tensor, *self.parts])
+        """True when they are the tensor's, nobody has written to it or to them since, and they
+        have a graph where one is wanted."""
+        wants_graph = torch.is_grad_enabled() and tensor.requires_grad
+        return (
+            self._whole() is tensor
+            and self._versions == _versions([tensor, *self.parts])
+            and (self.parts[0].requires_grad or not wants_graph)
+        )
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -382,6 +559,7 @@ def _taken_out(
     device: torch.device,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    owner: str,
 ) -> tuple[Callable[..., Any], list[torch.Tensor]]:
     """Take the first tensor, and all with gradients, out of the arguments of a slice. Returns the
     slice as a function of them: inputs of a checkpoint may leave memory (`activations=`), and tell
@@ -405,13 +583,47 @@ def _taken_out(
             filled_args, filled_kwargs = mapped(
                 places, lambda leaf: given[leaf.index] if isinstance(leaf, _Place) else leaf
             )
-            return mapped(forward(*filled_args, **filled_kwargs), settled)
+            given_args, given_kwargs = mapped((filled_args, filled_kwargs), lambda leaf: leaf)
+            output = forward(*filled_args, **filled_kwargs)
+            _refuse_written(owner, filled_args, given_args)
+            _refuse_written(owner, filled_kwargs, given_kwargs)
+            return mapped(output, settled)
 
     return compute, tensors
 
 
-def argument_names(forward: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the positional arguments of a forward, without `self`."""
+def _refuse_written(owner: str, now: Any, before: Any) -> None:
+    """Raise SlicesError for lists and dicts among arguments that have got other items."""
+    if not same_items(now, before):
+        raise SlicesError(
+            f"{owner} writes to a list or a dict among its arguments, and inf.microbatched gives "
+            "each slice one of its own: what it writes would be lost; return it with the output"
+        )
+
+
+def _named(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> list[tuple[str, Any]]:
+    """Return arguments with their names; those without one have their place."""
+    places = [f"argument {place}" for place in range(len(args))]
+    return [*zip([*names[: len(args)], *places[len(names) :]], args, strict=True), *kwargs.items()]
+
+
+def _is_lookup(tensor: torch.Tensor) -> bool:
+    """True for whole numbers [1, ...] that are looked up for all rows."""
+    return _is_whole(tensor) and tensor.dim() > 1 and tensor.shape[0] == 1
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def argument_names(function: Callable[..., Any], *, bound: bool) -> tuple[str, ...]:
+    """Names of the positional arguments of a function, without `self`; none where it does not say
+    them. bound: it is not given `self`."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    found = inspect.signature(forward).parameters.values()
-    return tuple(parameter.name for parameter in found if parameter.kind in kinds)[1:]
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(one.name for one in found if one.kind in kinds)[0 if bound else 1 :]

@@ -33,15 +33,18 @@ def is_list(module: nn.Module) -> bool:
     )
 
 
-def find_blocks(model: nn.Module, named: Named | None, *, argument: str) -> list[nn.Module]:
+def find_blocks(
+    model: nn.Module, named: Named | None, *, argument: str, dicts: bool = True
+) -> list[nn.Module]:
     """Find the blocks of `model`; of several that are one inside of the other, all.
 
     named: the blocks, instead of those that the model says. argument: its name, for the error.
+    dicts: the children of a ModuleDict may be blocks, too; a model may also name its parts by one.
     Raises: ValueError if it names something that the model does not have, or a container.
     """
     if named is not None:
         return _named_blocks(model, named, argument)
-    return _no_split_blocks(model) or list(list_children(model))
+    return _no_split_blocks(model) or list(list_children(model, dicts=dicts))
 
 
 def _no_split_blocks(model: nn.Module) -> list[nn.Module]:
@@ -79,13 +82,14 @@ def _named_blocks(model: nn.Module, named: Named, argument: str) -> list[nn.Modu
     return blocks
 
 
-def list_children(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of the outermost lists of modules below `module` that hold parameters."""
+def list_children(module: nn.Module, *, dicts: bool = True) -> Iterator[nn.Module]:
+    """The children of the outermost lists of modules below `module` that hold parameters. dicts:
+    ModuleDicts of several are lists, too."""
     for child in module.children():
-        if is_list(child):
+        if is_list(child) if dicts else isinstance(child, nn.ModuleList):
             yield from _members(child)
         else:
-            yield from list_children(child)
+            yield from list_children(child, dicts=dicts)
 
 
 def _members(container: nn.Module) -> Iterator[nn.Module]:

@@ -213,6 +213,11 @@ class Unit:
         )
 
 
+class EngineHook:
+    """Mark of the engine's hooks on modules: they gather and release, and change neither arguments
+    nor outputs."""
+
+
 class UnsharderInterface(Protocol):
     """`Unsharder` as hooks see it. They report events; it decides which units have memory.
 

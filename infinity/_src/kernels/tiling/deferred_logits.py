@@ -70,14 +70,73 @@ class TiledHead(TiledLinear):
 
 class UncomputedLogits(torch.Tensor):
     """Logits that are computed when somebody uses them: shape, dtype and device of a tensor, and no
-    memory."""
+    memory.
 
-    # Backward goes by way of these.
+    Logits made under `no_grad` have no graph. Once somebody writes to the logits, or puts a hook on
+    them, they are ordinary ones for everybody (`materialize`).
+    """
+
+    # Backward goes by way of these: hidden states and, once materialized, the computed logits.
     infinity_inputs: tuple[torch.Tensor, ...]
+    _head: nn.Module
+    _graph: bool  # whether an ordinary head would have recorded a graph
+    _computed: torch.Tensor | None
+    _computed_version: int
+    _materialized: bool
+
+    def _begin(self, head: nn.Module, hidden: torch.Tensor) -> None:
+        """Set what all kinds have. The call of the head decides whether a graph is wanted, not the
+        computing of the logits."""
+        self._head, self.infinity_inputs = head, (hidden,)
+        self._graph = torch.is_grad_enabled()
+        self._computed, self._computed_version, self._materialized = None, 0, False
+
+    def _compute_anew(self, what: str) -> torch.Tensor:
+        """Compute the logits, as the head would have when it was called."""
+        raise NotImplementedError
+
+    @property
+    def wants_grad(self) -> bool:
+        """True where the logits have a graph, as those of an ordinary head."""
+        hidden = self.infinity_inputs[0]
+        return self._graph and (
+            hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
+        )
 
     def compute(self, what: str = "an operation") -> torch.Tensor:
         """Compute the logits as an ordinary tensor, once. what: wants them."""
-        raise NotImplementedError
+        if self.is_materialized():
+            return self.materialize(what)
+        made = self._computed
+        # Computed under no_grad, and wanted with a graph now: once more.
+        if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
+            # As an ordinary head would have recorded it when it was called.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
+                made = self._computed = self._compute_anew(what)
+            self._computed_version = _version(made)
+        return made
+
+    def is_materialized(self) -> bool:
+        """Tell whether these are ordinary logits by now: materialized, or written to since."""
+        written = self._computed is not None and _version(self._computed) != self._computed_version
+        return self._materialized or written
+
+    def materialize(self, what: str) -> torch.Tensor:
+        """Make these ordinary logits."""
+        if not self._materialized:
+            with torch.set_grad_enabled(self._graph):
+                self._become_ordinary(what)
+            self._materialized = True
+            assert self._computed is not None
+            # Backward goes by way of this tensor: the engine looks for its inputs.
+            self.infinity_inputs = (self.infinity_inputs[0], self._computed)
+        assert self._computed is not None
+        return self._computed
+
+    def _become_ordinary(self, what: str) -> None:
+        # Not where somebody wrote to the computed ones, which are the logits now.
+        if not self.is_materialized():
+            self.compute(what)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -102,25 +161,74 @@ class UncomputedLogits(torch.Tensor):
         return self.compute("deepcopy").__deepcopy__(memo)  # type: ignore[no-untyped-call]
 
 
+_SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
+"""Accesses, beside operations in place, that change the logits or show a later change."""
+
+_WRITING = {"__setitem__"} | {
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+}
+"""Names of operations in place that do not end in one underscore."""
+
+OF_THE_GRAPH = {
+    getattr(_TENSOR, name).__get__
+    for name in (
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "retains_grad",
+        "output_nr",
+        "_version",
+        "_backward_hooks",
+    )
+} | {_TENSOR.requires_grad.__set__}
+"""Metadata that differs between ordinary logits and a tensor without a graph."""
+
+
+def of_the_graph(func: Any, logits: UncomputedLogits, args: tuple[Any, ...]) -> Any:
+    """Answer a question of `OF_THE_GRAPH`."""
+    if not logits.is_materialized():
+        if func == _TENSOR.requires_grad.__get__:
+            return logits.wants_grad
+        if func == _TENSOR.is_leaf.__get__:
+            return not logits.wants_grad
+        if func == _TENSOR.requires_grad.__set__ or (
+            func == _TENSOR.grad_fn.__get__ and logits.wants_grad
+        ):
+            logits.materialize(func.__self__.__name__)
+    if logits.is_materialized():
+        return func(logits.materialize("autograd"), *args)
+    with DisableTorchFunctionSubclass():
+        return func(logits, *args)
+
+
+def settle_written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Materialize logits that an operation writes to, or makes visible for later writes (a hook,
+    `.data`): from here on all must see the same memory."""
+    name = getattr(func, "__name__", str(func))
+    first = args[0] if args else None
+    writes = (
+        func in _SETTLING or name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+    )
+    if writes and isinstance(first, UncomputedLogits):
+        first.materialize(name)
+    if isinstance(kwargs.get("out"), UncomputedLogits):
+        kwargs["out"].materialize(name)
+
+
 class DeferredLogits(UncomputedLogits):
     """Logits [..., vocabulary] of a head for hidden states [..., features] (see the module's
     docstring).
 
     An ordinary head computes logits when it is called; these are computed later. So their inputs
     must not change in between: hidden states or weights that were written (by an optimizer's step)
-    are an error. Logits made under `no_grad` have no graph. Once somebody writes to the logits, or
-    puts a hook on them, they are ordinary ones for everybody (`materialize`).
+    are an error. Views of materialized logits share their memory.
     """
 
-    # `infinity_inputs`: hidden states and, once materialized, the computed logits.
     _head: TiledHead
-    _graph: bool  # whether an ordinary head would have recorded a graph
     _versions: tuple[int, ...]
     # The logits that these are a view of, and the operation that makes the view.
     _of: tuple[DeferredLogits, Callable[[torch.Tensor], torch.Tensor]] | None
-    _computed: torch.Tensor | None
-    _computed_version: int
-    _materialized: bool
 
     @staticmethod
     def __new__(  # noqa: PYI034
@@ -135,10 +243,8 @@ class DeferredLogits(UncomputedLogits):
         # No storage: an operation that reaches it without `__torch_function__` must fail, not read.
         made = make_wrapper(cls, shape, dtype or hidden.dtype, hidden.device, False)
         assert isinstance(made, DeferredLogits)
-        made._head, made.infinity_inputs, made._of = head, (hidden,), of
-        # The call of the head decides whether a graph is wanted, not the computing of the logits.
-        made._graph, made._versions = torch.is_grad_enabled(), _versions(head, hidden)
-        made._computed, made._computed_version, made._materialized = None, 0, False
+        made._begin(head, hidden)
+        made._of, made._versions = of, _versions(head, hidden)
         return made
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None:
@@ -181,57 +287,22 @@ class DeferredLogits(UncomputedLogits):
                     "outside of it, or checkpoint with use_reentrant=False"
                 )
 
-    @property
-    def wants_grad(self) -> bool:
-        """True where the logits have a graph, as those of an ordinary head."""
-        hidden = self.infinity_inputs[0]
-        return self._graph and (
-            hidden.requires_grad or any(param.requires_grad for param in self._head.parameters())
-        )
-
-    def compute(self, what: str = "an operation") -> torch.Tensor:
-        """Compute the logits as an ordinary tensor, once."""
-        if self.is_materialized():
-            return self.materialize(what)
-        made = self._computed
-        # Computed under no_grad, and wanted with a graph now: once more.
-        if made is None or (torch.is_grad_enabled() and self.wants_grad and not made.requires_grad):
-            self.check_unchanged()
-            self._head.say_computed(what, self.numel() * self.element_size())
-            # As an ordinary head would have recorded it when it was called.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self._graph):
-                made = self._computed = self._head.compute(self.infinity_inputs[0]).to(self.dtype)
-            self._computed_version = _version(made)
-        return made
+    def _compute_anew(self, what: str) -> torch.Tensor:
+        self.check_unchanged()
+        self._head.say_computed(what, self.numel() * self.element_size())
+        return self._head.compute(self.infinity_inputs[0]).to(self.dtype)
 
     def is_materialized(self) -> bool:
-        """Tell whether these are ordinary logits by now: materialized, or written to since."""
-        written = self._computed is not None and _version(self._computed) != self._computed_version
-        return (
-            self._materialized
-            or written
-            or (self._of is not None and self._of[0].is_materialized())
-        )
+        """Tell whether these are ordinary logits by now, or those that they are a view of."""
+        return super().is_materialized() or (self._of is not None and self._of[0].is_materialized())
 
-    def materialize(self, what: str) -> torch.Tensor:
-        """Make these ordinary logits, in the memory of the logits that they are a view of.
-
-        The viewed logits become ordinary, too.
-        """
-        if not self._materialized:
-            with torch.set_grad_enabled(self._graph):
-                if self._of is not None:
-                    whole, view = self._of
-                    self._computed = view(whole.materialize(what))
-                # Not where somebody wrote to the computed ones, which are the logits now.
-                elif not self.is_materialized():
-                    self.compute(what)
-            self._materialized = True
-            assert self._computed is not None
-            # Backward goes by way of this tensor: the engine looks for its inputs.
-            self.infinity_inputs = (self.infinity_inputs[0], self._computed)
-        assert self._computed is not None
-        return self._computed
+    def _become_ordinary(self, what: str) -> None:
+        if self._of is None:
+            super()._become_ordinary(what)
+            return
+        # In the memory of the logits that they are a view of, which become ordinary, too.
+        whole, view = self._of
+        self._computed = view(whole.materialize(what))
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -248,8 +319,8 @@ class DeferredLogits(UncomputedLogits):
         name = getattr(func, "__name__", str(func))
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         # First: these answers depend on whether the logits are materialized.
-        if logits is not None and func in _OF_THE_GRAPH:
-            return _of_the_graph(func, logits, args[1:])
+        if logits is not None and func in OF_THE_GRAPH:
+            return of_the_graph(func, logits, args[1:])
         if func in METADATA:
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -259,15 +330,7 @@ class DeferredLogits(UncomputedLogits):
             done = handler(func, logits, args[1:], kwargs) if handler is not None else None
             if done is not None:
                 return done
-            # An operation in place, a hook, `.data`: from here on all must see the same memory.
-            if (
-                func in _SETTLING
-                or name == "__setitem__"
-                or (name.endswith("_") and not name.endswith("__"))
-            ):
-                logits.materialize(name)
-        if isinstance(kwargs.get("out"), DeferredLogits):
-            kwargs["out"].materialize(name)
+        settle_written(func, args, kwargs)
         return func(
             *(_compute(arg, name) for arg in args),
             **{key: _compute(arg, name) for key, arg in kwargs.items()},
@@ -435,40 +498,6 @@ _HANDLERS: dict[Any, Handler] = {
     torch.flatten: _view,
     torch.reshape: _view,
 }
-
-_SETTLING = {_TENSOR.register_hook, _TENSOR.retain_grad, _TENSOR.data.__get__}
-"""Accesses, beside operations in place, that change the logits or show a later change."""
-
-_OF_THE_GRAPH = {
-    getattr(_TENSOR, name).__get__
-    for name in (
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "retains_grad",
-        "output_nr",
-        "_version",
-        "_backward_hooks",
-    )
-} | {_TENSOR.requires_grad.__set__}
-"""Metadata that differs between ordinary logits and a tensor without a graph."""
-
-
-def _of_the_graph(func: Any, logits: DeferredLogits, args: tuple[Any, ...]) -> Any:
-    if not logits.is_materialized():
-        if func == _TENSOR.requires_grad.__get__:
-            return logits.wants_grad
-        if func == _TENSOR.is_leaf.__get__:
-            return not logits.wants_grad
-        if func == _TENSOR.requires_grad.__set__ or (
-            func == _TENSOR.grad_fn.__get__ and logits.wants_grad
-        ):
-            logits.materialize(func.__self__.__name__)
-    if logits.is_materialized():
-        return func(logits.materialize("autograd"), *args)
-    with DisableTorchFunctionSubclass():
-        return func(logits, *args)
 
 
 def default_tiles(vocabulary: int, tile: int) -> int:

@@ -538,9 +538,11 @@ def exclude_from_compile(model: nn.Module) -> None:
 def refuse_microbatched(model: nn.Module, call: str) -> None:
     """Raise ValueError for a model whose modules run in slices already: those that are replaced
     would not."""
-    if hasattr(type(model), "_infinity_slicing"):
+    # Not the root alone: others may wrap it (get_peft_model).
+    if any(hasattr(type(module), "_infinity_slicing") for module in model.modules()):
         raise ValueError(
-            f"this model is microbatched already; call {call} before inf.microbatched(model, n)"
+            f"this model, or a part of it, is microbatched already; call {call} before "
+            "inf.microbatched(model, n)"
         )
 
 
