@@ -60,6 +60,7 @@ class Training:
     device: str = "cpu"  # what computes
     no_sync: bool = False  # micro-batches that are not the last of a step are marked as such
     autocast: str = ""  # forward in bf16: "cached" as torch does it, or "uncached"
+    together: bool = False  # the engine runs a step's micro-batches by `handle.accumulate`
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -209,7 +210,15 @@ def offloaded(
                 scaler = torch.amp.GradScaler(
                     training.device, init_scale=scale, growth_interval=interval
                 )
-            losses, norms, seen = run_loop(training, model, optimizer, clip, scaler, handle.no_sync)
+            losses, norms, seen = run_loop(
+                training,
+                model,
+                optimizer,
+                clip,
+                scaler,
+                handle.no_sync,
+                handle.accumulate if training.together else None,
+            )
             values = values_of(model)
             handle.flush()  # what is still being written is not counted yet
             return Result(losses, norms, seen, values, handle.stats())
@@ -236,6 +245,7 @@ def run_loop(
     clip: Callable[[], torch.Tensor],
     scaler: Any = None,
     no_sync: Callable[[], Any] = contextlib.nullcontext,
+    accumulate: Callable[..., Any] | None = None,
 ) -> tuple[list[float], list[float], list[Any]]:
     losses, norms, seen = [], [], []
     batches = iter(training.batches)
@@ -246,14 +256,22 @@ def run_loop(
         if training.before is not None:
             seen.append(training.before(model, step))
             optimizer.zero_grad()
-        for micro in range(training.accumulation):
+
+        def losses_of(batch: models.Batch, step: int = step) -> tuple[torch.Tensor, torch.Tensor]:
+            with training.casting():
+                loss = models.loss_of(model, batch) / training.accumulation
+            if step in training.poisoned:
+                loss = loss * float("inf")
+            return (loss if scaler is None else scaler.scale(loss)), loss
+
+        if accumulate is not None:
+            micro_batches = [next(batches) for _ in range(training.accumulation)]
+            losses += [loss.item() for _, loss in accumulate(micro_batches, losses_of)]
+        for micro in range(training.accumulation if accumulate is None else 0):
             marked = training.no_sync and micro + 1 < training.accumulation
             with no_sync() if marked else contextlib.nullcontext():
-                with training.casting():
-                    loss = models.loss_of(model, next(batches)) / training.accumulation
-                if step in training.poisoned:
-                    loss = loss * float("inf")
-                (loss if scaler is None else scaler.scale(loss)).backward()
+                scaled, loss = losses_of(next(batches))
+                scaled.backward()
             losses.append(loss.item())
             if training.between is not None:
                 seen.append(training.between(model, step))

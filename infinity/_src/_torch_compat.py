@@ -15,6 +15,9 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     sequence_number,             _C._autograd._get_sequence_nr,     an output that is an input
     node_sequence_number         Node._sequence_nr                  passed through gathers units
                                                                     again that are done
+    set_sequence_number          Node._set_sequence_nr              one backward over the
+                                                                    micro-batches of accumulate()
+                                                                    takes the last one first, whole
     DisableTorchFunctionSubclass _C.DisableTorchFunctionSubclass    a parameter at rest asks itself,
                                                                     without end
     NO_TORCH_FUNCTION            _C._disabled_torch_function_impl   operations on `p.grad` do not
@@ -244,6 +247,11 @@ def register_post_accumulate(tensor: torch.Tensor, hook: Callable[[torch.Tensor]
 def node_sequence_number(node: Any) -> int:
     """The sequence number of an autograd node (see `sequence_number`)."""
     return int(node._sequence_nr())
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Set the sequence number of an autograd node (see `sequence_number`)."""
+    node._set_sequence_nr(number)
 
 
 def make_wrapper(

@@ -18,16 +18,17 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from infinity._src import openmp
-from infinity._src.build import build_engine
+from infinity._src.build import build_engine, sum_slices_as_they_wait
 from infinity._src.checkpoint.hub_files import hub_checkpoint
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.distributed.transport import Transport
+from infinity._src.hooks.accumulation import Accumulation
 from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.module_params import detach_params
 from infinity._src.hooks.state_dict import check_copies
@@ -43,6 +44,9 @@ from infinity.aio import Seam
 from infinity.errors import EngineClosed, RankFailed
 
 log = logging.getLogger("infinity")
+
+B = TypeVar("B")
+R = TypeVar("R")
 
 # A model keeps its handle itself: a table here would keep closed models alive.
 _HANDLE = "_infinity_handle"
@@ -166,6 +170,7 @@ class Handle:
         self.gradients = parts.grads.reducer
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
+        self._accumulation = Accumulation(parts.lifecycle, self.policy.units)
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
@@ -204,6 +209,34 @@ class Handle:
         # The reducer adds up on this rank, the mode leaves the update out: each knows half of it.
         with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
             yield
+
+    def accumulate(self, micro_batches: Iterable[B], fn: Callable[[B], R]) -> list[R]:
+        """Accumulate the gradients of micro-batches: `fn` for one after the other, then one
+        backward for all, block by block. Blocks until it has ended.
+
+        Each unit is gathered once for all backwards and, on several ranks, reduced once; its
+        gradients are stored once. With update="backward" none is stored, and no `no_sync` is
+        needed. Graphs of all micro-batches live until backward: checkpoint the blocks.
+
+        micro_batches: read as a whole before the first `fn`. fn: gets one, and returns its loss (a
+        tensor of one element, scaled as the sum wants it), or a tuple that begins with it.
+        Returns what `fn` returned, with tensors (of the tuple, too) detached.
+
+        Parameters get the bits of `for mb in micro_batches: fn(mb).backward()` where a micro-batch
+        uses them once; one that is used several times gets its gradients use by use, the last of
+        forward first, and of each use micro-batch by micro-batch. Random numbers are those of the
+        loop. On several ranks the bits are those of the loop with accumulate="local". If
+        micro-batches call blocks in different orders, backwards run one after the other, which is
+        logged once.
+
+        Raises: ValueError without micro-batches, and for what `fn` may not return; RuntimeError
+        inside of a forward, a backward or another `fn`; whatever `fn` raises. Then there has been
+        no backward.
+        """
+        self.check_open()
+        # Sums of micro-batches are autograd's own here.
+        sum_slices_as_they_wait(self.parts.split.flats, self.gradients.dtype)
+        return self._accumulation.run(list(micro_batches), fn, self.no_sync)
 
     def optimizer_state(self, param: torch.nn.Parameter) -> OptimizerState:
         """Return the optimizer states of a parameter, by name, to be read and written on any tier:

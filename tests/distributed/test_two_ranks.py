@@ -249,3 +249,24 @@ def test_two_ranks_reduce_each_unit_once_for_all_slices(tmp_path: Path) -> None:
         assert cpu[rank].stats == one[rank].stats, "one reduction for each unit and step"
         assert any(cpu[rank].stats.values())
         assert cpu[rank].losses == pytest.approx(one[rank].losses, rel=2e-2)
+
+
+def test_two_ranks_reduce_each_unit_once_for_all_micro_batches(tmp_path: Path) -> None:
+    loop = Training(models.llama, accumulation=4, rows=4, steps=2)
+    together = dataclasses.replace(loop, together=True)
+    local = dataclasses.replace(loop, no_sync=True)
+    figures = ("comm_reduce_inside_bytes", "comm_reduce_across_bytes")
+    runs: tuple[tuple[Training, dict[str, Any]], ...] = (
+        (dataclasses.replace(loop, accumulation=1), PLACEMENTS["cpu"]),
+        (together, PLACEMENTS["cpu"]),
+        (together, {**PLACEMENTS["nvme"], "update": "backward", "generations": 2}),
+        (local, {**PLACEMENTS["cpu"], "accumulate": "local"}),
+    )
+    found = on_two_ranks(Train(runs, held=figures), tmp_path / "run")
+    one, cpu, nvme, summed = zip(*found, strict=True)
+    assert_ranks_agree(list(cpu))
+    for rank in range(WORLD):
+        harness.assert_equal(nvme[rank], cpu[rank])
+        harness.assert_equal(summed[rank], cpu[rank])
+        assert cpu[rank].stats == one[rank].stats, "one reduction for each unit and step"
+        assert any(cpu[rank].stats.values())

@@ -95,6 +95,14 @@ def test_checkpointing_of_both_kinds(
     check(Training(factory, checkpointing=use_reentrant), policy(tmp_path, **MIN), device)
 
 
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
+def test_one_backward_for_all_micro_batches(
+    use_reentrant: bool, device: str, tmp_path: Path
+) -> None:
+    training = Training(models.llama, accumulation=3, checkpointing=use_reentrant, together=True)
+    check(training, policy(tmp_path, **MIN), device)
+
+
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["plain", "reentrant"])
 def test_activations_that_leave_come_back_as_they_were(

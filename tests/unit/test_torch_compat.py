@@ -137,6 +137,39 @@ def test_sequence_numbers_order_nodes_by_when_they_were_made() -> None:
     )
 
 
+def test_backward_runs_the_ready_node_with_the_highest_number_that_was_set() -> None:
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    order: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    made = [Own.apply(x), x * 2, x * 3]
+    for index, each in enumerate(made):
+        each.register_hook(lambda _, index=index: order.append(index))
+    numbers = [compat.node_sequence_number(each.grad_fn) for each in made]
+    assert numbers == sorted(numbers)
+    for each, number in zip(made, reversed(numbers), strict=True):
+        compat.set_sequence_number(each.grad_fn, number)
+    torch.autograd.backward([each.sum() for each in made])
+    assert order == [0, 1, 2]
+
+
+def test_node_numbers_of_a_new_thread_begin_at_zero() -> None:
+    """So nodes of several threads have the same numbers, and no order among each other."""
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(compat.sequence_number()))
+    _ = torch.ones(1, requires_grad=True) * 2
+    thread.start()
+    thread.join()
+    assert found == [0] < [compat.sequence_number()]
+
+
 def test_a_node_prehook_survives_in_place_changes_and_runs_after_tensor_hooks() -> None:
     order: list[str] = []
     x = torch.ones(2, 3, requires_grad=True)

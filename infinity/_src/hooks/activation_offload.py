@@ -43,6 +43,7 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_store import ActivationStore, StoredBytes
+from infinity._src.hooks.block_order import Marks, deal
 from infinity._src.memory.constants import HELD_CALLS, STORING_BYTES_MAX
 from infinity._src.params.unit import Unit
 from infinity._src.sizes import format_size
@@ -400,6 +401,21 @@ class Activations:
         self._moved += 1
 
     # -- backward ----------------------------------------------------------------------------------
+
+    @property
+    def next_call(self) -> int:
+        """Number of the next call."""
+        return self._numbers + 1
+
+    def reorder(self, marks: Marks) -> None:
+        """Number calls anew, as `deal` says: backward wants the inputs of the highest first."""
+        with self._lock:
+            calls = dict(self._calls)
+            self._calls.clear()
+            dealt = deal(calls, marks)
+            for number, call in calls.items():
+                call.number = dealt.get(number, number)
+                self._calls[call.number] = call
 
     def _unpack(self, boundary: Boundary) -> torch.Tensor:
         """Return the tensor of a boundary, for autograd. Blocks until it is there."""

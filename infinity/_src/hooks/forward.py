@@ -16,8 +16,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -38,6 +38,7 @@ from infinity._src._torch_compat import (
 from infinity._src.hooks import tensors
 from infinity._src.hooks.activation_offload import Activations
 from infinity._src.hooks.backward import Backward, BackwardUse
+from infinity._src.hooks.block_order import BlockLog, Marks
 from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
@@ -149,6 +150,7 @@ class Lifecycle:
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
         self._backward = Backward(unsharder, gradients, self._lock)
+        self._log = BlockLog()
         self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(
             model, units, owner=self, on_demand=self.in_forward, read=unsharder.read
@@ -227,6 +229,37 @@ class Lifecycle:
         self._handles.clear()
         uninstall(self._installed)
         self.closed = self._backward.closed = True
+
+    @contextmanager
+    def noting(self, blocks: frozenset[torch.nn.Module]) -> Iterator[BlockLog]:
+        """Note which of these blocks the forwards inside go through.
+
+        Raises: RuntimeError inside of a forward, a backward, or another one of these.
+        """
+        self._require_open("accumulate()")
+        # Frames that a broken-off forward has left would count as running.
+        self.recover()
+        if self._frames or self._log.noting or graph_task_id() != NO_TASK:
+            raise RuntimeError(
+                "accumulate() inside of a forward or a backward, or of the fn of another "
+                "accumulate(): call it in the training loop"
+            )
+        self._log.start(blocks)
+        try:
+            yield self._log
+        finally:
+            self._log.stop()
+            self.unsharder.expect_forward(False)
+
+    @property
+    def next_call(self) -> int:
+        """Number of the next checkpointed call, whose inputs may be offloaded."""
+        return 0 if self._activations is None else self._activations.next_call
+
+    def reorder_calls(self, marks: Marks) -> None:
+        """Have the inputs of checkpointed calls come back in the order of `reorder_backward`."""
+        if self._activations is not None:
+            self._activations.reorder(marks)
 
     def refs_of(self, unit: Unit) -> UnitRefs:
         """References to `unit`."""
@@ -399,6 +432,8 @@ class Lifecycle:
             frame = self._pop(module)
             if frame is None:
                 return
+            if self._log.noting and module in self._log.blocks:
+                self._note_block(module)
             try:
                 # No output, when forward raised: there is no graph to hook.
                 if (frame.held or frame.idle) and output is not None:
@@ -415,6 +450,15 @@ class Lifecycle:
                         if (error := frame.raised) is not None:
                             self.unsharder.broke("forward", error)
                         self.unsharder.forward_end()
+
+    def _note_block(self, block: torch.nn.Module) -> None:
+        """Note that a training forward has left a block."""
+        # A pass without gradients (a reference model, `generate`) makes no nodes, and a nested
+        # backward computes again what was noted before.
+        if self._passes.evaluates or graph_task_id() != NO_TASK:
+            return
+        if not any(around.module in self._log.blocks for around in self._frames):
+            self._log.leave(block, sequence_number(), self.next_call)
 
     def _drop_casts(self, frame: Frame) -> None:
         """Drop the 16-bit copies that autocast has made of the frame's fp32 weights. It would keep

@@ -117,6 +117,8 @@ class Schedule:
         self._foreseen = 0  # demands of the record
         self._matching: list[_Trace] = []  # begin as the record does
         self.deviations = 0
+        # After a training forward comes another one, and no backward.
+        self.forward_follows = False
 
     def order(self, phase: Phase) -> list[int]:
         """The order that the phase is expected to have when it comes next, or has if it runs."""
@@ -179,7 +181,7 @@ class Schedule:
         rest = (here[place] for place in places if place not in self._taken)
         # Bounded: a trace of few units, used very often, would be searched whole at each demand.
         for unit in itertools.islice(
-            itertools.chain(rest, self._expected(self._trace, _NEXT[self._phase]).order), LOOK_MAX
+            itertools.chain(rest, self._expected(self._trace, self._next_phase).order), LOOK_MAX
         ):
             if unit not in found:
                 found.add(unit)
@@ -192,8 +194,15 @@ class Schedule:
         if found is not None:
             return found
         # Not in the rest of this phase: count on over its end, into the next one.
-        then = self._expected(self._trace, _NEXT[self._phase]).places.get(unit)
+        then = self._expected(self._trace, self._next_phase).places.get(unit)
         return len(self._trace.order) - self._cursor + then[0] if then else NEVER
+
+    @property
+    def _next_phase(self) -> Phase:
+        """The phase that comes after the one that runs, or has run last."""
+        if self.forward_follows and self._phase is Phase.TRAIN:
+            return Phase.TRAIN
+        return _NEXT[self._phase]
 
     # -- following a trace -------------------------------------------------------------------------
 

@@ -259,6 +259,9 @@ class UnsharderInterface(Protocol):
         Raises: RanksDiverged; then nothing is written.
         """
 
+    def expect_forward(self, follows: bool) -> None:
+        """Note whether another training forward comes after the next one, or a backward does."""
+
     def forward_start(self) -> None:
         """Begin the outermost forward."""
 

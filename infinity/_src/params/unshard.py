@@ -526,6 +526,12 @@ class Unsharder:
 
     # -- passes ------------------------------------------------------------------------------------
 
+    def expect_forward(self, follows: bool) -> None:
+        """Note whether another training forward comes after the next one, or a backward does: the
+        prefetches at its end are for that.
+        """
+        self._schedule.forward_follows = follows
+
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         # A forward inside of backward recomputes: the phase is still the backward.

@@ -106,6 +106,9 @@ class RamUnsharder:
             self.copies[param] = value.detach().to(param.dtype, copy=True).reshape(param.shape)
         param.unit.generation += 1
 
+    def expect_forward(self, follows: bool) -> None:
+        """Nothing is prefetched."""
+
     def forward_start(self) -> None:
         self.events.append("forward_start")
 
