@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import SlicesError
-
 from infinity._src._torch_compat import version_of
+from infinity.errors import SlicesError
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
 _LOSSES = (type(None), torch.Tensor, int, float, list)
