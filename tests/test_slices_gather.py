@@ -16,6 +16,7 @@ from torch import nn
 import infinity as inf
 from infinity._src import build
 from infinity._src.engine import offload
+from infinity._src.hooks import activation_offload as activations
 from infinity._src.memory import device_room
 from infinity._src.memory.device_room import again_bytes, fresh_room, gathered_room
 from infinity._src.params.unit import SHARDED
@@ -44,8 +45,9 @@ from tests.test_microbatched import (
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly anything stays gathered by chance."""
+    """Hardly anything stays gathered by chance, and small activations go to their tier."""
     monkeypatch.setattr(device_room, "BESIDE_BYTES", 1000)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
 
 
 LLAMA = functools.partial(models.llama, 2)
