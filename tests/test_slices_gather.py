@@ -16,6 +16,7 @@ from torch import nn
 import infinity as inf
 from infinity._src import build
 from infinity._src.engine import offload
+from infinity._src.hooks import activation_offload as activations
 from infinity._src.memory import device_room
 from infinity._src.memory.device_room import again_bytes, fresh_room, gathered_room
 from infinity._src.params.unit import SHARDED
@@ -44,8 +45,9 @@ from tests.test_microbatched import (
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hardly anything stays gathered by chance."""
+    """Hardly anything stays gathered by chance, and small activations go to their tier."""
     monkeypatch.setattr(device_room, "BESIDE_BYTES", 1000)
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 256)
 
 
 LLAMA = functools.partial(models.llama, 2)
@@ -204,25 +206,29 @@ def steps_of(
     return found, beyond, values
 
 
+def assert_moved_alike(ours: list[Moved], theirs: list[Moved]) -> None:
+    """Compare steps: gathers and writes are the same. Which units are still there where a pass
+    turns round follows from when their reads ended, and slices come to experts in another order: a
+    unit or two may be read more, or less."""
+    for step, other in zip(ours, theirs, strict=True):
+        assert (step.demands, step.written) == (other.demands, other.written)
+        assert step.read == pytest.approx(other.read, rel=0.1)
+
+
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, *list(KINDS)[:4]))
 def test_a_step_moves_the_same_whatever_the_number_of_slices(kind: str, tmp_path: Path) -> None:
     factory, values = KINDS[kind]
     chosen = policy(tmp_path, **NVME, **values)
     (one, beyond_one, _), (four, beyond_four, _) = (steps_of(factory, n, chosen) for n in (1, 4))
     assert max(beyond_one, beyond_four) <= 0
-    if "experts" not in kind:
-        assert one == four
-        return
-    # Slices come to the experts in another order, so others are there where a pass turns round.
-    for ours, theirs in zip(four, one, strict=True):
-        assert (ours.demands, ours.written) == (theirs.demands, theirs.written)
-        assert ours.read == pytest.approx(theirs.read, rel=0.1)
+    assert_moved_alike(four, one)
 
 
 def test_updates_in_backward_move_the_same_for_any_number_of_slices(tmp_path: Path) -> None:
     chosen = policy(tmp_path, **NVME, **SPLIT, update="backward")
     one, *others = (steps_of(LLAMA, n, chosen, count=2)[0] for n in (1, 2, 4, 8))
-    assert others == [one] * 3
+    for other in others:
+        assert_moved_alike(other, one)
 
 
 # -- where the device has no room ------------------------------------------------------------------
