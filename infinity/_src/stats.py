@@ -166,9 +166,10 @@ class Stats:
         once,
     fresh_grad_bytes_peak: of gradients between autograd and where they wait, heap_spare_bytes: of
     freed memory kept at most beside what was in use at once, where the CPU computes (all three
-    device memory, not in ram_bytes); demands: times a unit was wanted (for all slices of a batch once, where it stays
-    gathered), of which demand_reads were not read ahead; deviations: demands that the traced order
-    did not foresee; params_read_bytes: of bytes_read, parameters for a forward or a backward alone;
+    device memory, not in ram_bytes); demands: times a unit was wanted (for all slices of a batch
+    once, where it stays gathered), of which demand_reads were not read ahead; deviations: demands
+    that the traced order did not foresee; params_read_bytes: of bytes_read, parameters for a
+    forward or a backward alone;
     grads_read_bytes, grads_written_bytes: of both, spilled gradients, as far as that was begun;
     registered: whether io_uring has the pools' pages registered, else registered_reason says why
     not; kept_chunks: chunks whose write failed, which are in memory only; jobs_cancelled: reads

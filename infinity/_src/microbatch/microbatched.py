@@ -67,10 +67,11 @@ def microbatched(
 
     Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
     that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, and for
-    TorchScript. On an error the model is as it was. In forward: SlicesError for a cache, for arguments and outputs of blocks of
-    which it is not clear how they are cut and joined, and for blocks that write to buffers, to
-    lists or dicts among their arguments, or leave a loss in an attribute. In backward: SlicesError
-    for random numbers inside of a checkpoint of the caller's around a block.
+    TorchScript. On an error the model is as it was. In forward: SlicesError for a cache, for
+    arguments and outputs of blocks of which it is not clear how they are cut and joined, and for
+    blocks that write to buffers, to lists or dicts among their arguments, or leave a loss in an
+    attribute. In backward: SlicesError for random numbers inside of a checkpoint of the caller's
+    around a block.
     """
     _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}

@@ -348,8 +348,8 @@ class Run:
 
         names: of the positional arguments. first: has rows. counts: lengths of tensors without
         rows, instead of the model's. any_object: share objects of every type, too. Raises:
-        SlicesError else for an object that may hold rows (a cache), and for arguments of which it is
-        not clear whether they have rows.
+        SlicesError else for an object that may hold rows (a cache), and for arguments of which it
+        is not clear whether they have rows.
         """
         places = first.shape[1] if first is not None and first.dim() > 1 else None
         counted = self.slicing.counts if counts is None else counts
