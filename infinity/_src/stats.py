@@ -338,14 +338,13 @@ class Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it
         nothing is forecast.
 
-        update: when updates run; None where no limits are known (`update_on="device"`). bandwidths:
-        of the drives, by directory, where they are known better than from this run. ranks: fields
-        that only several ranks have. slices: see `StepTerms.collect`.
+        update: when updates run; None: no limits are known (`update_on="device"`). bandwidths: of
+        the drives, by directory, known better than from this run. ranks: fields of several ranks.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
         terms = None if update is None else StepTerms.collect(
-            progress.clock, executor, update=update, bandwidths=bandwidths or {},
-            frozen_bytes=frozen_bytes, slices=slices,
+            progress.clock, executor, update=update, bandwidths=bandwidths or {}, slices=slices,
+            frozen_bytes=frozen_bytes,
         )
         return cls(
             params=param_numel,

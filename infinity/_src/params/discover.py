@@ -540,17 +540,13 @@ def _check_room(
         return
     largest = max(specs, key=lambda spec: spec.size.gathered)
     one_pass = [dataclasses.replace(size, block=None) for size in sizes]
-    if gathered + fresh <= device_bytes:
-        fix = (
-            f"inf.microbatched adds up the gradients of a block there, {format_size(made)} as they "
-            "wait: use a narrower grad_dtype, or a loop over micro-batches without it"
-        )
-    elif passes.whole:
+    if passes.whole:
         fix = f"all parameters stay gathered, {format_size(gathered)}: use zero=3"
     elif gathered_room(one_pass, passes) + fresh_room(one_pass, passes) <= device_bytes:
         fix = (
-            "gradients of a block add up on the device until its last slice: name smaller modules "
-            "in inf.microbatched(blocks=...)"
+            f"inf.microbatched adds up the gradients of a block there, {format_size(made)} as they "
+            "wait, until its last slice: name smaller modules in inf.microbatched(blocks=...), use "
+            "a narrower grad_dtype, or a loop over micro-batches without it"
         )
     else:
         # Units inside of others may take more together than such tiles would.

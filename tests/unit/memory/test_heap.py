@@ -172,4 +172,5 @@ def test_the_allowance_follows_the_units_up_to_a_limit() -> None:
 
 
 if __name__ == "__main__":
-    {"holes": holes, "again": again, "reuse": reuse, "fragments": fragments}[sys.argv[1]](sys.argv[2])
+    kinds = {"holes": holes, "again": again, "reuse": reuse, "fragments": fragments}
+    kinds[sys.argv[1]](sys.argv[2])
