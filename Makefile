@@ -1,6 +1,6 @@
 # make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak |
-#      bench | convergence | rehearsal | hosts | ranks | slow | torch-matrix | wheel | gpu-bundle |
-#      clean
+#      bench | convergence | rehearsal | hosts | ranks | slow | report-browser | torch-matrix |
+#      wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -24,7 +24,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts
-.PHONY: rehearsal ranks slow torch-matrix wheel gpu-bundle clean
+.PHONY: rehearsal ranks slow report-browser torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
 
@@ -164,6 +164,11 @@ ranks: $(STAMP)
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
+
+# The page of `infinity report` in headless Chromium (apt-get install chromium): every chart is
+# drawn, the console has no error, and nothing is asked of the network.
+report-browser: $(DEMO)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m browser tests/unit/cli
 
 # The core's tests with several versions of torch, each in an environment of its own under
 # build/torch-matrix: a version, floor (of pyproject.toml), pinned, or newest (what `pip install

@@ -385,13 +385,16 @@ def sum_seed(generation: int, key: int, section: int, piece: int) -> int:
 
 #: One span of work of an executor, as `take_spans` returns them. `track` is one of TRACK_*; times
 #: are CLOCK_MONOTONIC nanoseconds (`time.monotonic_ns`); `drive` is -1 for work without I/O;
-#: `chunk` is the id that `define` returned; `priority` is a Priority, or 3 for a read ahead.
+#: `chunk` is the id that `define` returned; `priority` is a Priority, or 3 for a read ahead; `kind`
+#: is that of the job (a JobKind, or KIND_AHEAD for a read ahead) and `mask` its mask.
 SPAN = np.dtype(
     [
         ("track", np.int32),
         ("drive", np.int32),
         ("chunk", np.int32),
         ("priority", np.int32),
+        ("kind", np.int32),
+        ("mask", np.uint32),
         ("start_ns", np.int64),
         ("end_ns", np.int64),
         ("bytes", np.int64),
@@ -406,6 +409,9 @@ TRACK_READ, TRACK_WRITE, TRACK_UPDATE, TRACK_COPY, TRACK_TO_DEVICE, TRACK_FROM_D
     4,
     5,
 )
+
+#: The `kind` of a SPAN that read states ahead of their update; no job has it.
+KIND_AHEAD = 5
 
 #: In a job's mask: move the slot as it is, without copy and checksum. For measuring drives
 #: (`infinity.bench`).

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from infinity._src.optim.sgd import SGD
     from infinity._src.params.materialize import TensorSource
     from infinity._src.save_restore import Restored, Save, restore, save
+    from infinity._src.step_log import StepLog
 
 __version__ = "0.1.0"
 
@@ -55,6 +56,7 @@ _HOMES = {
     "Save": "infinity._src.save_restore",
     "Restored": "infinity._src.save_restore",
     "TensorSource": "infinity._src.params.materialize",
+    "StepLog": "infinity._src.step_log",
 }
 
 __all__ = [
@@ -66,6 +68,7 @@ __all__ = [
     "Policy",
     "Restored",
     "Save",
+    "StepLog",
     "TensorSource",
     "__version__",
     "export_dcp",

@@ -77,6 +77,8 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
                        .drive = track <= INF_TRACK_WRITE ? run->chunk->plan.drive : -1,
                        .chunk = run->chunk->id,
                        .priority = run->priority,
+                       .kind = run->job.kind,
+                       .mask = run->job.mask,
                        .start_ns = start_ns,
                        .end_ns = inf_now_ns(),
                        .bytes = bytes};

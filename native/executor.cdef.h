@@ -82,6 +82,8 @@ typedef struct {
     int32_t drive;
     int32_t chunk;
     int32_t priority;
+    int32_t kind;
+    uint32_t mask;
     int64_t start_ns;
     int64_t end_ns;
     int64_t bytes;

@@ -196,6 +196,7 @@ COMMANDS = {
     "infinity doctor": ("doctor",),
     "infinity plan": ("plan",),
     "infinity train": ("train",),
+    "infinity report": ("report",),
     "infinity checkpoint": tuple(
         f"checkpoint {action}" for action in ("ls", "verify", "export", "reshard")
     ),

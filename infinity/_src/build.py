@@ -223,7 +223,7 @@ def build_engine(
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
     access = EngineAccess(split.comm, tiers.storage, mode)
-    grads = build_grads(split, tiers, mode, undo)
+    grads = build_grads(split, tiers, mode, timeline, undo)
     unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
     optimizer = build_optimizer(split, tiers, progress, grads, unsharder, mode, access, heap, undo)
     # Late: the first commit names places that are filled by now.
@@ -587,7 +587,9 @@ def choose_mode(split: Split, tiers: Tiers, progress: Progress) -> UpdateMode:
     return DeferredUpdate()
 
 
-def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.ExitStack) -> Grads:
+def build_grads(
+    split: Split, tiers: Tiers, mode: UpdateMode, timeline: Timeline, undo: contextlib.ExitStack
+) -> Grads:
     """Build the way of gradients from autograd to their accumulators."""
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
@@ -612,6 +614,7 @@ def build_grads(split: Split, tiers: Tiers, mode: UpdateMode, undo: contextlib.E
         ),
         unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
         grad_offload=tiers.offload,
+        timeline=timeline,
     )
     return Grads(registry, reducer)
 

@@ -319,6 +319,7 @@ class Handle:
             param_numel=sum(param.numel for param in self.parts.split.params),
             unit_count=len(self.units),
             backend_reason=self.parts.tiers.executor.backend_reason,
+            budget_bytes=self.parts.tiers.planner.budget_bytes,
             update=self.policy.cpu_update,
             bandwidths=self.policy.io_settings.bandwidths,
             activations=self.parts.tiers.storage.activation_figures(),
@@ -335,11 +336,16 @@ class Handle:
         """Write the timeline so far as Chrome trace JSON (opens in Perfetto) and return its number
         of spans.
 
-        Tracks: waits of training, reads, writes, updates, copies; the newest of each are kept.
+        Tracks: phases, waits of training, units in use, gradients, reads, writes, updates, copies,
+        with the names of the units; the newest of each are kept.
         """
-        # Threads of the executor note spans of their own; both clocks are CLOCK_MONOTONIC.
-        self.timeline.add_native_spans(self.parts.tiers.executor.take_spans())
+        self.take_spans()
         return self.timeline.write(path)
+
+    def take_spans(self) -> None:
+        """Take what the native threads noted since the last call into `timeline`."""
+        # Both clocks are CLOCK_MONOTONIC.
+        self.timeline.add_native_spans(self.parts.tiers.storage.take_spans(self.units))
 
     def flush(self) -> None:
         """Return when no update or write is pending. Raises the faults of the background.

@@ -141,6 +141,12 @@ _OF_PLACEMENT = (
 _PUBLIC_NAMES = {"delayed_params_bytes": "shadow_bytes"}
 """Figures of the placement that `Stats` shows under other names."""
 
+_COPIES = {
+    "h2d_bytes": "to_device_bytes", "d2h_bytes": "from_device_bytes",
+    "h2d_s": "to_device_s", "d2h_s": "from_device_s",
+}  # fmt: skip
+"""Executor counters that `Stats` shows under other names."""
+
 _OF_RANKS = (
     "comm_gather_inside_bytes", "comm_gather_across_bytes", "comm_reduce_inside_bytes",
     "comm_reduce_across_bytes", "whole_grad_bytes", "secondary_bytes", "feedback_bytes",
@@ -156,7 +162,8 @@ class Stats:
         on all drives;
     io_wait_s: time that forward and backward waited for a unit; update_wait_s: time that
     `opt.step()`, `flush()` and others waited for updates; ram_bytes: RAM that the engine holds by
-    plan, ram_min_bytes the least that works; its parts:
+    plan, ram_min_bytes the least that works, ram_budget_bytes what `ram` allows (None: "min");
+    its parts:
     pool_bytes: pinned slots, grad_bytes: gradients, staging_bytes: windows of those that spill,
     shadow_bytes: the second copy of the parameters (update="delayed"), resident_bytes: states,
     sums_bytes: their checksums, scratch_bytes: memory that norms and optimizers compute in;
@@ -205,6 +212,7 @@ class Stats:
     compute_s: float
     ram_bytes: int
     ram_min_bytes: int
+    ram_budget_bytes: int | None
     pool_bytes: int
     grad_bytes: int
     spilled_bytes: int
@@ -325,6 +333,7 @@ class Stats:
         param_numel: int,
         unit_count: int,
         backend_reason: str,
+        budget_bytes: int | None = None,
         endurance: Endurance | None = None,
         update: str | None = "deferred",
         bandwidths: Mapping[str, tuple[float, float]] | None = None,
@@ -360,6 +369,7 @@ class Stats:
             compute_s=executor.compute_s,
             ram_bytes=placement.ram_bytes,
             ram_min_bytes=placement.min_bytes,
+            ram_budget_bytes=budget_bytes,
             **{name: getattr(placement, name) for name in _OF_PLACEMENT},
             **{public: getattr(placement, name) for name, public in _PUBLIC_NAMES.items()},
             frozen_bytes=frozen_bytes,
@@ -379,10 +389,7 @@ class Stats:
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
             comm_wait_s=gradients.wait_s,
-            h2d_bytes=executor.to_device_bytes,
-            d2h_bytes=executor.from_device_bytes,
-            h2d_s=executor.to_device_s,
-            d2h_s=executor.from_device_s,
+            **{public: getattr(executor, name) for public, name in _COPIES.items()},
             phases=progress.clock.totals(),
             terms=terms,
             activations=activations or ActivationFigures(),

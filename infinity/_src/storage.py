@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from infinity._src.checkpoint.run_files import RunFiles
@@ -24,17 +26,21 @@ from infinity._src.memory.swap_space import SwapSpace, choose_shares
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.perf.roofline import update_threads
-from infinity._src.telemetry import Timeline
+from infinity._src.telemetry import PURPOSES, NativeSpans, Timeline
 from infinity.aio import (
+    SPAN,
     Executor,
     ExecutorStats,
     Format,
+    JobKind,
     PoolSpec,
+    Priority,
     Seam,
     SwapFile,
     open_executor,
 )
 from infinity.aio._endurance import Endurance
+from infinity.aio._records import KIND_AHEAD
 
 OBSERVE_S = 15.0
 """Seconds between two observations within a step: an executor remembers 64 seconds."""
@@ -234,6 +240,19 @@ class Storage:
                 total += int(shard.records["numel"][on_nvme].sum()) * shard.sections[0].itemsize
         return total
 
+    def take_spans(self, units: Sequence[Unit]) -> NativeSpans:
+        """Return the executor's spans since the last call, the newest 65,536 at most, each with its
+        unit and purpose.
+        """
+        spans = self.executor.take_spans()
+        owners = self.store.units_of_chunks()
+        chunks = spans["chunk"]
+        # The chunks of activations, and of what was dropped since, are of no unit.
+        known = (chunks >= 0) & (chunks < len(owners))
+        found = np.full(len(spans), -1, dtype=np.int32)
+        found[known] = owners[chunks[known]]
+        return NativeSpans(spans, found, purposes_of(spans, found), [each.name for each in units])
+
     def step_begins(self, steps: int) -> None:
         """Note that a training step's forwards and backwards are done, and its update begins.
         steps: taken before it.
@@ -259,3 +278,27 @@ class Storage:
         """
         if time.monotonic() - self._observed_s > OBSERVE_S:
             self.observe(self._steps)
+
+
+def purposes_of(spans: npt.NDArray[np.void], units: npt.NDArray[np.int32]) -> npt.NDArray[np.int8]:
+    """Tell the purpose of each span (`aio.SPAN`) by its job: [n], indices in `telemetry.PURPOSES`.
+    units: those of their chunks, -1 for none.
+    """
+    assert spans.dtype == SPAN, spans.dtype
+    kind, of_unit, param = spans["kind"], units >= 0, spans["mask"] & 1 != 0
+    fetch, store = kind == JobKind.FETCH, kind == JobKind.STORE
+    saved = fetch & (spans["priority"] == Priority.WRITEBACK)
+    # The first that holds counts.
+    rules = {
+        "update": np.isin(kind, (JobKind.UPDATE, JobKind.REWRITE, KIND_AHEAD)),
+        "copy": kind == JobKind.COPY,
+        "activation": (fetch | store) & ~of_unit,
+        "save": saved,
+        "gather": fetch & param,
+        # A state store moves one section at a time; without a parameter it is a spilled gradient.
+        "gradient": (fetch | store) & ~param,
+    }
+    chosen = np.select(
+        list(rules.values()), [PURPOSES.index(name) for name in rules], PURPOSES.index("other")
+    )
+    return chosen.astype(np.int8)

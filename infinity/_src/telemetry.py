@@ -15,7 +15,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,8 +30,16 @@ LEVELS: Final = ("debug", "info", "warning", "error")
 NATIVE_TRACKS: Final = ("reads", "writes", "updates", "copies", "to device", "from device")
 """Track names by the number in the `track` field of an executor's spans."""
 
-TRACKS: Final = ("phases", "wait", *NATIVE_TRACKS)
-"""The tracks every trace has, in the order in which they are shown."""
+TRACKS: Final = ("phases", "wait", "compute", "gradients", *NATIVE_TRACKS)
+"""The tracks every trace has, in the order in which they are shown. compute: a unit is gathered and
+in use by a forward or a backward. gradients: a gradient that autograd has made is taken in.
+"""
+
+SHORT_NS: Final = 20_000
+"""Shorter waits and gradients are not drawn: they are the cost of asking, and of small tensors."""
+
+PURPOSES: Final = ("gather", "update", "gradient", "activation", "save", "copy", "other")
+"""Purposes of native spans, by their number in `NativeSpans.purposes`."""
 
 
 class _RankFormatter(logging.Formatter):
@@ -83,12 +92,39 @@ class Span:
     args: Mapping[str, Any] | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class NativeSpans:
+    """Spans of an executor [n] (`aio.SPAN`), each with its unit and its purpose.
+
+    units: index in `names` of the unit that each belongs to, -1 for none. purposes: index in
+    PURPOSES.
+    """
+
+    spans: np.ndarray[Any, Any]
+    units: np.ndarray[Any, Any]
+    purposes: np.ndarray[Any, Any]
+    names: Sequence[str]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def part(self, chosen: Any) -> NativeSpans:
+        """Return some of them: `chosen` is a slice, or a mask [n]."""
+        return NativeSpans(
+            self.spans[chosen], self.units[chosen], self.purposes[chosen], self.names
+        )
+
+    def __iter__(self) -> Iterator[Span]:
+        rows = zip(self.spans, self.units.tolist(), self.purposes.tolist(), strict=True)
+        for record, unit, purpose in rows:
+            yield _native_span(record, self.names[unit] if unit >= 0 else "", PURPOSES[purpose])
+
+
 class Timeline:
     """Collects spans and writes them as a Chrome trace.
 
-    Memory: at most `spans_max` spans; later ones are counted in `dropped` and left out, so a long
-    run with tracing on stays bounded. Threads: `add` may be called from any thread (list.append is
-    atomic, and the bound may be passed by a few spans in a race, which harms nothing).
+    Memory: the newest `spans_max` spans of Python and as many native ones; older ones are dropped,
+    and counted in `dropped`, so a long run stays bounded. Threads: `add` may be called from any.
     """
 
     def __init__(self, *, spans_max: int = 1_000_000) -> None:
@@ -96,8 +132,10 @@ class Timeline:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max
         self.dropped = 0
-        self._spans: list[tuple[str, str, int, int, Mapping[str, Any] | None]] = []
-        self._native: list[np.ndarray[Any, Any]] = []
+        self._spans: deque[tuple[str, str, int, int, Mapping[str, Any] | None]] = deque(
+            maxlen=spans_max
+        )
+        self._native: deque[NativeSpans] = deque()
         self._native_count = 0
         self._lock = threading.Lock()
 
@@ -113,10 +151,11 @@ class Timeline:
         args: Mapping[str, Any] | None = None,
     ) -> None:
         """Record one span. Costs about a microsecond; does not block."""
-        if len(self) >= self.spans_max:
-            self.dropped += 1
-            return
-        self._spans.append((track, name, start_ns, end_ns, args))
+        with self._lock:
+            if len(self._spans) == self.spans_max:
+                # The deque drops its oldest.
+                self.dropped += 1
+            self._spans.append((track, name, start_ns, end_ns, args))
 
     @contextlib.contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
@@ -127,30 +166,35 @@ class Timeline:
         finally:
             self.add(track, name, start_ns, now_ns(), args or None)
 
-    def add_native_spans(self, spans: np.ndarray[Any, Any]) -> None:
-        """Take the spans of an executor: fields track, drive, start_ns, end_ns, bytes, chunk. Keeps
-        the array."""
-        room = self.spans_max - len(self)
-        if len(spans) > room:
-            self.dropped += len(spans) - max(room, 0)
-            spans = spans[: max(room, 0)]
-        if len(spans):
-            with self._lock:
-                self._native.append(spans)
-                self._native_count += len(spans)
+    def add_native_spans(self, spans: NativeSpans) -> None:
+        """Take the spans of an executor. Keeps the arrays."""
+        if not len(spans):
+            return
+        with self._lock:
+            self._native.append(spans)
+            self._native_count += len(spans)
+            while self._native_count > self.spans_max:
+                oldest = self._native.popleft()
+                excess = min(self._native_count - self.spans_max, len(oldest))
+                if excess < len(oldest):
+                    self._native.appendleft(oldest.part(slice(excess, None)))
+                self._native_count -= excess
+                self.dropped += excess
 
-    def spans(self) -> list[Span]:
-        """Every span recorded so far, in order of start."""
-        found = [Span(*record) for record in list(self._spans)]
-        for block in list(self._native):
-            found.extend(_native_span(record) for record in block)
+    def spans(self, since_ns: int = 0) -> list[Span]:
+        """Return the spans that ended at `since_ns` or later, in order of start."""
+        with self._lock:
+            records, blocks = list(self._spans), list(self._native)
+        found = [Span(*record) for record in records if record[3] >= since_ns]
+        for block in blocks:
+            found.extend(block.part(block.spans["end_ns"] >= since_ns))
         return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
 
     def clear(self) -> None:
         """Forget every span."""
         with self._lock:
-            self._spans = []
-            self._native = []
+            self._spans.clear()
+            self._native.clear()
             self._native_count = 0
             self.dropped = 0
 
@@ -180,14 +224,16 @@ class Timeline:
         return len(spans)
 
 
-def _native_span(record: Any) -> Span:
+def _native_span(record: Any, unit: str, purpose: str) -> Span:
     track = int(record["track"])
     name = NATIVE_TRACKS[track] if 0 <= track < len(NATIVE_TRACKS) else f"track {track}"
     drive, chunk, size_bytes = int(record["drive"]), int(record["chunk"]), int(record["bytes"])
-    args: dict[str, Any] = {"chunk": chunk, "bytes": size_bytes}
+    args: dict[str, Any] = {"for": purpose, "chunk": chunk, "bytes": size_bytes}
     if drive >= 0:
         args["drive"] = drive
-    return Span(name, f"chunk {chunk}", int(record["start_ns"]), int(record["end_ns"]), args)
+    return Span(
+        name, unit or f"chunk {chunk}", int(record["start_ns"]), int(record["end_ns"]), args
+    )
 
 
 def _trace_events(spans: list[Span], origin_ns: int) -> Iterator[dict[str, Any]]:

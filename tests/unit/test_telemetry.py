@@ -10,7 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from infinity._src.telemetry import Marks, PhaseClock, Timeline, configure_logging, now_ns
+from infinity._src.telemetry import (
+    PURPOSES,
+    Marks,
+    NativeSpans,
+    PhaseClock,
+    Timeline,
+    configure_logging,
+    now_ns,
+)
 
 NATIVE = np.dtype(
     [
@@ -24,6 +32,16 @@ NATIVE = np.dtype(
 )
 
 
+def native(*records: tuple[int, ...], unit: int = -1, purpose: str = "other") -> NativeSpans:
+    count = len(records)
+    return NativeSpans(
+        np.array(list(records), NATIVE),
+        np.full(count, unit, np.int32),
+        np.full(count, PURPOSES.index(purpose), np.int8),
+        ["embed", "layers.0"],
+    )
+
+
 def events_of(path: Path) -> list[dict[str, object]]:
     return json.loads(path.read_text())["traceEvents"]  # type: ignore[no-any-return]
 
@@ -31,11 +49,9 @@ def events_of(path: Path) -> list[dict[str, object]]:
 def test_a_trace_holds_every_span_with_its_track_and_times_in_microseconds(tmp_path: Path) -> None:
     timeline = Timeline()
     timeline.add("compute", "forward", 5_000_000, 9_000_000, {"unit": "layers.0"})
-    timeline.add_native_spans(
-        np.array(
-            [(0, 1, 4_000_000, 6_000_000, 4096, 7), (2, -1, 6_000_000, 7_000_000, 0, 7)], NATIVE
-        )
-    )
+    read, update = (0, 1, 4_000_000, 6_000_000, 4096, 7), (2, -1, 6_000_000, 7_000_000, 0, 7)
+    timeline.add_native_spans(native(read, unit=1, purpose="gather"))
+    timeline.add_native_spans(native(update))
     assert len(timeline) == 3
     assert timeline.write(tmp_path / "trace.json") == 3
     spans = [event for event in events_of(tmp_path / "trace.json") if event["ph"] == "X"]
@@ -44,7 +60,8 @@ def test_a_trace_holds_every_span_with_its_track_and_times_in_microseconds(tmp_p
         ("compute", 1000.0, 4000.0),
         ("updates", 2000.0, 1000.0),
     ]
-    assert spans[0]["args"] == {"chunk": 7, "bytes": 4096, "drive": 1}
+    assert spans[0]["args"] == {"for": "gather", "chunk": 7, "bytes": 4096, "drive": 1}
+    assert [span["name"] for span in spans] == ["layers.0", "forward", "chunk 7"]
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
@@ -71,6 +88,8 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
     assert names == [
         "phases",
         "wait",
+        "compute",
+        "gradients",
         "reads",
         "writes",
         "updates",
@@ -80,12 +99,17 @@ def test_a_trace_without_spans_still_names_the_tracks(tmp_path: Path) -> None:
     ]
 
 
-def test_a_full_timeline_counts_what_it_drops() -> None:
+def test_a_full_timeline_keeps_the_newest_and_counts_what_it_drops() -> None:
     timeline = Timeline(spans_max=3)
     for index in range(5):
         timeline.add("compute", "x", index, index + 1)
-    timeline.add_native_spans(np.zeros(4, NATIVE))
-    assert (len(timeline), timeline.dropped) == (3, 6)
+    for first in (10, 12):
+        timeline.add_native_spans(native(*((0, 0, at, at + 1, 0, at) for at in (first, first + 1))))
+    assert (len(timeline), timeline.dropped) == (6, 3)
+    assert [span.start_ns for span in timeline.spans()] == [2, 3, 4, 11, 12, 13]
+    assert [span.start_ns for span in timeline.spans(since_ns=5)] == [4, 11, 12, 13]
+    timeline.add_native_spans(native(*((0, 0, at, at + 1, 0, at) for at in range(20, 29))))
+    assert [span.start_ns for span in timeline.spans(since_ns=5)] == [4, 26, 27, 28]
     timeline.clear()
     assert (len(timeline), timeline.dropped) == (0, 0)
 

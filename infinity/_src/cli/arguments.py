@@ -1,5 +1,5 @@
-"""The arguments of `infinity train`, `infinity plan` and `infinity checkpoint`, apart from the code
-that needs torch.
+"""The arguments of `infinity train`, `report`, `plan` and `checkpoint`, apart from the code that
+needs torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ SCHEDULES = ("horizontal", "vertical")
 
 TRAIN = (
     "Fine-tune a Hugging Face causal language model with its states in CPU memory or on NVMe. "
-    "Writes metrics.jsonl, trace.json, loss.png and the trained model, which from_pretrained "
-    "loads, to --out. The last part of the text (--holdout, 5 %) is never trained on; the held-out "
-    "loss is measured on it."
+    "Writes metrics.jsonl, report.html, trace.json, loss.png and the trained model, which "
+    "from_pretrained loads, to --out. The last part of the text (--holdout, 5 %) is never trained "
+    "on; the held-out loss is measured on it."
 )
 
 
@@ -312,6 +312,32 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--no-save", action="store_true", help="do not write the trained model")
     train.add_argument("--no-trace", action="store_true", help="record no timeline")
+
+
+REPORT = (
+    "Write one HTML page of a run: loss, the time of each step, drives, memory by tier, one step "
+    "unit by unit, and wear. It holds all that it needs, and opens without a network. Where DIR "
+    "has several directories with runs, they are shown beside each other."
+)
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `infinity report`."""
+    parser.add_argument(
+        "directory",
+        type=Path,
+        metavar="DIR",
+        help="the --out of infinity train, or the directory of an inf.StepLog",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the page goes (report.html in DIR)"
+    )
+    parser.add_argument(
+        "--tbw",
+        type=float,
+        metavar="TB",
+        help="terabytes written that one drive is rated for (an example)",
+    )
 
 
 PLAN = (

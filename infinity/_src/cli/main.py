@@ -1,5 +1,5 @@
-"""The command `infinity`: bench, train, plan, checkpoint, doctor. Torch is imported only where it
-is needed.
+"""The command `infinity`: bench, train, report, plan, checkpoint, doctor. Torch is imported only
+where it is needed.
 """
 
 from __future__ import annotations
@@ -31,6 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
         "train", help="fine-tune a causal language model", description=arguments.TRAIN
     )
     arguments.add_train(train)
+    report = commands.add_parser(
+        "report",
+        help="one HTML page of a training run, or of several",
+        description=arguments.REPORT,
+    )
+    arguments.add_report(report)
     doctor = commands.add_parser("doctor", help="what this machine offers, and what is missing")
     doctor.add_argument(
         "--dir",
@@ -74,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from infinity._src.cli.doctor import run_doctor
 
         return run_doctor(options.dir, model=options.model)
+    if options.command == "report":
+        from infinity._src.cli.html_report import run_report
+
+        return run_report(options)
     # Before torch, which imports tqdm, which reads this once: other libraries' bars would run
     # through ours.
     os.environ.setdefault("TQDM_DISABLE", "1")

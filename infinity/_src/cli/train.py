@@ -2,7 +2,9 @@
 
 The loop is what a user would write; around it are only measurements. Results in --out:
 
-    metrics.jsonl   one record per line: run, step ..., held_out ..., summary (by "kind")
+    metrics.jsonl   one record per line (`infinity._src.metrics_file`)
+    timeline.json   one step, unit by unit (`infinity._src.step_timeline`)
+    report.html     a page of these two (needs plotly); `infinity report` makes it again
     trace.json      the timeline, for https://ui.perfetto.dev
     loss.png        training and held-out loss (needs matplotlib)
     *.safetensors, config.json, tokenizer ...: the trained model; from_pretrained(out) loads it
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
 import os
 import time
@@ -34,7 +35,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import torch
@@ -48,6 +49,7 @@ from infinity._src.bench.swap import SwapTask, measure_swap
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.cli.corpus import Corpus, build_corpus
+from infinity._src.cli.html_report import MISSING, PAGE_NAME, has_plotly, write_report
 from infinity._src.cli.report import (
     StepDisplay,
     StepRecord,
@@ -67,16 +69,18 @@ from infinity._src.cli.resume import (
 )
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
+from infinity._src.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
 from infinity._src.microbatch.random_streams import RandomStreams
 from infinity._src.params.discover import find_parameters
 from infinity._src.perf.roofline import AtRest, Drives
 from infinity._src.perf.step_report import micro_batches_text
 from infinity._src.sizes import MIB
+from infinity._src.step_log import StepMeter
+from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
 from infinity.errors import InfinityError, SlicesError
 
-SCHEMA = "infinity.train/1"
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
 _BENCH_BYTES = 512 * MIB
@@ -278,59 +282,6 @@ def learning_rate(step: int, warmup: int, steps: int) -> float:
     return 1.0 - 0.9 * min((step - warmup) / (steps - 1 - warmup), 1.0)
 
 
-class _Metrics:
-    """metrics.jsonl, written line by line so that an interrupted run keeps what it had. path: None
-    for a rank that writes none. keeps: what is there already stays.
-    """
-
-    def __init__(self, path: Path | None, *, keeps: bool = False) -> None:
-        self._path = path
-        mode = "a" if keeps else "w"
-        self._file: IO[str] = (path or Path(os.devnull)).open(mode, encoding="utf-8", buffering=1)
-
-    def cut(self, step: int) -> list[StepRecord]:
-        """Drop what was recorded after that step, and a line that a kill tore. Returns the steps
-        that stay.
-        """
-        if self._path is None:
-            return []
-        kept = [
-            (line, row)
-            for line in self._path.read_text(encoding="utf-8").splitlines()
-            if (row := _row(line)) is not None
-            and row["kind"] != "summary"
-            # Held-out losses of that step itself are measured once more.
-            and row.get("step", -1) < step + (row["kind"] == "step")
-        ]
-        # In a file of its own first: a kill in between leaves the one or the other.
-        partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(f"{line}\n" for line, _ in kept), encoding="utf-8")
-        self._file.close()
-        partial.replace(self._path)
-        self._file = self._path.open("a", encoding="utf-8", buffering=1)
-        names = {field.name for field in dataclasses.fields(StepRecord)}
-        return [
-            StepRecord(**{name: row[name] for name in names & row.keys()})
-            for _, row in kept
-            if row["kind"] == "step"
-        ]
-
-    def add(self, kind: str, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, **record}) + "\n")
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _row(line: str) -> dict[str, Any] | None:
-    """Decode a line of metrics.jsonl; None for one that was torn."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
-        return None
-    return row if isinstance(row, dict) and "kind" in row else None
-
-
 @dataclasses.dataclass
 class _Phase:
     """Times of one step's passes, in seconds. `waited_s` is the part in which they waited for I/O.
@@ -383,8 +334,8 @@ class _Run:
         self.unread = self.source is not None and (
             not options.durable or self.source == self.directories[0]
         )
-        self.metrics = _Metrics(
-            options.out / "metrics.jsonl" if ranks.first else None, keeps=self.source is not None
+        self.metrics = MetricsFile(
+            options.out / FILE_NAME if ranks.first else None, keeps=self.source is not None
         )
         stack.callback(self.metrics.close)
         # Before the model is loaded, while nothing else uses the drives.
@@ -408,6 +359,8 @@ class _Run:
         self.text_before = ""
         self.save: inf.Save | None = None
         self.earlier, self.earlier_records = self._go_on()
+        # Also of a run that is stopped, as far as it came.
+        stack.callback(self._leave_page)
 
     def run(self) -> int:
         """Measure, train, measure, save, report."""
@@ -502,7 +455,10 @@ class _Run:
             self._say(f"  {note}")
         # Of a run that had ended, the records stay as they are.
         done = earlier.step >= self.options.steps
-        return earlier, [] if done else self.metrics.cut(found.step)
+        if done:
+            return earlier, []
+        self.metrics.cut(found.step)
+        return earlier, _earlier_records(self.options.out) if self.ranks.first else []
 
     def _evaluates(self, step: int) -> bool:
         """Return whether the held-out loss is measured between this step and the next."""
@@ -528,6 +484,8 @@ class _Run:
             ranks=self.ranks.world,
             start=first * options.accumulate,
         )
+        draws = self.ranks.first and not options.no_trace
+        meter = StepMeter(self.handle, options.out / TIMELINE_NAME if draws else None)
         last = self.handle.stats()
         for step in range(first + 1, options.steps + 1):
             alone = step - first == _ALONE_STEP and options.steps > step
@@ -536,6 +494,7 @@ class _Run:
                 # to it.
                 self.handle.flush()
                 last = self.handle.stats()
+                meter.begin()
             start = time.monotonic()
             phase, loss = self._passes(batches)
             norm = None
@@ -579,13 +538,16 @@ class _Run:
                 activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
             )
             self.records.append(record)
-            self.metrics.add("step", record.as_dict())
+            self.metrics.add("step", meter.end(step=step) | record.as_dict())
             display.show(record)
             self._keep(step)
             if evaluates:
                 display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
-            # Bytes and waits of an evaluation belong to no step.
-            last = self.handle.stats() if evaluates else now
+            last = now
+            if evaluates:
+                # Bytes and waits of an evaluation belong to no step.
+                last = self.handle.stats()
+                meter.begin()
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
@@ -705,6 +667,16 @@ class _Run:
                 "no loss.png: matplotlib is not installed (pip install 'infinity-offload[plot]')"
             )
 
+    def _leave_page(self) -> None:
+        """Write the page of this run, where there are steps to show."""
+        if not (self.records and self.ranks.first):
+            return
+        if not has_plotly():
+            self._say(f"no {PAGE_NAME}: {MISSING}")
+            return
+        write_report([self.options.out], self.options.out / PAGE_NAME)
+        self._say(f"the page of the run is {self.options.out / PAGE_NAME}")
+
     def _description(self) -> dict[str, Any]:
         options = {
             key: str(value) if isinstance(value, Path) else value
@@ -757,6 +729,16 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _earlier_records(out: Path) -> list[StepRecord]:
+    """Return the steps that an earlier process recorded, as far as they stayed."""
+    names = {field.name for field in dataclasses.fields(StepRecord)}
+    return [
+        StepRecord(**{name: row[name] for name in names & row.keys()})
+        for _, row in read_rows(out / FILE_NAME)
+        if row["kind"] == "step"
+    ]
 
 
 def peak_rss_bytes() -> int:

@@ -44,6 +44,7 @@ from infinity._src.params.flat_buffers import ALIGN_BYTES, FlatBuffers
 from infinity._src.params.unit import Flat, Param, Unit
 from infinity._src.params.update_hooks import UpdateHooks
 from infinity._src.sizes import round_up
+from infinity._src.telemetry import SHORT_NS, Timeline
 from infinity.aio import Slab, Ticket
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -449,8 +450,10 @@ class GradReducer:
         reduce_scatter: ReduceScatter | None = None,
         unreduced: UnreducedGrads | None = None,
         grad_offload: GradOffload | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self._units = units
+        self._timeline = timeline
         self._reduce_scatter = reduce_scatter
         self._unreduced = unreduced
         self._in_no_sync = False  # and `unreduced` is there
@@ -511,7 +514,9 @@ class GradReducer:
             if self._comm.world == 1:
                 size_bytes = grad.numel() * grad.element_size()
                 self.fresh_bytes_peak = max(self.fresh_bytes_peak, size_bytes)
+                start_ns = time.monotonic_ns()
                 self._mode.grad_ready(param, grad)
+                self._note(param.unit, start_ns)
                 return
             fresh = self._fresh.setdefault(param.unit, {})
             if param in fresh:
@@ -523,6 +528,12 @@ class GradReducer:
             fresh[param] = grad
             self._fresh_bytes += grad.numel() * grad.element_size()
             self.fresh_bytes_peak = max(self.fresh_bytes_peak, self._fresh_bytes)
+
+    def _note(self, unit: Unit, start_ns: int) -> None:
+        """Draw what took until now to take in a gradient, unless it was short, as for a norm."""
+        end_ns = time.monotonic_ns()
+        if self._timeline is not None and end_ns - start_ns > SHORT_NS:
+            self._timeline.add("gradients", unit.name, start_ns, end_ns)
 
     def prefetch(self, units: Sequence[Unit]) -> None:
         """Backward comes to these units: start reading back gradients that spilled, and sums that
@@ -767,7 +778,7 @@ class GradReducer:
         ):
             # Oldest first: the mode gets gradients in the same order on all ranks.
             pending = self._pending[0]
-            start = time.perf_counter()
+            start, start_ns = time.perf_counter(), time.monotonic_ns()
             assert self._reduce_scatter is not None
             shards = self._reduce_scatter.take(pending)
             # Removed once it has ended: after Ctrl-C in the wait `reset` still knows it.
@@ -778,6 +789,7 @@ class GradReducer:
                 if param.grad is not None and param.grad.unreduced:
                     param.grad.unreduced = False
                 self._mode.grad_ready(param, part)
+            self._note(pending.unit, start_ns)
             self._flush_unit(pending.unit)
             if pending.unit.refs == 0:
                 # The unit went idle before its gradients were reduced, so the mode must learn again

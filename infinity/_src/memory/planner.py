@@ -114,6 +114,11 @@ class PlacementPlanner:
         return self._plan
 
     @property
+    def budget_bytes(self) -> int | None:
+        """Bytes that the policy's `ram` lets this model hold; None: the least that works."""
+        return budget_bytes(self._policy.ram, self._owner, self._default_bytes)
+
+    @property
     def spilled(self) -> list[Flat]:
         """Flats whose gradients spill under the plan in force."""
         return [flat for flat, gone in zip(self._flats, self.plan.spilled, strict=True) if gone]
@@ -236,7 +241,7 @@ class PlacementPlanner:
             spill = [flat in self._spilled and flat in formats for flat in self._flats]
         return plan_placement(
             needs,
-            budget_bytes(policy.ram, self._owner, self._default_bytes),
+            self.budget_bytes,
             drive_count=len(policy.directories),
             # A norm is taken in pieces, each widened to fp32.
             scratch_bytes=4 * min(largest, NORM_PIECE_NUMEL)

@@ -550,6 +550,16 @@ class StateStore:
         with contextlib.suppress(AioError):
             self._executor.recover().wait()
 
+    def units_of_chunks(self) -> npt.NDArray[np.int32]:
+        """Return the index of each chunk's unit, by the executor's id of the chunk; -1: none of
+        this store's.
+        """
+        top = max((int(shard.ids.max(initial=-1)) for shard in self._flats.values()), default=-1)
+        owners: npt.NDArray[np.int32] = np.full(top + 1, -1, dtype=np.int32)
+        for flat, shard in self._flats.items():
+            owners[shard.ids] = flat.unit.index
+        return owners
+
     def versioned_ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
         """The executor's ids of the chunks of these flats that have a second place."""
         ids = [shard.ids for shard in map(self._flats.__getitem__, flats) if shard.versioned]

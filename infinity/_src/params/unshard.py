@@ -56,14 +56,11 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import PENDING, SHARDED, STALE, UNSHARDED, Flat, Param, Unit
 from infinity._src.params.update_hooks import Access, UpdateHooks
 from infinity._src.sizes import format_size
-from infinity._src.telemetry import Timeline
+from infinity._src.telemetry import SHORT_NS, Timeline
 from infinity.aio import Executor, Gate, Priority, Ticket
 from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
-
-SHORT_WAIT_NS = 20_000
-"""Shorter waits are not drawn in the timeline: they are the cost of asking."""
 
 
 @dataclasses.dataclass
@@ -144,6 +141,8 @@ class Unsharder:
         # The unit that is being unsharded has no reference yet, and must not be evicted for the
         # prefetches that follow it.
         self._unsharding: Unit | None = None
+        # Of units that a pass uses, for the timeline.
+        self._used_since_ns: dict[Unit, int] = {}
         self._prefetches = True  # False: a prefetch of this pass found no room
         self._no_room_noted = False
         self._mode = mode
@@ -164,6 +163,8 @@ class Unsharder:
                 self._unshard(unit)
         finally:
             self._unsharding = None
+        if self._passes.trains or self._passes.evaluates:
+            self._used_since_ns[unit] = time.monotonic_ns()
 
     def _unshard(self, unit: Unit) -> None:
         version = self._wanted(unit)
@@ -223,6 +224,12 @@ class Unsharder:
 
     def release(self, unit: Unit) -> None:
         """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
+        since_ns = self._used_since_ns.pop(unit, None)
+        if since_ns is not None:
+            direction = "backward" if self._passes.in_backward else "forward"
+            self._timeline.add(
+                "compute", unit.name, since_ns, time.monotonic_ns(), {"pass": direction}
+            )
         self._mode.unit_released(unit)
         # Here too, not only where it is evicted: the stream that is current then may be a third.
         if unit.state is not SHARDED:
@@ -382,7 +389,7 @@ class Unsharder:
             raise
         end_ns = time.monotonic_ns()
         self._waits.units_s += (end_ns - start_ns) / 1e9
-        if end_ns - start_ns > SHORT_WAIT_NS:
+        if end_ns - start_ns > SHORT_NS:
             self._timeline.add("wait", unit.name, start_ns, end_ns)
 
     def _evict(self, unit: Unit) -> None:

@@ -327,6 +327,22 @@ def fit_drives(samples: Sequence[tuple[float, float, float]]) -> tuple[Drives, b
     return Drives(one, one), False
 
 
+def known_bandwidths(
+    paths: Sequence[str], known: Mapping[str, tuple[float, float]]
+) -> Bandwidths | None:
+    """Return the bandwidths of all drives together as `known` has them, by directory; None where it
+    lacks one, or there are none.
+    """
+    # A directory may be spelled in several ways, as through a link.
+    by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
+    pairs = [by_place.get(Path(path).resolve()) for path in paths]
+    # all() of no drives would be True.
+    if not (pairs and all(pair is not None for pair in pairs)):
+        return None
+    reads, writes = zip(*(pair for pair in pairs if pair is not None), strict=True)
+    return Bandwidths(Drives(sum(reads), sum(writes)), "as Policy(io=) has them")
+
+
 def bandwidths_of(
     drives: tuple[DriveStats, ...], known: Mapping[str, tuple[float, float]]
 ) -> Bandwidths | None:
@@ -334,13 +350,9 @@ def bandwidths_of(
     else what this run got in the last 64 seconds in which they were busy for at least half of a
     second. None when some drive had no such second.
     """
-    # A directory may be spelled in several ways, as through a link.
-    by_place = {Path(directory).resolve(): pair for directory, pair in known.items()}
-    pairs = [by_place.get(Path(drive.path).resolve()) for drive in drives]
-    # all() of no drives would be True.
-    if pairs and all(pair is not None for pair in pairs):
-        reads, writes = zip(*(pair for pair in pairs if pair is not None), strict=True)
-        return Bandwidths(Drives(sum(reads), sum(writes)), "as Policy(io=) has them")
+    given = known_bandwidths([drive.path for drive in drives], known)
+    if given is not None:
+        return given
     total_read = total_write = 0.0
     apart = True
     for drive in drives:

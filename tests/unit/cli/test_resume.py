@@ -72,14 +72,14 @@ def train(arguments: list[str]) -> tuple[int, str]:
 def train_until_killed(arguments: list[str]) -> None:
     """Kill this process, as the kernel kills one for memory, when a step has been recorded."""
     torch.set_num_threads(1)
-    add = command._Metrics.add
+    add = command.MetricsFile.add
 
     def counted(self: Any, kind: str, record: dict[str, Any]) -> None:
         add(self, kind, record)
         if kind == "step" and record["step"] == KILLED_IN:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    command._Metrics.add = counted  # type: ignore[method-assign]
+    command.MetricsFile.add = counted  # type: ignore[method-assign]
     command.measure_swap = measured_in_no_time
     train(arguments)
 
@@ -457,7 +457,7 @@ def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
     arguments = [*common(place), "--out", str(tmp_path / "out")]
     saves = ["--save-every", "1", "--save-dir", str(saved)]
     durable = f"--durable --params nvme --optim nvme --nvme {drive} --ram min".split()
-    add = command._Metrics.add
+    add = command.MetricsFile.add
     for stop, keeps in ((("step", 3), saves), (("held_out", 0), durable)):
 
         def interrupted(
@@ -468,7 +468,7 @@ def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
             add(self, kind, record)
 
         with monkeypatch.context() as patch:
-            patch.setattr(command._Metrics, "add", interrupted)
+            patch.setattr(command.MetricsFile, "add", interrupted)
             status, shown = train([*arguments, *keeps])
         assert status == 130, shown
     (step, *_) = {one.step for one in newest_generation(saved)}

@@ -1,0 +1,650 @@
+"""`infinity report`: one HTML page of a training run, or of several beside each other.
+
+The page holds all that it needs, the plotting library (plotly.js) included: it opens without a
+network, and its content security policy lets the browser ask for nothing. Texts that come from
+files are shown as texts, whatever is in them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import html
+import importlib.util
+import math
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+
+from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
+from infinity._src.perf.roofline import EXAMPLE_TBW
+from infinity._src.sizes import format_size
+from infinity._src.step_timeline import Bar, StepTimeline
+
+if TYPE_CHECKING:
+    import plotly.graph_objects as go
+
+PAGE_NAME: Final = "report.html"
+MISSING: Final = "plotly is not installed (pip install 'infinity-offload[report]')"
+
+_TEXT_MAX = 120
+_COLOURS = ("#1f6feb", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#0e7c86", "#9a6700", "#57606a")
+_OF_TIME = {"compute": "#1a7f37", "waiting": "#cf222e", "update": "#8250df", "rest": "#afb8c1"}
+
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1f2328; margin: 1.5rem auto;
+       max-width: 1400px; padding: 0 1rem; }
+h1 { font-size: 1.5rem; margin: 0 0 .3rem; } h2 { font-size: 1.15rem; margin: 1.6rem 0 .2rem; }
+p { margin: .2rem 0 .4rem; color: #57606a; }
+table { border-collapse: collapse; margin: .4rem 0; }
+td, th { text-align: left; padding: .15rem .9rem .15rem 0; vertical-align: top; }
+th { font-weight: 600; } td { font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: minmax(0, 1fr); gap: .5rem; }
+@media (min-width: 1000px) { .beside { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
+"""
+
+# Nothing from anywhere: plotly.js and its styles are in the page.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chart:
+    """One chart: the id of its element, and its figure."""
+
+    name: str
+    figure: go.Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Charts under one heading, with a sentence for the reader. table: rows of texts, the first of
+    headings.
+    """
+
+    title: str
+    about: str
+    charts: tuple[Chart, ...] = ()
+    wide: bool = False
+    table: tuple[tuple[str, ...], ...] = ()
+
+
+def run_report(options: argparse.Namespace, console: Console | None = None) -> int:
+    """Write the page of a directory's runs. Exit status: 0; 2 for a mistake, or no plotly."""
+    console = console or Console()
+    try:
+        out = options.out or options.directory / PAGE_NAME
+        if options.tbw is not None and not 0 < options.tbw < math.inf:
+            raise ValueError(f"--tbw {options.tbw:g} must be a number of terabytes above 0")
+        if not has_plotly():
+            raise ValueError(f"no page: {MISSING}")
+        size = write_report(runs_of(options.directory), out, rated_tb=options.tbw)
+    except (ValueError, OSError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        return 2
+    console.print(f"{escape(str(out))} ({format_size(size)})", highlight=False, soft_wrap=True)
+    return 0
+
+
+def has_plotly() -> bool:
+    """Return whether the plotting library is installed."""
+    return importlib.util.find_spec("plotly") is not None
+
+
+def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | None = None) -> int:
+    """Read the runs of these directories and write their page to `out`. Returns its bytes.
+
+    rated_tb: terabytes that each drive is rated for; None: an example.
+    Raises: ValueError for a run without steps, and for files that are none of infinity's; OSError.
+    """
+    runs = [read_run(directory) for directory in directories]
+    if not any(run.series.points for run in runs):
+        raise ValueError(
+            f"{', '.join(map(str, directories))}: no step was recorded yet; make the page later"
+        )
+    text = page(runs, rated_tb)
+    # Renamed when it is whole: a browser never loads half of it.
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        data = text.encode("utf-8")
+        partial.write_bytes(data)
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return len(data)
+
+
+def page(runs: Sequence[RunHistory], rated_tb: float | None = None) -> str:
+    """Return the whole page."""
+    from plotly.io import to_html
+    from plotly.offline import get_plotlyjs
+
+    body = []
+    for section in sections(runs, rated_tb):
+        body.append(f"<h2>{html.escape(section.title)}</h2><p>{html.escape(section.about)}</p>")
+        if section.table:
+            body.append(_table(section.table))
+        if section.charts:
+            # Before the charts, which take the width that they find.
+            beside = len(section.charts) > 1 and not section.wide
+            body.append(f'<div class="charts{" beside" if beside else ""}">')
+            body += [
+                to_html(
+                    chart.figure,
+                    config={"displaylogo": False, "responsive": True},
+                    include_plotlyjs=False,
+                    full_html=False,
+                    div_id=chart.name,
+                )
+                for chart in section.charts
+            ]
+            body.append("</div>")
+    title = html.escape(f"infinity: {', '.join(_short(run.name) for run in runs)}")
+    return (
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{_STYLE}</style>'
+        f"<script>{get_plotlyjs()}</script></head><body><h1>{title}</h1>{''.join(body)}"
+        "</body></html>\n"
+    )
+
+
+def sections(runs: Sequence[RunHistory], rated_tb: float | None = None) -> list[Section]:
+    """Return what the page shows, in order. Runs without steps have no charts."""
+    shown = [run for run in runs if run.series.points]
+
+    def each(kind: str, draw: Callable[[RunHistory], go.Figure | None]) -> tuple[Chart, ...]:
+        drawn = [(f"{kind}-{index}", draw(run)) for index, run in enumerate(shown)]
+        return tuple(Chart(name, figure) for name, figure in drawn if figure is not None)
+
+    def charted(title: str, about: str, charts: tuple[Chart, ...]) -> Section:
+        return Section(title, about if charts else "", charts)
+
+    longest_s = max((run.timeline.seconds for run in shown if run.timeline), default=0.0)
+    found = [
+        Section("Runs", _thinned(shown), table=_facts(runs)),
+        Section(
+            "Loss",
+            "Training loss of each step, and the held-out loss where it was measured.",
+            (Chart("loss", _loss(shown)),),
+            wide=True,
+        ),
+        charted(
+            "Time of a step",
+            "compute: forward and backward; waiting: for units and for updates; update: "
+            "opt.step(); rest: all else, such as clipping and the data.",
+            each("time", _times),
+        ),
+        charted(
+            "Drives",
+            "Bytes over the step's time, of all drives together, beside what was measured of them. "
+            "The limit of this mix is what they give to as many reads and writes as the step had.",
+            each("drives", _rates),
+        ),
+        charted(
+            "Memory by tier",
+            "What the engine holds on each tier after the newest step, and what the budget leaves.",
+            each("tiers", _tiers),
+        ),
+        charted(
+            "Memory over the run",
+            "RSS is the whole process: torch, gathered units where the CPU computes, activations.",
+            each("memory", _memory),
+        ),
+        Section(
+            "One step, unit by unit",
+            _timeline_text(shown),
+            each("timeline", lambda run: _timeline(run, longest_s)),
+            wide=True,
+        ),
+        Section(
+            "Wear",
+            _wear_text(shown, rated_tb),
+            each("wear", _written),
+            table=_wear(shown, EXAMPLE_TBW if rated_tb is None else rated_tb),
+        ),
+    ]
+    # Without drives, say, there is nothing to show of them.
+    return [section for section in found if section.about]
+
+
+# -- Charts ----------------------------------------------------------------------------------------
+
+
+def _figure(title: str, y: str, **layout: Any) -> go.Figure:
+    import plotly.graph_objects as go
+
+    return go.Figure(
+        layout={
+            "template": "plotly_white",
+            "title": {"text": title, "font": {"size": 14}, "y": 0.97},
+            "margin": {"l": 60, "r": 20, "t": 40, "b": 45},
+            "height": 340,
+            "yaxis": {"title": {"text": y}, "rangemode": "tozero"},
+            "xaxis": {"title": {"text": "step"}},
+            "legend": {"orientation": "h", "y": -0.2, "yanchor": "top", "x": 0},
+            **layout,
+        }
+    )
+
+
+def _line(name: str, points: Sequence[Point], values: Iterable[float | None], **more: Any) -> Any:
+    import plotly.graph_objects as go
+
+    mode = "lines+markers" if len(points) <= 60 else "lines"
+    return go.Scatter(
+        name=name, x=[point.at for point in points], y=_finite(values), mode=mode, **more
+    )
+
+
+def _stack(name: str, points: Sequence[Point], values: Iterable[float | None], colour: str) -> Any:
+    import plotly.graph_objects as go
+
+    return go.Bar(
+        name=name,
+        x=[point.at for point in points],
+        y=_finite(values),
+        width=points[0].steps,
+        marker={"color": colour, "line": {"width": 0}},
+    )
+
+
+def _loss(runs: Sequence[RunHistory]) -> go.Figure:
+    import plotly.graph_objects as go
+
+    figure = _figure("", "loss")
+    lows, highs = [], []
+    for index, run in enumerate(runs):
+        colour, points = _COLOURS[index], run.series.points
+        label = f"{_plain(run.name)}: " if len(runs) > 1 else ""
+        losses = [point.get("loss") for point in points]
+        figure.add_trace(_line(f"{label}training", points, losses, line={"color": colour}))
+        lows += [point.low for point in points if math.isfinite(point.low)]
+        highs += [point.high for point in points if math.isfinite(point.high)]
+        if run.series.steps_each > 1:
+            for name, values in (
+                ("least", [p.low for p in points]),
+                ("most", [p.high for p in points]),
+            ):
+                figure.add_trace(
+                    _line(
+                        f"{label}{name} of {run.series.steps_each} steps",
+                        points,
+                        values,
+                        line={"color": colour, "width": 0.7, "dash": "dot"},
+                    )
+                )
+        if run.held_out.points:
+            held = [point.get("loss") for point in run.held_out.points]
+            figure.add_trace(
+                _line(
+                    f"{label}held out",
+                    run.held_out.points,
+                    held,
+                    line={"color": colour, "dash": "dash"},
+                    marker={"size": 9, "symbol": "diamond"},
+                )
+            )
+        odd = [point for point in points if point.odd]
+        if odd:
+            figure.add_trace(
+                go.Scatter(
+                    name=f"{label}NaN or infinite",
+                    x=[point.at for point in odd],
+                    # There is no place for these: at the least that there is one for.
+                    y=[min(lows, default=0.0)] * len(odd),
+                    mode="markers",
+                    marker={"color": "#cf222e", "symbol": "x", "size": 9},
+                )
+            )
+    # A loss that was lost once would flatten all others.
+    if lows and min(lows) > 0 and max(highs) > 1e3 * min(lows):
+        figure.update_yaxes(type="log")
+    else:
+        figure.update_yaxes(rangemode="normal")
+    return figure
+
+
+def _times(run: RunHistory) -> go.Figure:
+    points = run.series.points
+    figure = _figure(_plain(run.name), "seconds", barmode="stack", bargap=0)
+    known: dict[str, list[float | None]] = {
+        "compute": [point.get("compute_s") for point in points],
+        "waiting": [point.get("io_wait_s") for point in points],
+        "update": [point.get("update_s") for point in points],
+    }
+    rest: list[float | None] = []
+    for index, point in enumerate(points):
+        parts = sum(values[index] or 0.0 for values in known.values())
+        rest.append(max(point.means["step_s"] - parts, 0.0))
+    for name, values in {**known, "rest": rest}.items():
+        figure.add_trace(_stack(name, points, values, _OF_TIME[name]))
+    return figure
+
+
+def _rates(run: RunHistory) -> go.Figure | None:
+    points = run.series.points
+    if not any(point.get("bytes_read") or point.get("bytes_written") for point in points):
+        return None
+    figure = _figure(f"{_plain(run.name)}; {_limit_text(run)}", "GB/s", barmode="stack", bargap=0)
+    for name, field, colour in (
+        ("read", "bytes_read", "#54aeff"),
+        ("written", "bytes_written", "#fb8f44"),
+    ):
+        figure.add_trace(_stack(name, points, [_rate(point, field) for point in points], colour))
+    if len(run.drives) > 1:
+        for path in run.drives:
+            rates = [_rate(point, f"moved {path}") for point in points]
+            figure.add_trace(_line(f"both, {_plain(path)}", points, rates, line={"width": 1}))
+    names = {"read": "limit of reads", "write": "limit of writes", "mixed": "limit of both at once"}
+    for (kind, name), colour in zip(names.items(), ("#0969da", "#bc4c00", "#57606a"), strict=True):
+        if kind in run.bandwidth:
+            values = [run.bandwidth[kind]] * len(points)
+            line = {"color": colour, "dash": "dash", "width": 1.5}
+            figure.add_trace(_line(name, points, values, line=line))
+    if {"read", "write"} <= run.bandwidth.keys():
+        line = {"color": "#1f2328", "width": 1.5}
+        mixes = [_mix_limit(point, run.bandwidth) for point in points]
+        figure.add_trace(_line("limit of this mix", points, mixes, line=line))
+    return figure
+
+
+def _rate(point: Point, field: str) -> float | None:
+    size, seconds = point.get(field), point.means["step_s"]
+    return size / seconds / 1e9 if size is not None and seconds > 0 else None
+
+
+def _mix_limit(point: Point, bandwidth: dict[str, float]) -> float | None:
+    """Return GB/s that the drives give to the point's mix: reads and writes share their time."""
+    read, written = point.get("bytes_read") or 0.0, point.get("bytes_written") or 0.0
+    busy = read / bandwidth["read"] + written / bandwidth["write"]
+    return (read + written) / busy if busy else None
+
+
+def _limit_text(run: RunHistory) -> str:
+    if not run.bandwidth:
+        return "limits of the drives: not measured"
+    return f"limits: {_plain(run.bandwidth_source)}"
+
+
+def _tiers(run: RunHistory) -> go.Figure | None:
+    import plotly.graph_objects as go
+
+    if not run.memory:
+        return None
+    names = {"device": "device", "ram": "RAM", "nvme": "NVMe"}
+    figure = _figure(
+        _plain(run.name),
+        "",
+        barmode="stack",
+        xaxis={"title": {"text": "GB"}},
+        yaxis={"autorange": "reversed"},
+    )
+    parts = [
+        (tier, part, size)
+        for tier, each in run.memory.items()
+        for part, size in each.items()
+        if size
+    ]
+    for index, (tier, part, size) in enumerate(parts):
+        figure.add_trace(
+            go.Bar(
+                name=f"{names[tier]}: {_plain(part)}",
+                y=[names[tier]],
+                x=[size / 1e9],
+                orientation="h",
+                marker={"color": _COLOURS[index % len(_COLOURS)]},
+            )
+        )
+    if run.budget_bytes is not None:
+        left = max(run.budget_bytes - sum(run.memory["ram"].values()), 0.0)
+        edge = {"color": "rgba(0,0,0,0)", "line": {"color": "#57606a", "width": 1.5}}
+        figure.add_trace(
+            go.Bar(
+                name="RAM: left of the budget",
+                y=["RAM"],
+                x=[left / 1e9],
+                orientation="h",
+                marker=edge,
+            )
+        )
+    return figure
+
+
+def _memory(run: RunHistory) -> go.Figure:
+    points = run.series.points
+    figure = _figure(_plain(run.name), "GB")
+    for name, field in (("RSS", "rss_bytes"), ("RAM for offloading, by plan", "ram_bytes")):
+        sizes = [point.get(field) for point in points]
+        if any(size is not None for size in sizes):
+            figure.add_trace(_line(name, points, [_gb(size) for size in sizes]))
+    if run.budget_bytes is not None:
+        values = [run.budget_bytes / 1e9] * len(points)
+        figure.add_trace(_line("budget (ram=)", points, values, line={"dash": "dash"}))
+    return figure
+
+
+def _gb(size: float | None) -> float | None:
+    return size / 1e9 if size is not None else None
+
+
+def _written(run: RunHistory) -> go.Figure | None:
+    if not any(drive.written_bytes for drive in run.drives.values()):
+        return None
+    figure = _figure(_plain(run.name), "GB written by training")
+    points = run.series.points
+    for path in run.drives:
+        sizes = [_gb(point.get(f"written {path}")) for point in points]
+        figure.add_trace(_line(_plain(path), points, sizes))
+    return figure
+
+
+def _timeline(run: RunHistory, longest_s: float) -> go.Figure | None:
+    """Draw the step in lanes; runs beside each other have one scale of time."""
+    timeline = run.timeline
+    if timeline is None or not timeline.lanes:
+        return None
+    figure = _figure(
+        f"{_plain(run.name)}: step {timeline.step}, {1e3 * timeline.seconds:.0f} ms",
+        "",
+        barmode="overlay",
+        showlegend=False,
+        uniformtext={"mode": "hide", "minsize": 8},
+        xaxis={"title": {"text": "ms"}, "range": [0, 1e3 * longest_s]},
+    )
+    ticks, at = [], 0
+    for lane, bars in timeline.lanes.items():
+        rows = 1 + max((bar.row for bar in bars), default=0)
+        figure.add_trace(_lane(lane, bars, at, timeline))
+        ticks.append((at + (rows - 1) / 2, lane))
+        at += rows
+    figure.update_layout(height=120 + 22 * at)
+    figure.update_yaxes(
+        autorange="reversed",
+        tickvals=[place for place, _ in ticks],
+        ticktext=[lane for _, lane in ticks],
+        showgrid=False,
+    )
+    return figure
+
+
+def _lane(lane: str, bars: Sequence[Bar], at: int, timeline: StepTimeline) -> Any:
+    import plotly.graph_objects as go
+    from plotly.colors import sample_colorscale
+
+    labels = [_label(bar, timeline.names) for bar in bars]
+    last = max(len(timeline.names) - 1, 1)
+    # A colour each, and no scale: plotly finds no contrast for texts on bars that have one.
+    colours: Any = sample_colorscale("Turbo", [bar.first / last for bar in bars])
+    colours = {"waiting": "#cf222e", "phase": "#d0d7de"}.get(lane, colours)
+    return go.Bar(
+        name=lane,
+        orientation="h",
+        y=[at + bar.row for bar in bars],
+        base=[1e3 * bar.start_s for bar in bars],
+        x=[1e3 * (bar.end_s - bar.start_s) for bar in bars],
+        width=0.86,
+        marker={"color": colours, "line": {"width": 0}},
+        text=labels if lane in ("phase", "compute") else None,
+        textposition="inside",
+        insidetextanchor="middle",
+        hoverinfo="text",
+        hovertext=[
+            f"{lane}, {label}<br>{1e3 * bar.start_s:.1f} to {1e3 * bar.end_s:.1f} ms"
+            + (f"<br>{format_size(bar.size_bytes)}" if bar.size_bytes else "")
+            for bar, label in zip(bars, labels, strict=True)
+        ],
+    )
+
+
+def _label(bar: Bar, names: Sequence[str]) -> str:
+    first = _plain(names[bar.first])
+    return first if bar.first == bar.last else f"{first} … {_plain(names[bar.last])}"
+
+
+# -- Tables and texts ------------------------------------------------------------------------------
+
+
+def _thinned(runs: Sequence[RunHistory]) -> str:
+    many = [
+        f"{_short(run.name)}: {run.steps} steps, each point is the mean of {run.series.steps_each}"
+        for run in runs
+        if run.series.steps_each > 1
+    ]
+    return "; ".join(many) or "Each point of the charts is one step."
+
+
+def _facts(runs: Sequence[RunHistory]) -> tuple[tuple[str, ...], ...]:
+    """Return the table of the runs, a column for each."""
+    rows: list[tuple[str, Callable[[RunHistory], str]]] = [
+        ("steps", _steps_text),
+        ("time per step", _time_text),
+        ("parameters", _params_text),
+        ("machine", _machine_text),
+        ("chosen", _options_text),
+        ("notes", lambda run: "; ".join(run.notes)),
+    ]
+    table = [("", *(_short(run.name) for run in runs))]
+    table += [(title, *(tell(run) for run in runs)) for title, tell in rows]
+    # A row that no run fills says nothing.
+    return tuple(row for row in table if row is table[0] or any(row[1:]))
+
+
+def _steps_text(run: RunHistory) -> str:
+    after = run.resumed
+    went_on = f", went on {len(after)} times, last after step {after[-1]}" if after else ""
+    return f"{run.steps}, up to step {run.last_step}{went_on}" if run.steps else "none"
+
+
+def _time_text(run: RunHistory) -> str:
+    mean, points = run.mean("step_s"), run.series.points
+    eta = run.summary.get("eta_floor")
+    if mean is None:
+        return ""
+    left_out = f" without the first {points[0].steps}" if len(points) > 1 else ""
+    text = f"{mean:.3g} s, mean{left_out}"
+    if isinstance(eta, float) and math.isfinite(eta):
+        text += f"; η {eta:.2f} of the limit of any schedule"
+    return text
+
+
+def _params_text(run: RunHistory) -> str:
+    params = run.about.get("params")
+    ranks = run.about.get("ranks")
+    text = f"{params / 1e6:.1f} M" if isinstance(params, (int, float)) else ""
+    return text + (
+        f", {ranks} ranks; figures of rank 0" if isinstance(ranks, int) and ranks > 1 else ""
+    )
+
+
+def _machine_text(run: RunHistory) -> str:
+    hardware = run.about.get("hardware")
+    if not isinstance(hardware, dict):
+        return ""
+    return _short(f"{hardware.get('cpu', '')}, {hardware.get('cores', '?')} cores")
+
+
+def _options_text(run: RunHistory) -> str:
+    options = run.about.get("options")
+    names = ("model", "schedule", "accumulate", "state", "update", "generations", "ram")
+    if not isinstance(options, dict):
+        return ""
+    chosen = [f"{name} {options[name]}" for name in names if options.get(name) is not None]
+    return _short("; ".join(chosen))
+
+
+def _timeline_text(runs: Sequence[RunHistory]) -> str:
+    if not any(run.timeline for run in runs):
+        return (
+            "No timeline was recorded: a run draws its second step, its fourth, and so on (not "
+            "with --no-trace)."
+        )
+    lost = [
+        f" Of {_short(run.name)}, {run.timeline.dropped} spans were too many to be kept."
+        for run in runs
+        if run.timeline is not None and run.timeline.dropped
+    ]
+    return (
+        "Each bar is work on one unit; its colour is the unit's place in the model. Bars of a lane "
+        "overlap where several units are under way. compute: the unit is gathered and in use; on a "
+        f"GPU that is from launch to launch.{''.join(lost)}"
+    )
+
+
+def _wear_text(runs: Sequence[RunHistory], rated_tb: float | None) -> str:
+    if not any(run.drives for run in runs):
+        return "Nothing rests on a drive."
+    if rated_tb is not None:
+        return f"How long drives rated for {rated_tb:g} terabytes written (TBW) last at this rate."
+    return (
+        "What a drive is rated for is not known here: the example is a drive of "
+        f"{EXAMPLE_TBW} terabytes written (TBW). Give yours with --tbw."
+    )
+
+
+def _wear(runs: Sequence[RunHistory], rated_tb: float) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each drive: what training wrote, and the engine's forecast."""
+    rows = []
+    for run in runs:
+        for drive in run.drives.values():
+            day = drive.tb_per_day
+            days = rated_tb / day if day else math.inf
+            rows.append(
+                (
+                    _short(run.name),
+                    _short(drive.path),
+                    format_size(drive.written_bytes),
+                    format_size(drive.written_bytes / max(drive.steps, 1)),
+                    f"{day:.3g} TB" if day is not None else "not known yet",
+                    f"{days:,.0f} days" if math.isfinite(days) else "-",
+                )
+            )
+    heads = ("run", "drive", "written", "per step", "per day", f"until {rated_tb:g} TB")
+    return (heads, *rows) if rows else ()
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
+    lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in body]
+    return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _short(text: str) -> str:
+    """Return a text from a file as it can be shown: printable, and not long."""
+    short = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 1] + "…"
+    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in short)
+
+
+def _plain(text: str) -> str:
+    """Return a text from a file for a chart. plotly reads a little HTML: nothing in it is a tag."""
+    return html.escape(_short(text), quote=False)
+
+
+def _finite(values: Iterable[float | None]) -> list[float | None]:
+    """Replace numbers that no axis has a place for by gaps."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]

@@ -1,0 +1,306 @@
+"""Histories of training runs, read from their directories for `infinity report`.
+
+    runs_of(directory)    the directory itself, and those in it, that have a metrics.jsonl
+    read_run(directory)   what the page shows of one: means of steps, the newest figures, a timeline
+
+metrics.jsonl is read once, line by line. However many steps a run has, at most `POINTS_MAX` points
+stand for them: each is a mean over the same number of steps, a power of two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from infinity._src.metrics_file import FILE_NAME, SCHEMA, TORN, read_rows
+from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
+from infinity._src.step_timeline import StepTimeline
+
+POINTS_MAX: Final = 400
+RUNS_MAX: Final = 8
+DRIVES_MAX: Final = 64
+_PARTS_MAX = 64
+
+TIMES: Final = ("step_s", "compute_s", "io_wait_s", "update_s")
+BYTES: Final = ("bytes_read", "bytes_written", "rss_bytes", "ram_bytes")
+
+
+@dataclasses.dataclass
+class Point:
+    """Mean over the steps from `first` to `last`. means: of each figure over the steps that have
+    it. low, high: of the loss. odd: steps whose loss is NaN or infinite; no mean has them.
+    """
+
+    first: int
+    last: int
+    steps: int
+    means: dict[str, float]
+    counts: dict[str, int]
+    low: float = math.inf
+    high: float = -math.inf
+    odd: int = 0
+
+    @property
+    def at(self) -> float:
+        """The step at which it is drawn."""
+        return (self.first + self.last) / 2
+
+    def get(self, name: str) -> float | None:
+        """Return the mean of a figure; None where no step has it."""
+        return self.means.get(name)
+
+    def join(self, later: Point) -> None:
+        """Take in the steps that follow."""
+        for name, mean in later.means.items():
+            count, more = self.counts.get(name, 0), later.counts[name]
+            before = self.means.get(name, 0.0)
+            # Not by sums: those of two huge losses would be infinite.
+            self.means[name] = before + (mean - before) * (more / (count + more))
+            self.counts[name] = count + more
+        self.last, self.steps = later.last, self.steps + later.steps
+        self.low, self.high = min(self.low, later.low), max(self.high, later.high)
+        self.odd += later.odd
+
+
+class Series:
+    """Steps of a run, as `POINTS_MAX` points at most. Each `add` takes the same time on average."""
+
+    def __init__(self) -> None:
+        self.points: list[Point] = []
+        self.steps_each = 1
+
+    def add(self, step: int, figures: Mapping[str, float], *, odd: bool = False) -> None:
+        """Append a step; odd: its loss is no finite number, and not among the figures."""
+        loss = figures.get("loss", math.nan)
+        point = Point(step, step, 1, dict(figures), dict.fromkeys(figures, 1), odd=int(odd))
+        if not math.isnan(loss):
+            point.low = point.high = loss
+        if self.points and self.points[-1].steps < self.steps_each:
+            self.points[-1].join(point)
+            return
+        if len(self.points) == POINTS_MAX:
+            self._halve()
+        self.points.append(point)
+
+    def _halve(self) -> None:
+        """Join points in pairs: each stands for twice as many steps."""
+        for point, later in zip(self.points[::2], self.points[1::2], strict=True):
+            point.join(later)
+        del self.points[1::2]
+        self.steps_each *= 2
+
+
+@dataclasses.dataclass
+class DriveHistory:
+    """One drive of a run: bytes written in all steps, and what the engine forecast last."""
+
+    path: str
+    written_bytes: float = 0.0
+    steps: int = 0
+    tb_per_day: float | None = None
+
+
+@dataclasses.dataclass
+class RunHistory:
+    """One run. about: its newest line of the kind "run". resumed: steps after which other processes
+    went on. memory: as its newest step has it. bandwidth: GB/s of all drives together as they were
+    measured, by "read", "write", "mixed"; empty where nobody did. notes: for the reader.
+    """
+
+    name: str
+    about: dict[str, Any] = dataclasses.field(default_factory=dict)
+    resumed: list[int] = dataclasses.field(default_factory=list)
+    series: Series = dataclasses.field(default_factory=Series)
+    held_out: Series = dataclasses.field(default_factory=Series)
+    drives: dict[str, DriveHistory] = dataclasses.field(default_factory=dict)
+    memory: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    budget_bytes: float | None = None
+    bandwidth: dict[str, float] = dataclasses.field(default_factory=dict)
+    bandwidth_source: str = ""
+    summary: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timeline: StepTimeline | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step; 0 before the first."""
+        return self.series.points[-1].last if self.series.points else 0
+
+    @property
+    def steps(self) -> int:
+        """Steps that were recorded."""
+        return sum(point.steps for point in self.series.points)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a figure over all steps but the first point's, which has the step that
+        traces and fills pools (with it, if there is no other).
+        """
+        points = self.series.points[1:] or self.series.points
+        known = [(point.means[name], point.counts[name]) for point in points if name in point.means]
+        total = sum(count for _, count in known)
+        return sum(mean * (count / total) for mean, count in known) if total else None
+
+
+def runs_of(directory: Path) -> list[Path]:
+    """Return the directories of the runs: `directory` and those directly in it, by name. Raises:
+    ValueError where there is none, or are too many; OSError.
+    """
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory: give the --out of infinity train")
+    inside = sorted(each for each in directory.iterdir() if (each / FILE_NAME).is_file())
+    found = [*([directory] if (directory / FILE_NAME).is_file() else []), *inside]
+    if not found:
+        raise ValueError(
+            f"{directory} has no {FILE_NAME}, nor has a directory in it: give the --out of "
+            "infinity train, or the directory of an inf.StepLog"
+        )
+    if len(found) > RUNS_MAX:
+        raise ValueError(
+            f"{directory} has {len(found)} runs, and a page shows {RUNS_MAX} beside each other: "
+            "give the directory of one"
+        )
+    return found
+
+
+def read_run(directory: Path) -> RunHistory:
+    """Read one run. Raises: ValueError for a line or a file that is none of infinity's; OSError."""
+    run = RunHistory(directory.resolve().name)
+    path = directory / FILE_NAME
+    for number, row in read_rows(path):
+        _Line(path, number, row).take_into(run)
+    if not run.series.points:
+        run.notes.append("no step was recorded yet")
+    if (directory / TIMELINE_NAME).is_file():
+        run.timeline = StepTimeline.read(directory / TIMELINE_NAME)
+    return run
+
+
+class _Line:
+    """One line of a metrics.jsonl. Its fields are checked as they are read."""
+
+    def __init__(self, path: Path, number: int, row: Mapping[str, Any]) -> None:
+        self._place = f"{path}, line {number}"
+        self._row = row
+
+    def take_into(self, run: RunHistory) -> None:
+        """Add what the line says to the run. Lines of other kinds are passed over."""
+        kind = self._row["kind"]
+        if kind == "run":
+            self._take_run(run)
+        elif kind == "step":
+            self._take_step(run)
+        elif kind == "held_out":
+            loss = self._number(self._row, "loss", finite=False)
+            step = self._whole("step")
+            if loss is not None and math.isfinite(loss):
+                run.held_out.add(step, {"loss": loss})
+        elif kind == "summary":
+            run.summary = dict(self._row)
+        elif kind == TORN:
+            run.notes.append("the last line was cut off, as by a kill, and is left out")
+
+    def _take_run(self, run: RunHistory) -> None:
+        schema = self._row.get("schema")
+        if schema != SCHEMA:
+            raise ValueError(
+                f"{self._place}: the schema is {schema!r:.60}, and this release reads {SCHEMA!r}: "
+                "make the page with the release that recorded it"
+            )
+        run.about = dict(self._row)
+        after = self._number(self._row, "goes_on_after") or 0
+        if after:
+            run.resumed.append(int(after))
+        # Of this process: the drives may be others than before.
+        run.bandwidth, run.bandwidth_source = {}, ""
+        given = self._row.get("bandwidth")
+        if isinstance(given, Mapping):
+            rates = {name: given.get(f"{name}_gbps") for name in ("read", "write", "mixed")}
+            run.bandwidth = {
+                name: float(rate)
+                for name, rate in rates.items()
+                if isinstance(rate, (int, float)) and math.isfinite(rate) and rate > 0
+            }
+            run.bandwidth_source = str(given.get("source", "measured before the run"))
+
+    def _take_step(self, run: RunHistory) -> None:
+        step = self._whole("step")
+        if run.series.points and step <= run.last_step:
+            raise ValueError(
+                f"{self._place}: step {step} comes after step {run.last_step}; remove the lines "
+                "of one of the two runs that are mixed here"
+            )
+        loss = self._number(self._row, "loss", finite=False)
+        if loss is None:
+            raise ValueError(f"{self._place}: the step has no loss; remove the line")
+        values = {name: self._number(self._row, name) for name in (*TIMES, *BYTES)}
+        figures = {name: value for name, value in values.items() if value is not None}
+        if "step_s" not in figures:
+            raise ValueError(f"{self._place}: the step has no step_s; remove the line")
+        odd = not math.isfinite(loss)
+        if not odd:
+            figures["loss"] = loss
+        for drive in self._list("drives", DRIVES_MAX):
+            self._take_drive(run, drive, figures)
+        if isinstance(self._row.get("memory"), Mapping):
+            self._take_memory(run, self._row["memory"])
+        run.series.add(step, figures, odd=odd)
+
+    def _take_drive(self, run: RunHistory, drive: Any, figures: dict[str, float]) -> None:
+        if not isinstance(drive, Mapping) or not isinstance(drive.get("path"), str):
+            raise ValueError(f"{self._place}: a drive has no path; remove the line")
+        known = run.drives.setdefault(drive["path"], DriveHistory(drive["path"]))
+        if len(run.drives) > DRIVES_MAX:
+            raise ValueError(f"{self._place}: more than {DRIVES_MAX} drives; remove the line")
+        written = self._number(drive, "bytes_written") or 0.0
+        known.written_bytes += written
+        known.steps += 1
+        rate = self._number(drive, "written_tb_per_day")
+        known.tb_per_day = rate if rate is not None else known.tb_per_day
+        figures[f"moved {known.path}"] = written + (self._number(drive, "bytes_read") or 0.0)
+        figures[f"written {known.path}"] = known.written_bytes
+
+    def _take_memory(self, run: RunHistory, memory: Mapping[str, Any]) -> None:
+        run.memory = {}
+        for tier in ("device", "ram", "nvme"):
+            parts = memory.get(tier)
+            if not isinstance(parts, Mapping) or len(parts) > _PARTS_MAX:
+                raise ValueError(f"{self._place}: memory has no {tier}; remove the line")
+            run.memory[tier] = {str(name): self._number(parts, name) or 0.0 for name in parts}
+        run.budget_bytes = self._number(memory, "ram_budget_bytes")
+
+    def _list(self, name: str, most: int) -> list[Any]:
+        given = self._row.get(name, [])
+        if not isinstance(given, list) or len(given) > most:
+            raise ValueError(f"{self._place}: {name} is no list of {most} at most; remove the line")
+        return given
+
+    def _whole(self, name: str) -> int:
+        value = self._row.get(name)
+        if type(value) is not int or not 0 <= value < 1 << 53:
+            raise ValueError(
+                f"{self._place}: {name} is {value!r:.60}, and no number of a step; remove the line"
+            )
+        return value
+
+    def _number(self, holder: Mapping[str, Any], name: str, *, finite: bool = True) -> float | None:
+        """Return a field as a float; None where it is missing or null. finite: as sizes and times
+        are, of which a difference of two clocks may be a little below 0. Raises: ValueError.
+        """
+        value = holder.get(name)
+        if value is None:
+            return None
+        # bool is an int to Python.
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            try:
+                found = float(value)
+            except OverflowError:  # an integer of hundreds of digits
+                found = math.inf
+            if not finite:
+                return found
+            if math.isfinite(found):
+                return max(found, 0.0)
+        what = "size or time" if finite else "number"
+        raise ValueError(f"{self._place}: {name} is {value!r:.60}, and no {what}; remove the line")

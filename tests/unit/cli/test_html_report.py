@@ -1,0 +1,401 @@
+"""The page of `infinity report`: its figures are those that were recorded, whatever the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import io
+import json
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("plotly")
+
+from plotly.offline import get_plotlyjs
+from rich.console import Console
+
+from infinity._src.bench.swap import measure_swap
+from infinity._src.cli import html_report, run_history
+from infinity._src.cli import train as command
+from infinity._src.cli.html_report import run_report, sections
+from infinity._src.cli.main import build_parser
+from infinity._src.cli.run_history import POINTS_MAX, Series, read_run, runs_of
+from tests.unit.cli.run_pages import (
+    HOSTILE,
+    hostile_run,
+    run_row,
+    step_row,
+    train_run,
+    write_run,
+)
+
+KINDS = {"loss", "time-0", "drives-0", "tiers-0", "memory-0", "timeline-0", "wear-0"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _drives_are_measured_in_no_time() -> Iterator[None]:
+    def short(task: Any) -> Any:
+        return measure_swap(dataclasses.replace(task, size_bytes=32 << 20, rounds=1, phase_s=0.05))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "measure_swap", short)
+        yield
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_run(tmp_path_factory.mktemp("trained"))
+
+
+def report(*arguments: str | Path) -> tuple[int, str]:
+    console = Console(file=io.StringIO(), width=200)
+    status = run_report(build_parser().parse_args(["report", *map(str, arguments)]), console)
+    assert isinstance(console.file, io.StringIO)
+    return status, console.file.getvalue()
+
+
+def rows_of(directory: Path, kind: str) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["kind"] == kind]
+
+
+def charts_of(*directories: Path) -> dict[str, dict[str, Any]]:
+    """The traces of each chart by name."""
+    found = sections([read_run(directory) for directory in directories])
+    return {
+        chart.name: {trace.name: trace for trace in chart.figure.data}
+        for section in found
+        for chart in section.charts
+    }
+
+
+class Tags(html.parser.HTMLParser):
+    """Counts tags, and keeps the texts that a reader sees."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: Counter[str] = Counter()
+        self.attributes: set[str] = set()
+        self.inside = ""
+        self.texts: list[str] = []
+        # Without the 5 MB of plotly.js, in which this would look for seconds.
+        self.feed(text.replace(get_plotlyjs(), ""))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes |= {name for name, _ in attrs}
+        self.inside = tag
+
+    def handle_data(self, data: str) -> None:
+        if self.inside not in {"script", "style"}:
+            self.texts.append(data)
+
+
+def test_a_real_run_has_all_charts_with_the_figures_that_were_recorded(trained: Path) -> None:
+    rows = rows_of(trained, "step")
+    steps = [row["step"] for row in rows]
+    assert steps == list(range(1, 10))
+    charts = charts_of(trained)
+    assert charts.keys() == KINDS
+    loss = charts["loss"]
+    assert list(loss["training"].x) == steps
+    assert list(loss["training"].y) == [row["loss"] for row in rows]
+    held_out = rows_of(trained, "held_out")
+    assert list(loss["held out"].x) == [row["step"] for row in held_out] == [0, 3, 6, 9]
+    assert list(loss["held out"].y) == [row["loss"] for row in held_out]
+    times = charts["time-0"]
+    assert list(times["compute"].y) == [row["compute_s"] for row in rows]
+    assert list(times["waiting"].y) == [max(row["io_wait_s"], 0) for row in rows]
+    assert list(times["update"].y) == [row["update_s"] for row in rows]
+    for index, row in enumerate(rows):
+        whole = sum(times[name].y[index] for name in ("compute", "waiting", "update", "rest"))
+        assert whole == pytest.approx(row["step_s"], rel=0.05)
+    drives, (about,) = charts["drives-0"], rows_of(trained, "run")
+    assert list(drives["read"].y) == [row["bytes_read"] / row["step_s"] / 1e9 for row in rows]
+    assert list(drives["written"].y) == [row["bytes_written"] / row["step_s"] / 1e9 for row in rows]
+    assert set(drives["limit of reads"].y) == {about["bandwidth"]["read_gbps"]}
+    assert set(drives["limit of writes"].y) == {about["bandwidth"]["write_gbps"]}
+    assert set(drives["limit of both at once"].y) == {about["bandwidth"]["mixed_gbps"]}
+    memory = charts["memory-0"]
+    assert list(memory["RSS"].y) == [row["rss_bytes"] / 1e9 for row in rows]
+    tiers = {name: trace.x[0] for name, trace in charts["tiers-0"].items()}
+    ram = {name: size for name, size in tiers.items() if name.startswith("RAM: ")}
+    last = rows[-1]["memory"]
+    assert ram == {f"RAM: {name}": size / 1e9 for name, size in last["ram"].items()}
+    assert tiers["NVMe: states"] == last["nvme"]["states"] / 1e9
+    (written,) = charts["wear-0"].values()
+    assert written.y[-1] == pytest.approx(sum(row["bytes_written"] for row in rows) / 1e9)
+    assert {"phase", "gather", "compute", "update", "write"} <= charts["timeline-0"].keys()
+    for lane in charts["timeline-0"].values():
+        assert len(lane.x) == len(lane.base) == len(lane.hovertext) > 0
+
+
+def test_training_writes_the_page_and_the_command_writes_it_again(trained: Path) -> None:
+    first = (trained / "report.html").read_text()
+    for name in KINDS:
+        assert f'id="{name}"' in first
+    status, shown = report(trained, "--out", trained / "again.html", "--tbw", "1200")
+    assert status == 0, shown
+    again = (trained / "again.html").read_text()
+    assert "rated for 1200 terabytes" in again
+    assert "until 1,200 TB" in again or "until 1200 TB" in again
+    # It asks for nothing, so what it needs is in it.
+    tags = Tags(again)
+    assert tags.tags["link"] == 1  # the icon, which is empty
+    assert not tags.attributes & {"src", "onerror", "onload"}
+    assert "Plotly.newPlot" in again
+    assert "default-src 'none'" in again
+    (trained / "again.html").unlink()
+
+
+def test_texts_of_files_are_texts(tmp_path: Path) -> None:
+    name = HOSTILE.replace("/", "_")
+    directory = hostile_run(tmp_path / name)
+    plain = write_run(tmp_path / "plain", run_row(), step_row(1), step_row(2))
+    status, shown = report(tmp_path)
+    assert status == 0, shown
+    text = (tmp_path / "report.html").read_text(encoding="utf-8")
+    found = Tags(text)
+    plain_page = Tags(html_report.page([read_run(plain), read_run(plain)]))
+    for tag in ("img", "b", "a", "svg", "iframe"):
+        assert not found.tags[tag], tag
+    charts = sum(len(each.charts) for each in sections([read_run(directory), read_run(plain)]))
+    plotted = sum(len(each.charts) for each in sections([read_run(plain), read_run(plain)]))
+    # One for each chart, and plotly.js.
+    assert found.tags["script"] - charts == plain_page.tags["script"] - plotted
+    assert "<script>alert" not in text
+    assert "onerror" not in found.attributes
+    assert any("<img src=x" in each for each in found.texts)
+    # A path of 100,000 letters is not shown whole.
+    assert "x" * 1000 not in text.split("Plotly.newPlot", 1)[1]
+    for chart in charts_of(directory).values():
+        for trace in chart.values():
+            shown_texts = [trace.name, *(trace.hovertext or ()), *(trace.text or ())]
+            assert not any("<img" in each or "<b>" in each for each in shown_texts)
+
+
+def test_a_line_that_a_kill_cut_off_is_left_out_and_told(tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "run", run_row(), step_row(1), step_row(2))
+    text = (whole / "metrics.jsonl").read_text()
+    last = text.rstrip("\n").rsplit("\n", 1)[1]
+    for cut in (1, len(last) // 2, len(last) - 1):
+        (whole / "metrics.jsonl").write_text(text[: -1 - len(last) + cut])
+        run = read_run(whole)
+        assert run.steps == 1
+        assert run.notes == ["the last line was cut off, as by a kill, and is left out"]
+    (whole / "metrics.jsonl").write_text(text.rstrip("\n"))
+    assert (read_run(whole).steps, read_run(whole).notes) == (2, [])
+    (whole / "metrics.jsonl").write_bytes(text.encode() + b"\0" * 100)  # blocks without data
+    assert (read_run(whole).steps, len(read_run(whole).notes)) == (2, 1)
+    status, shown = report(whole)
+    assert status == 0, shown
+    assert "the last line was cut off" in (whole / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("not json\n", "is no JSON object"),
+        ("[1]\n", "is no JSON object"),
+        ('{"kind": 3}\n', "is no JSON object"),
+        ("[" * 50_000 + "\n", "is no JSON object"),
+        ("\udcff\n", "is no JSON object"),
+        ('{"kind": "step", "step": ' + "9" * 5000 + "}\n", "is no JSON object"),
+        ("x" * (1 << 21), "more than 1048576 bytes"),
+        (json.dumps(step_row(1)) + "\n", "step 1 comes after step 1; remove the lines"),
+        (json.dumps({**step_row(2), "step": "2"}) + "\n", "step is '2', and no number of a step"),
+        (json.dumps(step_row(-1)) + "\n", "step is -1"),
+        (json.dumps(step_row(2, loss=None)) + "\n", "the step has no loss"),
+        (json.dumps(step_row(2, loss="1")) + "\n", "loss is '1', and no number"),
+        (json.dumps(step_row(2, step_s=None)) + "\n", "the step has no step_s"),
+        (json.dumps(step_row(2, step_s=math.nan)) + "\n", "step_s is nan, and no size or time"),
+        (json.dumps(step_row(2, rss_bytes=True)) + "\n", "rss_bytes is True"),
+        (json.dumps(step_row(2, bytes_read=10**400)) + "\n", "bytes_read is 1000"),
+        (json.dumps(step_row(2, drives=3)) + "\n", "drives is no list of 64"),
+        (json.dumps(step_row(2, drives=[3])) + "\n", "a drive has no path"),
+        (json.dumps(step_row(2, drives=[{"path": str(n)} for n in range(64)])) + "\n", "64 drives"),
+        (json.dumps(step_row(2, memory={})) + "\n", "memory has no device"),
+        (json.dumps(run_row(schema="infinity.train/9")) + "\n", "the schema is 'infinity.train/9'"),
+        ('{"kind": "held_out", "step": 1, "loss": "x"}\n', "loss is 'x'"),
+    ],
+)
+def test_a_line_that_is_none_of_ours_is_named_with_its_place(
+    tmp_path: Path, line: str, told: str
+) -> None:
+    directory = write_run(tmp_path, run_row(), step_row(1))
+    path = directory / "metrics.jsonl"
+    path.write_bytes(path.read_bytes() + line.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 3") as error:
+        read_run(directory)
+    assert told in str(error.value)
+    assert len(str(error.value)) < 1000
+    status, shown = report(directory)
+    assert status == 2
+    assert "metrics.jsonl, line 3" in shown
+    assert not (directory / "report.html").exists()
+
+
+def test_lines_of_other_kinds_and_older_ones_are_no_faults(tmp_path: Path) -> None:
+    bare = {"kind": "step", "loss": 1.5, "step_s": 0.5}
+    run = write_run(
+        tmp_path, {"kind": "later"}, {**bare, "step": 1}, {**bare, "step": 2}, tail="\n  \n"
+    )
+    assert charts_of(run).keys() == {"loss", "time-0", "memory-0"}
+    status, shown = report(run)
+    assert status == 0, shown
+    text = (run / "report.html").read_text()
+    assert "No timeline was recorded" in text
+    assert "Nothing rests on a drive" in text
+
+
+def test_losses_that_are_no_numbers_or_huge_have_a_place(tmp_path: Path) -> None:
+    values = [2.0, math.nan, 1.0, math.inf, -math.inf, 10**400, 1e308, -1e308, 1.5]
+    rows = [step_row(step, loss=loss) for step, loss in enumerate(values, 1)]
+    charts = charts_of(write_run(tmp_path, run_row(), *rows))["loss"]
+    known = [2.0, None, 1.0, None, None, None, 1e308, -1e308, 1.5]
+    assert list(charts["training"].y) == known
+    assert list(charts["NaN or infinite"].x) == [2, 4, 5, 6]
+    status, shown = report(tmp_path)
+    assert status == 0, shown
+    # Of a run that loses its way late the rest is seen: the axis is logarithmic.
+    rows = [step_row(step, loss=loss) for step, loss in enumerate([2.0, 1.0, 1e30], 1)]
+    found = sections([read_run(write_run(tmp_path, run_row(), *rows))])
+    (chart,) = next(each.charts for each in found if each.title == "Loss")
+    assert chart.figure.layout.yaxis.type == "log"
+
+
+def test_a_drive_that_nobody_measured_has_no_limit(tmp_path: Path) -> None:
+    for bandwidth in (None, {}, {"read_gbps": math.nan, "write_gbps": 0.0, "mixed_gbps": "x"}):
+        run = write_run(tmp_path, run_row(bandwidth=bandwidth), step_row(1))
+        assert charts_of(run)["drives-0"].keys() == {"read", "written"}
+        status, _ = report(run)
+        assert status == 0
+        assert "limits of the drives: not measured" in (run / "report.html").read_text()
+
+
+def test_wear_is_that_of_the_drives(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, run_row(), step_row(1), step_row(2)))
+    (section,) = [each for each in sections([run], 864.0) if each.title == "Wear"]
+    assert section.table[1][1:] == ("/mnt/a", "3.7 GiB", "1.9 GiB", "86.4 TB", "10 days")
+    (section,) = [each for each in sections([run]) if each.title == "Wear"]
+    assert "the example is a drive of 600 terabytes" in section.about
+
+
+def test_runs_in_a_directory_are_shown_beside_each_other(trained: Path, tmp_path: Path) -> None:
+    for name in ("horizontal", "vertical"):
+        run = write_run(tmp_path / name, run_row(), step_row(1), step_row(2))
+        (run / "timeline.json").write_text((trained / "timeline.json").read_text())
+    (tmp_path / "checkpoint").mkdir()
+    assert [each.name for each in runs_of(tmp_path)] == ["horizontal", "vertical"]
+    charts = charts_of(*runs_of(tmp_path))
+    assert {"timeline-0", "timeline-1", "time-0", "time-1"} <= charts.keys()
+    assert {"horizontal: training", "vertical: training"} <= charts["loss"].keys()
+    found = sections([read_run(each) for each in runs_of(tmp_path)])
+    figures = [chart.figure for each in found for chart in each.charts if "timeline" in chart.name]
+    # One scale: a bar twice as long took twice as long.
+    assert figures[0].layout.xaxis.range == figures[1].layout.xaxis.range
+    assert "vertical" in figures[1].layout.title.text
+
+
+def test_a_directory_without_runs_or_with_too_many_is_refused(tmp_path: Path) -> None:
+    status, shown = report(tmp_path / "none")
+    assert (status, "none is no directory" in shown) == (2, True)
+    status, shown = report(tmp_path)
+    assert (status, "has no metrics.jsonl" in shown) == (2, True)
+    write_run(tmp_path, run_row())
+    status, shown = report(tmp_path)
+    assert (status, "no step was recorded yet" in shown) == (2, True)
+    status, shown = report(tmp_path, "--tbw", "nan")
+    assert (status, "--tbw nan must be" in shown) == (2, True)
+    for index in range(run_history.RUNS_MAX):
+        write_run(tmp_path / str(index), run_row(), step_row(1))
+    status, shown = report(tmp_path)
+    assert (status, "has 9 runs" in shown) == (2, True)
+
+
+def test_without_plotly_the_command_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(html_report, "has_plotly", lambda: False)
+    run = write_run(tmp_path, run_row(), step_row(1))
+    status, shown = report(run)
+    assert status == 2
+    assert "pip install 'infinity-offload[report]'" in shown
+
+
+@pytest.mark.parametrize("count", [1, 2, POINTS_MAX, POINTS_MAX + 1, 3 * POINTS_MAX + 7, 5000])
+def test_a_series_of_any_length_has_few_points_and_keeps_its_means(count: int) -> None:
+    chance = random.Random(count)
+    values = [chance.random() for _ in range(count)]
+    series = Series()
+    for step, value in enumerate(values, 1):
+        series.add(
+            step, {"loss": value} | ({"x": value} if step % 3 == 0 else {}), odd=step % 7 == 0
+        )
+    points = series.points
+    assert len(points) <= POINTS_MAX
+    assert sum(point.steps for point in points) == count
+    assert sum(point.odd for point in points) == count // 7
+    assert (points[0].first, points[-1].last) == (1, count)
+    for point in points:
+        assert point.steps == series.steps_each or point is points[-1]
+        part = values[point.first - 1 : point.last]
+        assert point.means["loss"] == pytest.approx(sum(part) / len(part))
+        assert (point.low, point.high) == (min(part), max(part))
+        thirds = [values[step - 1] for step in range(point.first, point.last + 1) if step % 3 == 0]
+        assert point.counts.get("x", 0) == len(thirds)
+        if thirds:
+            assert point.means["x"] == pytest.approx(sum(thirds) / len(thirds))
+
+
+def test_ten_times_the_steps_take_ten_times_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted as joined points, of which thinning has no other work."""
+    joined = 0
+    join = run_history.Point.join
+
+    def counted(self: Any, later: Any) -> None:
+        nonlocal joined
+        joined += 1
+        join(self, later)
+
+    monkeypatch.setattr(run_history.Point, "join", counted)
+    counts = []
+    for count in (2_000, 20_000):
+        joined, series = 0, Series()
+        for step in range(count):
+            series.add(step, {"loss": 1.0})
+        counts.append(joined)
+    assert counts[1] <= 12 * counts[0]
+
+
+def test_a_long_run_has_a_page_as_small_as_a_short_one(tmp_path: Path) -> None:
+    sizes = []
+    for count in (POINTS_MAX, 4 * POINTS_MAX):
+        run = write_run(tmp_path / str(count), run_row(), *(step_row(n + 1) for n in range(count)))
+        status, shown = report(run)
+        assert status == 0, shown
+        sizes.append((run / "report.html").stat().st_size)
+    text = (run / "report.html").read_text()
+    assert f"{4 * POINTS_MAX} steps, each point is the mean of 4" in text
+    assert sizes[1] < sizes[0] + 100_000
+
+
+def test_a_resumed_run_is_one_run(tmp_path: Path) -> None:
+    run = read_run(
+        write_run(
+            tmp_path, run_row(), step_row(1), step_row(2), run_row(goes_on_after=2, params=7),
+            step_row(3), {"kind": "summary", "eta_floor": 0.9},
+        )
+    )  # fmt: skip
+    assert (run.steps, run.last_step, run.resumed) == (3, 3, [2])
+    (section,) = [each for each in sections([run]) if each.title == "Runs"]
+    facts = dict(section.table[1:])
+    assert facts["steps"] == "3, up to step 3, went on 1 times, last after step 2"
+    assert "η 0.90" in facts["time per step"]
