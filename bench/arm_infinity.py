@@ -41,19 +41,24 @@ class Training:
 
 
 def build(
-    workload: r1.Workload, policy: inf.Policy, *, always: bool = False, schedule: str = "horizontal"
+    workload: r1.Workload,
+    policy: inf.Policy,
+    *,
+    always: bool = False,
+    schedule: str = "horizontal",
+    checkpoint: bool = True,
 ) -> Training:
     """R1 and an ordinary loop. update="backward" cannot clip, and does not, unless there are two
     generations.
 
     always: speculate in every step, whatever the last ones showed.
     schedule: horizontal runs one micro-batch after the other; vertical runs all of them through a
-    layer before the next one (`inf.microbatched`).
+    layer before the next one (`inf.microbatched`). checkpoint: with vertical, slices of blocks are.
     """
     vertical = schedule == "vertical"
     bare = r1.build_on_meta(workload)
     if vertical:
-        inf.microbatched(bare, workload.micro_batches)
+        inf.microbatched(bare, workload.micro_batches, checkpoint=checkpoint)
     model = inf.offload(bare, policy, load=partial(r1.fill, seed=workload.seed))
     optimizer = inf.AdamW(model.parameters(), lr=workload.lr, weight_decay=workload.weight_decay)
     handle = inf.handle(model)
@@ -117,11 +122,11 @@ def must_move(handle: Any, workload: r1.Workload) -> dict[str, Any]:
 
 
 def run(
-    workload: r1.Workload, policy: inf.Policy, *, always: bool, schedule: str
+    workload: r1.Workload, policy: inf.Policy, *, always: bool, schedule: str, checkpoint: bool
 ) -> dict[str, Any]:
     """Train and measure. Blocks until done."""
     began = time.perf_counter()
-    training = build(workload, policy, always=always, schedule=schedule)
+    training = build(workload, policy, always=always, schedule=schedule, checkpoint=checkpoint)
     handle = training.handle
     record = meter.measure(
         training.step,
@@ -146,6 +151,7 @@ def run(
         "gathered_bytes_peak": stats.gathered_bytes_peak,
         "update": policy.update,
         "schedule": schedule,
+        "checkpoint": checkpoint,
         "generations": policy.generations,
         "durable": bool(policy.durable),
         "moved": dataclasses.asdict(terms.moved) if terms is not None else None,
@@ -228,6 +234,13 @@ def main() -> int:
         choices=("horizontal", "vertical"),
         help="order of several micro-batches (%(default)s)",
     )
+    parser.add_argument(
+        "--checkpoint",
+        default="on",
+        choices=("on", "off"),
+        help="with --schedule=vertical: slices of blocks are computed again in backward "
+        "(%(default)s)",
+    )
     r1.add_arguments(parser)
     args = parser.parse_args()
     meter.report(
@@ -236,6 +249,7 @@ def main() -> int:
             policy_of(args),
             always=args.speculate == "always",
             schedule=args.schedule,
+            checkpoint=args.checkpoint == "on",
         )
     )
     return 0
