@@ -38,7 +38,10 @@ def _set_state(device: torch.device, state: torch.Tensor) -> None:
 
 
 class RandomStreams:
-    """Streams of the slices of one forward."""
+    """Streams of the slices of one forward.
+
+    drawn: a slice has drawn a number.
+    """
 
     def __init__(self) -> None:
         self._before = torch.get_rng_state()
@@ -48,7 +51,7 @@ class RandomStreams:
         self._base = int(torch.randint(SEEDS, (), generator=ahead))
         self._after = ahead.get_state()
         self._states: dict[tuple[int, torch.device], torch.Tensor] = {}
-        self._drawn = False
+        self.drawn = False
 
     @contextlib.contextmanager
     def of(self, index: int, device: torch.device) -> Iterator[None]:
@@ -63,7 +66,7 @@ class RandomStreams:
         finally:
             for each, state, before in zip(devices, begun, outside, strict=True):
                 now = _state(each)
-                self._drawn = self._drawn or not torch.equal(now, state)
+                self.drawn = self.drawn or not torch.equal(now, state)
                 self._states[index, each] = now
                 _set_state(each, before)
 
@@ -75,5 +78,5 @@ class RandomStreams:
 
     def end(self) -> None:
         """Let the caller's generator move on if a slice has drawn, and nobody else has."""
-        if self._drawn and torch.equal(torch.get_rng_state(), self._before):
+        if self.drawn and torch.equal(torch.get_rng_state(), self._before):
             torch.set_rng_state(self._after)

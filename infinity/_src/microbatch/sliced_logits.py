@@ -5,9 +5,7 @@
                                the logits of a slice again
     any other use              the logits of all rows, in full
 
-The losses of the slices are added up, each divided by their number, as a loop does with
-`(loss / n).backward()`. A loss that gets `num_items_in_batch` has divided by that, and is not
-divided again.
+The losses of the slices are added up (`loss_of_batch`).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from infinity._src._torch_compat import (
 )
 from infinity._src.kernels.tiling.deferred_logits import UncomputedLogits
 from infinity._src.microbatch.rows import mapped, tensors_in
-from infinity._src.microbatch.slicing import Run
+from infinity._src.microbatch.slicing import Run, loss_of_batch
 from infinity._src.sizes import format_size
 
 log = logging.getLogger("infinity")
@@ -102,7 +100,9 @@ class SlicedLogits(UncomputedLogits):
 
             def compute(forward: Callable[..., Any]) -> Any:
                 pieces = run.cut((hidden,), {}, owner="the head")
-                outputs = run.outputs(forward, pieces, device=hidden.device, checkpointed=False)
+                outputs = run.outputs(
+                    forward, pieces, device=hidden.device, checkpointed=False, owner="the head"
+                )
                 return run.join(outputs, "the head")
 
             if torch.is_grad_enabled() and not self._said:
@@ -158,7 +158,7 @@ _LOGITS = _Logits()
 
 def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """Compute the loss of a batch slice by slice: `function(*args, **kwargs)` with the rows of each
-    slice. Returns the sum, in the order of slices; see the module's docstring for its scale.
+    slice. Returns `loss_of_batch` of them.
 
     Raises: ValueError for a function that returns no scalar.
     """
@@ -177,19 +177,18 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
     else:
         first = next(tensors_in([args, kwargs]))
         pieces = run.cut(args, kwargs, owner="the loss", any_object=True)
-        losses = run.outputs(function, pieces, device=first.device, checkpointed=True)
+        losses = run.outputs(
+            function, pieces, device=first.device, checkpointed=True, owner="the loss"
+        )
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.dim():
             raise ValueError(
                 f"the loss of a slice is a {type(loss).__name__}, and no scalar tensor: under "
                 "inf.microbatched the model's loss_function returns one"
             )
-    divided = kwargs.get("num_items_in_batch") is not None
-    terms = losses if divided else [loss / run.count for loss in losses]
-    total: torch.Tensor = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    if run.record is not None:
+        run.record.losses.append(losses)
+    return loss_of_batch(run, losses, kwargs)
 
 
 def _losses_of_head(
@@ -213,4 +212,4 @@ def _losses_of_head(
 
     hidden = logits.infinity_inputs[0]
     pieces = run.cut((hidden, *places), {}, owner="the loss", any_object=True)
-    return run.outputs(loss_of, pieces, device=hidden.device, checkpointed=True)
+    return run.outputs(loss_of, pieces, device=hidden.device, checkpointed=True, owner="the loss")

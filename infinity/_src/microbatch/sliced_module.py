@@ -20,14 +20,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity._src._torch_compat import dynamo_disable
+from infinity._src.microbatch.collected_logits import (
+    FLAG,
+    asks_for_router_logits,
+    can_be_told_apart,
+)
+from infinity._src.microbatch.replay import UNNEEDED
+from infinity._src.microbatch.router_losses import with_router_losses
 from infinity._src.microbatch.sliced_logits import HEAD_CALL, SlicedLogits, sliced_loss
 from infinity._src.microbatch.slicing import Run, Slicing, argument_names
 
 NAME = "_infinity_name"
 """Attribute of a sliced module: its name in the model."""
-
-UNSUPPORTED = ("output_attentions", "output_router_logits")
-"""Outputs that models of transformers collect from inside of blocks, once for each call."""
 
 
 class Role(enum.Enum):
@@ -82,9 +87,8 @@ def sliced_class(base: type[nn.Module], role: Role, slicing: Slicing) -> type[nn
         "_infinity_role": role,
         "_infinity_slicing": slicing,
         "forward": _forward_around(base) if role is Role.AROUND else _forward_inside(base, role),
+        "__call__": _call(base, role),
     }
-    if role is Role.HEAD:
-        body["__call__"] = _call_of_head(base)
     loss = inspect.getattr_static(base, "loss_function", None)
     if isinstance(loss, property):
         body["loss_function"] = _loss_property(loss)
@@ -116,7 +120,11 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
             return instead(bound)
         slicing = _slicing(self)
         # A tiled loss computes "instead" of a linear, and has its own way with rows.
-        if slicing.inside or not torch.is_grad_enabled() or kwargs.get("instead") is not None:
+        if slicing.inside or kwargs.get("instead") is not None:
+            return bound(*args, **kwargs)
+        # In a forward in slices a block may be without gradients: a checkpoint around it computes
+        # it again, and in slices, too.
+        if not torch.is_grad_enabled() and slicing.run is None:
             return bound(*args, **kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
             return run.call(
@@ -133,18 +141,26 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     return forward
 
 
-def _call_of_head(base: type[nn.Module]) -> Callable[..., Any]:
+def _call(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     plain: Any = base.__call__
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = _slicing(self).run
-        # Before the hooks: they gather the head's weights, which are not needed yet.
-        if run is not None and run.defers and not kwargs and len(args) == 1:
+        if role is Role.AROUND and torch.compiler.is_compiling():
+            return _compiled(plain, self, args, kwargs)
+        slicing = _slicing(self)
+        # Before the hooks: nothing is computed, and what they gather is not needed.
+        if slicing.replay is not None:
+            return slicing.replay.output(self) if role is Role.AROUND else UNNEEDED
+        run = slicing.run
+        if role is Role.HEAD and run is not None and run.defers and not kwargs and len(args) == 1:
             hidden = args[0]
             if type(hidden) is torch.Tensor and hidden.dim() > 1 and len(hidden) == run.rows:
                 return SlicedLogits(self, hidden, run)
-        return plain(self, *args, **kwargs)
+        output = plain(self, *args, **kwargs)
+        if role is Role.AROUND and run is not None and run.record is not None:
+            run.record.add_output(self, output)
+        return output
 
     return call
 
@@ -156,43 +172,83 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return _compiled(plain, self, args, kwargs)
         slicing = _slicing(self)
         if slicing.inside or not torch.is_grad_enabled():
             return plain(self, *args, **kwargs)
-        _check_outputs(self, kwargs)
         kwargs = _without_cache(self, names, args, kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
+            if run.record is not None and FLAG in kwargs:
+                # The model around has it off, and computes the losses of its routers in a replay.
+                kwargs = {**kwargs, FLAG: True}
+            collects = _check_outputs(self, kwargs)
             before = run.defers
             run.defers = before or (has_loss and kwargs.get("labels") is not None)
             try:
-                return plain(self, *args, **kwargs)
+                bound = functools.partial(plain, self)
+                if collects and has_loss and FLAG in names:
+                    return with_router_losses(
+                        run, bound, args, kwargs, owner=_name(self), names=names
+                    )
+                return bound(*args, **kwargs)
             finally:
                 run.defers = before
 
     return forward
 
 
+def _compiled(
+    plain: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if torch.is_grad_enabled():
+        _refuse_to_compile(_name(module))
+    return plain(module, *args, **kwargs)
+
+
+@dynamo_disable
+def _refuse_to_compile(owner: str) -> None:
+    """Raise when what was compiled runs: an error of tracing would have it run as it is."""
+    raise ValueError(
+        f"{owner}: a microbatched model is not compiled as a whole, since slices are checkpointed "
+        "and draw from streams of their own: compile its blocks, each with block.compile()"
+    )
+
+
 def _loss_property(loss: property) -> property:
     def loss_function(self: Any) -> Any:
         assert loss.fget is not None
+        slicing = _slicing(self)
+        if slicing.replay is not None:
+            return slicing.replay.loss
         function = loss.fget(self)
-        run: Run | None = _slicing(self).run
+        run: Run | None = slicing.run
         return function if run is None else functools.partial(sliced_loss, run, function)
 
     return property(loss_function, loss.fset, loss.fdel)
 
 
-def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for outputs that a model would put together wrongly."""
+def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the logits of routers are wanted.
+
+    Raises: ValueError for outputs that a model would put together wrongly.
+    """
     config = getattr(module, "config", None)
-    for name in UNSUPPORTED:
-        given = kwargs.get(name)
-        if given or (given is None and getattr(config, name, False)):
-            raise ValueError(
-                f"{_name(module)}: {name} is on, and the model collects these once for each call "
-                "inside of a block: inf.microbatched calls a block once for each slice; set "
-                f"config.{name}=False in training"
-            )
+    attentions = kwargs.get("output_attentions")
+    if attentions or (attentions is None and getattr(config, "output_attentions", False)):
+        raise ValueError(
+            f"{_name(module)}: output_attentions is on, and the model collects these once for each "
+            "call inside of a block: inf.microbatched calls a block once for each slice; set "
+            "config.output_attentions=False in training"
+        )
+    wanted = asks_for_router_logits(config, kwargs)
+    if wanted and not can_be_told_apart():
+        raise ValueError(
+            f"{_name(module)}: {FLAG} is on, and the installed transformers collects the logits of "
+            "routers in a way that inf.microbatched does not know; install transformers 5.23, or "
+            f"set config.{FLAG}=False in training"
+        )
+    return wanted
 
 
 def _without_cache(

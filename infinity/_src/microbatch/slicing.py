@@ -22,8 +22,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from infinity._src._torch_compat import clear_autocast_cache, version_of
+from infinity._src._torch_compat import (
+    NO_TASK,
+    clear_autocast_cache,
+    graph_task_id,
+    version_of,
+)
+from infinity._src.microbatch.collected_logits import CollectedLogits
 from infinity._src.microbatch.random_streams import RandomStreams
+from infinity._src.microbatch.replay import Record, Replay
 from infinity._src.microbatch.rows import (
     PerSlice,
     cut_rows,
@@ -49,7 +56,7 @@ BATCHES = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_
 """Arguments whose rows are those of the batch; else the first tensor has them."""
 
 
-_RUNS: ContextVar[Mapping[int, Run | None]] = ContextVar("forwards in slices")
+_RUNS: ContextVar[Mapping[int, Run | Replay | None]] = ContextVar("forwards in slices")
 """Forwards that run in this thread, by the id() of their Slicing; None inside of a slice."""
 
 
@@ -64,6 +71,8 @@ class Slicing:
         self.count = count
         self.shared = shared
         self.classes: dict[tuple[type, object], type] = {}
+        # Modules in whose calls a forward in slices has begun.
+        self._outermost: set[str] = set()
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the classes, which belong to this object."""
@@ -72,7 +81,14 @@ class Slicing:
     @property
     def run(self) -> Run | None:
         """The forward that runs, outside of its slices."""
-        return _RUNS.get({}).get(id(self))
+        found = _RUNS.get({}).get(id(self))
+        return found if isinstance(found, Run) else None
+
+    @property
+    def replay(self) -> Replay | None:
+        """The replay that runs."""
+        found = _RUNS.get({}).get(id(self))
+        return found if isinstance(found, Replay) else None
 
     @property
     def inside(self) -> bool:
@@ -91,18 +107,32 @@ class Slicing:
         if known is not None:
             yield known
             return
-        run = Run(self, rows_of(owner, args, kwargs))
-        before = _RUNS.set({**_RUNS.get({}), id(self): run})
+        recomputed = graph_task_id() != NO_TASK
+        if not recomputed:
+            self._outermost.add(owner)
+        # A checkpoint around the whole model computes all of it again, with the same numbers.
+        run = Run(
+            self,
+            rows_of(owner, args, kwargs),
+            is_part=recomputed and owner not in self._outermost,
+        )
         try:
-            yield run
+            with self._in(run):
+                yield run
         finally:
-            _RUNS.reset(before)
             run.end()
 
-    @contextlib.contextmanager
-    def slice(self) -> Iterator[None]:
+    def slice(self) -> contextlib.AbstractContextManager[None]:
         """Compute a slice inside: modules that are called there run as ever."""
-        before = _RUNS.set({**_RUNS.get({}), id(self): None})
+        return self._in(None)
+
+    def replay_of(self, replay: Replay) -> contextlib.AbstractContextManager[None]:
+        """Answer calls of modules inside."""
+        return self._in(replay)
+
+    @contextlib.contextmanager
+    def _in(self, running: Run | Replay | None) -> Iterator[None]:
+        before = _RUNS.set({**_RUNS.get({}), id(self): running})
         try:
             yield
         finally:
@@ -124,10 +154,12 @@ def rows_of(owner: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int
 class Run:
     """One forward of a model in slices.
 
-    defers: the head returns logits that are computed when they are used (`SlicedLogits`).
+    defers: the head returns logits that are computed when they are used (`SlicedLogits`). record:
+    of what a replay answers with, if one comes. is_part: backward computes a part of a forward
+    again.
     """
 
-    def __init__(self, slicing: Slicing, rows: int) -> None:
+    def __init__(self, slicing: Slicing, rows: int, *, is_part: bool) -> None:
         self.slicing = slicing
         self.rows = rows
         self.count = min(slicing.count, rows)
@@ -137,6 +169,8 @@ class Run:
         ends = list(itertools.accumulate(self.sizes))
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.defers = False
+        self.record: Record | None = None
+        self._is_part = is_part
         self._streams = RandomStreams()
         # Parts of tensors that several modules get, so that a mask is cut once.
         self._cuts: dict[int, _Parts] = {}
@@ -183,6 +217,7 @@ class Run:
             device=first.device,
             checkpointed=checkpointed
             and (is_block or any(tensor.requires_grad for tensor in tensors)),
+            owner=owner,
         )
         return self.join(outputs, owner, expand=not has_rows)
 
@@ -193,18 +228,33 @@ class Run:
         *,
         device: torch.device,
         checkpointed: bool,
+        owner: str,
     ) -> list[Any]:
         """Run `forward` for the arguments of each slice, the last slice first."""
         found: list[Any] = [None] * self.count
+        collected = CollectedLogits(self.count)
         for index in reversed(range(self.count)):
             args, kwargs = pieces[index]
             compute, tensors = _taken_out(self.slicing, forward, device, args, kwargs)
-            with self._streams.of(index, device):
-                if checkpointed:
-                    found[index] = checkpoint(compute, *tensors, use_reentrant=False)
-                else:
-                    found[index] = compute(*tensors)
+            try:
+                with self._streams.of(index, device), collected.of(index):
+                    if checkpointed:
+                        found[index] = checkpoint(compute, *tensors, use_reentrant=False)
+                    else:
+                        found[index] = compute(*tensors)
+            finally:
+                # Also where the checkpoint has all that it wants, and stops with an exception.
+                self._check_numbers(owner)
+        collected.join(owner)
         return found
+
+    def _check_numbers(self, owner: str) -> None:
+        if self._is_part and self._streams.drawn:
+            raise ValueError(
+                f"{owner} draws random numbers, and a checkpoint around it computes it again in "
+                "backward, where slices would draw others; take that checkpoint out: "
+                "inf.microbatched checkpoints each slice of a block"
+            )
 
     # -- cutting and joining -----------------------------------------------------------------------
 
@@ -331,6 +381,23 @@ class Run:
                 pairs = zip(tensors, self.sizes, strict=True)
                 return join_rows([part.expand(size, *part.shape[1:]) for part, size in pairs])
         return PerSlice(outputs, owner)
+
+
+def loss_of_batch(
+    run: Run, losses: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Add up the losses of slices in their order. Each is divided by the number of slices, as a
+    loop does with `(loss / n).backward()`; a loss that gets `num_items_in_batch` has divided by
+    that, and is not divided again.
+
+    kwargs: arguments of the loss, or of the model.
+    """
+    divided = kwargs.get("num_items_in_batch") is not None
+    terms = list(losses) if divided else [loss / run.count for loss in losses]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 class _Parts:
