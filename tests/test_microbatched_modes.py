@@ -163,6 +163,15 @@ def test_a_checkpoint_around_blocks_keeps_the_bits(reentrant: bool, tmp_path: Pa
     assert_is_the_loop(result, training)
 
 
+def test_a_forward_behind_a_reentrant_checkpoint_runs_in_slices_too() -> None:
+    """Without gradients, but these are the activations of the step."""
+    model: Any = models.make(Microbatched(functools.partial(Own, True), 2))
+    rows: list[int] = []
+    model.blocks[1][0].register_forward_pre_hook(lambda _, args: rows.append(len(args[0])))
+    models.loss_of(model, models.token_batches(1, rows=5)[0])
+    assert rows == [2, 3], "the last slice first"
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_random_numbers_behind_a_checkpoint_of_the_users_own_are_refused(reentrant: bool) -> None:
     """Backward would draw others than forward did."""
