@@ -79,15 +79,8 @@ def assert_is_the_loop(ours: Result, training: Training, loop: Result | None = N
     harness.assert_equal(ours, of_steps(loop, training.accumulation))
 
 
-def mixtral() -> nn.Module:
-    """Mixtral without the loss of its routers, which models compute over the whole batch."""
-    model: Any = models.mixtral()
-    model.config.output_router_logits = False
-    return model
-
-
 LLAMA = Training(models.llama, steps=2, accumulation=3)  # a third is no exact number
-MIXTRAL = Training(mixtral, steps=2, accumulation=3)
+MIXTRAL = Training(models.mixtral, steps=2, accumulation=3)
 LORA = Training(models.lora, steps=2, accumulation=2)
 
 
@@ -556,9 +549,13 @@ class Stumble(Exception):
     """The exception of a block."""
 
 
-@pytest.mark.parametrize("call", [2, 4], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    ("call", "update"),
+    [(2, {}), (4, UPDATES[1]), pytest.param(4, {}, marks=pytest.mark.slow)],
+    ids=["forward", "backward, updated ahead", "backward"],
+)
 def test_an_exception_in_the_middle_of_a_slice_leaves_the_model_whole(
-    call: int, tmp_path: Path
+    call: int, update: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two slices go through a block in forward, and again in backward."""
     calls = 0
@@ -585,7 +582,7 @@ def test_an_exception_in_the_middle_of_a_slice_leaves_the_model_whole(
 
     training = dataclasses.replace(LLAMA, accumulation=2)
     sliced = dataclasses.replace(whole(training), before=stumble)
-    result = harness.offloaded(sliced, policy(tmp_path, **NVME))
+    result = harness.offloaded(sliced, policy(tmp_path, **NVME, **update))
     assert_is_the_loop(dataclasses.replace(result, seen=[]), training)
     assert calls
 
@@ -719,9 +716,6 @@ def test_caches_and_outputs_from_inside_of_blocks_are_refused_by_name() -> None:
 
     batch = models.token_batches(1, rows=4)[0]
     model: Any = models.make(Microbatched(models.mixtral, 2))
-    with pytest.raises(ValueError, match=r"output_router_logits is on.*config\.output_router"):
-        model(**batch)
-    model.config.output_router_logits = False
     with pytest.raises(ValueError, match="output_attentions is on"):
         model(**batch, output_attentions=True)
     with pytest.raises(ValueError, match="use_cache with gradients"):

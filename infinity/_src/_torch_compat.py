@@ -67,6 +67,9 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     hooks_of                     Module._forward_hooks and its      hooks on a head in slices do not
                                  like, nn.modules.module.           see its logits
                                  _global_forward_hooks and its like
+    is_compiled                  Module._compiled_call_impl,        a compiled model is refused in
+                                 OptimizedModule._orig_mod,         its first forward, and not by
+                                 _torchdynamo_orig_callable         `inf.microbatched`
     all_gather_single            distributed.all_gather_single      ranks cannot compare what they
                                  (from 2.13),                       have
                                  all_gather_into_tensor (to 2.12)
@@ -386,6 +389,17 @@ def hooks_of(module: torch.nn.Module) -> list[Callable[..., Any]]:
         for hooks in (getattr(module, name), getattr(nn_module, f"_global{name}"))
         for hook in hooks.values()
     ]
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True for a module whose call is compiled: by its `compile()`, or by `torch.compile`, which
+    returns a module around it."""
+    own = module.__dict__.get("forward")
+    return (
+        "_orig_mod" in module._modules
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(own, "_torchdynamo_orig_callable")
+    )
 
 
 _names = threading.local()

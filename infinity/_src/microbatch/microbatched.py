@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import nn
 
+from infinity._src._torch_compat import is_compiled
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
@@ -17,6 +18,7 @@ from infinity._src.microbatch.sliced_module import (
     Role,
     SlicedModule,
     calls_loss_function,
+    refusal_to_compile,
     slice_module,
 )
 from infinity._src.microbatch.slicing import Slicing
@@ -66,17 +68,20 @@ def microbatched(
     gradient of its parameters is one sum over the batch: that is said once, by name.
 
     Raises: ValueError for n that is no positive whole number, checkpoint that is no bool, a model
-    that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, and for
-    TorchScript. On an error the model is as it was. In forward: SlicesError for a cache, for
-    arguments and outputs of blocks of which it is not clear how they are cut and joined, and for
-    blocks that write to buffers, to lists or dicts among their arguments, or leave a loss in an
-    attribute. In backward: SlicesError for random numbers inside of a checkpoint of the caller's
-    around a block.
+    that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, for one
+    that is compiled as a whole, and for TorchScript. On an error the model is as it was. In
+    forward: SlicesError for a cache, for arguments and outputs of blocks of which it is not clear
+    how they are cut and joined, for blocks that write to buffers, to lists or dicts among their
+    arguments, or leave a loss in an attribute, and for losses of routers that are of anything else,
+    too. In backward: SlicesError for random numbers inside of a checkpoint of the caller's around a
+    block.
     """
     _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}
     roles = _roles(model, find_blocks(model, blocks, argument="blocks", dicts=False))
-    for module in roles:
+    for module, role in roles.items():
+        if role is Role.AROUND and is_compiled(module):
+            raise refusal_to_compile(names[module] or type(module).__name__)
         if isinstance(module, torch.jit.ScriptModule):
             raise SlicesError(
                 f"{names[module] or type(module).__name__} is TorchScript, which would not run in "

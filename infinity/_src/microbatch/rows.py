@@ -41,8 +41,8 @@ class PerSlice:
     def _refuse(self, what: str) -> NoReturn:
         raise SlicesError(
             f"{what} of an output of {self.owner} that is no batch of rows: each of the "
-            f"{len(self.parts)} slices has its own, and inf.microbatched cannot tell how they are "
-            "put together; return one value for each row, or leave it out in training"
+            f"{len(self.parts)} slices has its own (in `parts`), and inf.microbatched cannot tell "
+            "how they are put together; return one value for each row, or leave it out in training"
         )
 
     def _operation(self, *_args: object) -> NoReturn:

@@ -6,9 +6,7 @@
     any other use              the logits of all rows, in full
     a write                    the same, and the loss is that of the written logits
 
-The losses of the slices are added up, each divided by their number, as a loop does with
-`(loss / n).backward()`. A loss that gets `num_items_in_batch` has divided by that, and is not
-divided again.
+The losses of the slices are added up (`loss_of_batch`).
 """
 
 from __future__ import annotations
@@ -33,8 +31,9 @@ from infinity._src.kernels.tiling.deferred_logits import (
     of_the_graph,
     settle_written,
 )
+from infinity._src.microbatch.replay import UNNEEDED
 from infinity._src.microbatch.rows import mapped, tensors_in
-from infinity._src.microbatch.slicing import Run
+from infinity._src.microbatch.slicing import Run, loss_of_batch
 from infinity._src.sizes import format_size
 from infinity.errors import SlicesError
 
@@ -163,7 +162,7 @@ _LOGITS = _Logits()
 
 def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:
     """Compute the loss of a batch slice by slice: `function(*args, **kwargs)` with the rows of each
-    slice. Returns the sum, in the order of slices; see the module's docstring for its scale.
+    slice. Returns `loss_of_batch` of them.
 
     Raises: SlicesError for a function that returns no scalar.
     """
@@ -184,6 +183,9 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
         if run.count > 1 and not _differ(pieces):
             # Without rows there is one loss, and it is that of the batch: of masked tokens alone.
             whole: torch.Tensor = function(*args, **kwargs)
+            if run.record is not None:
+                # No slice has one of its own.
+                run.record.losses.append([UNNEEDED] * run.count)
             return whole
         first = next(tensors_in([args, kwargs]))
         losses = run.outputs(
@@ -195,12 +197,9 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
                 f"the loss of a slice is a {type(loss).__name__}, and no scalar tensor: under "
                 "inf.microbatched the model's loss_function returns one"
             )
-    divided = kwargs.get("num_items_in_batch") is not None
-    terms = losses if divided else [loss / run.count for loss in losses]
-    total: torch.Tensor = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total
+    if run.record is not None:
+        run.record.losses.append(losses)
+    return loss_of_batch(run, losses, kwargs)
 
 
 def _differ(pieces: Sequence[Any]) -> bool:

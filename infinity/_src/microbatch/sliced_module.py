@@ -21,7 +21,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import hooks_of
+from infinity._src._torch_compat import dynamo_disable, hooks_of
+from infinity._src.microbatch.collected_logits import (
+    FLAG,
+    asks_for_router_logits,
+    can_be_told_apart,
+)
+from infinity._src.microbatch.replay import UNNEEDED
+from infinity._src.microbatch.router_losses import with_router_losses
 from infinity._src.microbatch.sliced_logits import HEAD_CALL, SlicedLogits, sliced_loss
 from infinity._src.microbatch.slicing import Run, Slicing, argument_names
 from infinity._src.params.blocks import RunsInSlices
@@ -33,9 +40,6 @@ NAME = "_infinity_name"
 
 _OWN = "_infinity_forward"
 """Attribute of a sliced module: the forward that it had instead of that of its class."""
-
-UNSUPPORTED = ("output_attentions", "output_router_logits")
-"""Outputs that models of transformers collect from inside of blocks, once for each call."""
 
 
 class Role(enum.Enum):
@@ -97,9 +101,8 @@ def sliced_class(base: type[nn.Module], role: Role, slicing: Slicing) -> type[nn
         "_infinity_role": role,
         "_infinity_slicing": slicing,
         "forward": _forward_around(base) if role is Role.AROUND else _forward_inside(base, role),
+        "__call__": _call(base, role),
     }
-    if role is Role.HEAD:
-        body["__call__"] = _call_of_head(base)
     loss = inspect.getattr_static(base, "loss_function", None)
     if isinstance(loss, property):
         body["loss_function"] = _loss_property(loss)
@@ -125,6 +128,14 @@ def _plain(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]
     return functools.partial(forward, module) if own is None else own
 
 
+def _names(
+    module: nn.Module, forward: Callable[..., Any], names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the names of the positional arguments of `forward`, as `_plain` returned it. names:
+    those of the forward of the module's class."""
+    return argument_names(forward, bound=True) if _OWN in module.__dict__ else names
+
+
 def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     plain: Any = base.forward
     names = argument_names(plain, bound=False)
@@ -147,7 +158,7 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
                 kwargs,
                 module=self,
                 owner=_name(self),
-                names=names if _OWN not in self.__dict__ else argument_names(bound, bound=True),
+                names=_names(self, bound, names),
                 is_block=role is Role.BLOCK,
                 # A linear keeps its input alone.
                 checkpointed=role is not Role.HEAD,
@@ -156,23 +167,35 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     return forward
 
 
-def _call_of_head(base: type[nn.Module]) -> Callable[..., Any]:
+def _call(base: type[nn.Module], role: Role) -> Callable[..., Any]:
     plain: Any = base.__call__
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = _slicing(self).run
-        defers = run is not None and run.defers and torch.is_grad_enabled()
-        # Before the hooks: they gather the head's weights, which are not needed yet. Those of users
-        # want the logits, or change what the head gets.
-        if defers and not kwargs and len(args) == 1 and not _is_hooked(self):
-            assert run is not None
-            hidden = args[0]
-            if type(hidden) is torch.Tensor and hidden.dim() > 1 and len(hidden) == run.rows:
-                return SlicedLogits(self, hidden, run)
-        return plain(self, *args, **kwargs)
+        if role is Role.AROUND and torch.compiler.is_compiling():
+            return _compiled(self, functools.partial(plain, self), args, kwargs)
+        slicing = _slicing(self)
+        # Before the hooks: nothing is computed, and what they gather is not needed.
+        if slicing.replay is not None:
+            return slicing.replay.output(self) if role is Role.AROUND else UNNEEDED
+        run = slicing.run
+        if role is Role.HEAD and run is not None and not kwargs and _defers(run, self, args):
+            return SlicedLogits(self, args[0], run)
+        output = plain(self, *args, **kwargs)
+        if role is Role.AROUND and run is not None and run.record is not None:
+            run.record.add_output(self, output)
+        return output
 
     return call
+
+
+def _defers(run: Run, head: nn.Module, args: tuple[Any, ...]) -> bool:
+    """True where a head returns logits that are computed when they are used. Hooks of users want
+    the logits, or change what the head gets."""
+    if not run.defers or not torch.is_grad_enabled() or len(args) != 1 or _is_hooked(head):
+        return False
+    hidden = args[0]
+    return type(hidden) is torch.Tensor and hidden.dim() > 1 and len(hidden) == run.rows
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -182,29 +205,64 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
     plain: Any = base.forward
-    names = argument_names(plain, bound=False)
+    names_of_class = argument_names(plain, bound=False)
     has_loss = isinstance(inspect.getattr_static(base, "loss_function", None), property)
 
     @functools.wraps(plain)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         bound, slicing = _plain(self, plain), _slicing(self)
+        if torch.compiler.is_compiling():
+            return _compiled(self, bound, args, kwargs)
         if slicing.is_plain:
             return bound(*args, **kwargs)
         if _cache_asked(kwargs) and not torch.is_grad_enabled():
             # It generates inside of a forward with gradients.
             with slicing.slice():
                 return bound(*args, **kwargs)
-        _check_outputs(self, kwargs)
+        names = _names(self, bound, names_of_class)
         kwargs = _without_cache(self, names, args, kwargs)
         with slicing.forward(_name(self), args, kwargs) as run:
+            if run.record is not None and FLAG in kwargs:
+                # The model around has it off, and computes the losses of its routers in a replay.
+                kwargs = {**kwargs, FLAG: True}
+            collects = _check_outputs(self, kwargs)
             before = run.defers
             run.defers = before or (has_loss and kwargs.get("labels") is not None)
             try:
+                if collects and has_loss and FLAG in names:
+                    return with_router_losses(
+                        run, bound, args, kwargs, owner=_name(self), names=names
+                    )
                 return bound(*args, **kwargs)
             finally:
                 run.defers = before
 
     return forward
+
+
+def _compiled(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    if torch.is_grad_enabled():
+        _refuse_to_compile(_name(module))
+    return forward(*args, **kwargs)
+
+
+@dynamo_disable
+def _refuse_to_compile(owner: str) -> None:
+    """Raise when what was compiled runs: an error of tracing would have it run as it is."""
+    raise refusal_to_compile(owner)
+
+
+def refusal_to_compile(owner: str) -> SlicesError:
+    """Make the error for a model that is compiled."""
+    return SlicesError(
+        f"{owner}: a microbatched model is not compiled as a whole, since slices are checkpointed "
+        "and draw from streams of their own: compile its blocks, each with block.compile()"
+    )
 
 
 def calls_loss_function(kind: type[nn.Module]) -> bool:
@@ -226,24 +284,37 @@ def calls_loss_function(kind: type[nn.Module]) -> bool:
 def _loss_property(loss: property) -> property:
     def loss_function(self: Any) -> Any:
         assert loss.fget is not None
+        slicing = _slicing(self)
+        if slicing.replay is not None:
+            return slicing.replay.loss
         function = loss.fget(self)
-        run: Run | None = _slicing(self).run
+        run: Run | None = slicing.run
         return function if run is None else functools.partial(sliced_loss, run, function)
 
     return property(loss_function, loss.fset, loss.fdel)
 
 
-def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise ValueError for outputs that a model would put together wrongly."""
+def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Return whether the logits of routers are wanted.
+
+    Raises: SlicesError for outputs that a model would put together wrongly.
+    """
     config = getattr(module, "config", None)
-    for name in UNSUPPORTED:
-        given = kwargs.get(name)
-        if given or (given is None and getattr(config, name, False)):
-            raise SlicesError(
-                f"{_name(module)}: {name} is on, and the model collects these once for each call "
-                "inside of a block: inf.microbatched calls a block once for each slice; set "
-                f"config.{name}=False in training"
-            )
+    attentions = kwargs.get("output_attentions")
+    if attentions or (attentions is None and getattr(config, "output_attentions", False)):
+        raise SlicesError(
+            f"{_name(module)}: output_attentions is on, and the model collects these once for each "
+            "call inside of a block: inf.microbatched calls a block once for each slice; set "
+            "config.output_attentions=False in training"
+        )
+    wanted = asks_for_router_logits(config, kwargs)
+    if wanted and not can_be_told_apart():
+        raise SlicesError(
+            f"{_name(module)}: {FLAG} is on, and the installed transformers collects the logits of "
+            "routers in a way that inf.microbatched does not know; install transformers 5.23, or "
+            f"set config.{FLAG}=False in training"
+        )
+    return wanted
 
 
 def _cache_asked(kwargs: dict[str, Any]) -> str:

@@ -32,7 +32,9 @@ from infinity._src._torch_compat import (
     named_checkpoints,
     version_of,
 )
+from infinity._src.microbatch.collected_logits import CollectedLogits
 from infinity._src.microbatch.random_streams import RandomStreams
+from infinity._src.microbatch.replay import Record, Replay
 from infinity._src.microbatch.row_rules import BY_ROW, Batch, Unclear
 from infinity._src.microbatch.rows import (
     PerSlice,
@@ -58,7 +60,7 @@ BATCHES = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_
 """Arguments whose rows are those of the batch; else the first tensor has them."""
 
 
-_RUNS: ContextVar[Mapping[int, Run | None]] = ContextVar("forwards in slices")
+_RUNS: ContextVar[Mapping[int, Run | Replay | None]] = ContextVar("forwards in slices")
 """Forwards that run in this thread, by the id() of their Slicing; None inside of a slice."""
 
 
@@ -116,7 +118,14 @@ class Slicing:
     @property
     def run(self) -> Run | None:
         """The forward that runs, outside of its slices."""
-        return _RUNS.get({}).get(id(self))
+        found = _RUNS.get({}).get(id(self))
+        return found if isinstance(found, Run) else None
+
+    @property
+    def replay(self) -> Replay | None:
+        """The replay that runs."""
+        found = _RUNS.get({}).get(id(self))
+        return found if isinstance(found, Replay) else None
 
     @property
     def inside(self) -> bool:
@@ -149,17 +158,23 @@ class Slicing:
         if not recomputed:
             self._forwards += 1
             self._slices += run.count
-        before = _RUNS.set({**_RUNS.get({}), id(self): run})
         try:
-            yield run
+            with self._in(run):
+                yield run
         finally:
-            _RUNS.reset(before)
             run.end()
 
-    @contextlib.contextmanager
-    def slice(self) -> Iterator[None]:
+    def slice(self) -> contextlib.AbstractContextManager[None]:
         """Compute a slice inside: modules that are called there run as ever."""
-        before = _RUNS.set({**_RUNS.get({}), id(self): None})
+        return self._in(None)
+
+    def replay_of(self, replay: Replay) -> contextlib.AbstractContextManager[None]:
+        """Answer calls of modules inside."""
+        return self._in(replay)
+
+    @contextlib.contextmanager
+    def _in(self, running: Run | Replay | None) -> Iterator[None]:
+        before = _RUNS.set({**_RUNS.get({}), id(self): running})
         try:
             yield
         finally:
@@ -183,8 +198,8 @@ class Run:
     """One forward of a model in slices.
 
     batch: a tensor with its rows. defers: the head returns logits that are computed when they are
-    used (`SlicedLogits`). is_part:
-    backward computes a part of a forward again.
+    used (`SlicedLogits`). record: of what a replay answers with, if one comes. is_part: backward
+    computes a part of a forward again.
     """
 
     def __init__(self, slicing: Slicing, batch: torch.Tensor, *, is_part: bool) -> None:
@@ -197,6 +212,7 @@ class Run:
         ends = list(itertools.accumulate(self.sizes))
         self.bounds = list(zip([0, *ends[:-1]], ends, strict=True))
         self.defers = False
+        self.record: Record | None = None
         self._is_part = is_part
         self._streams = RandomStreams()
         # Parts of tensors that several modules get, so that a mask is cut once.
@@ -312,11 +328,13 @@ class Run:
         that saves anything, and is wanted at all."""
         checkpointed = checkpointed and self.slicing.checkpointed and torch.is_grad_enabled()
         found: list[Any] = [None] * self.count
+        collected = CollectedLogits(self.count)
         try:
             for index in reversed(range(self.count)):
                 args, kwargs = pieces[index]
                 compute, tensors = _taken_out(self.slicing, forward, device, args, kwargs, owner)
-                with self._streams.of(index, device), named_checkpoints(owner):
+                stream = self._streams.of(index, device)
+                with stream, named_checkpoints(owner), collected.of(index):
                     if checkpointed:
                         found[index] = checkpoint(compute, *tensors, use_reentrant=False)
                     else:
@@ -329,6 +347,7 @@ class Run:
                     "in backward, where slices would draw others; take that checkpoint out: "
                     "inf.microbatched checkpoints each slice of a block"
                 )
+        collected.join(owner)
         return found
 
     # -- cutting and joining -----------------------------------------------------------------------
@@ -511,6 +530,23 @@ class Run:
     def _has_made(self, tensor: torch.Tensor) -> bool:
         known = self._made.get(id(tensor))
         return known is not None and known() is tensor
+
+
+def loss_of_batch(
+    run: Run, losses: Sequence[torch.Tensor], kwargs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Add up the losses of slices in their order. Each is divided by the number of slices, as a
+    loop does with `(loss / n).backward()`; a loss that gets `num_items_in_batch` has divided by
+    that, and is not divided again.
+
+    kwargs: arguments of the loss, or of the model.
+    """
+    divided = kwargs.get("num_items_in_batch") is not None
+    terms = list(losses) if divided else [loss / run.count for loss in losses]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
 
 
 class _Parts:

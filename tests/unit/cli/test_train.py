@@ -213,12 +213,12 @@ def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
     out = ("--out", tmp_path / "out")
     arguments: list[str | Path] = ["--text", text, *out, *SMALL, "--accumulate", "2", "--no-save"]
     # What shows in forward alone.
-    directory = shutil.copytree(moe_directory, tmp_path / "routers")
+    directory = shutil.copytree(moe_directory, tmp_path / "attentions")
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    (directory / "config.json").write_text(json.dumps(config | {"output_attentions": True}))
     status, shown = train(directory, *arguments)
     assert status == 2
-    assert "output_router_logits is on" in shown
+    assert "output_attentions is on" in shown
     assert "With --schedule horizontal micro-batches pass the model one by one" in shown
     # What is known before anything is loaded.
     sizes = transformers.AutoConfig.from_pretrained(model_directory)

@@ -1,0 +1,97 @@
+"""Replay of a forward for one slice: the model's own code runs once more, and the modules and the
+loss that it calls are not computed but answered from a record of the forward of the whole batch.
+
+    Record     outputs of the modules inside, and losses of the slices
+    Replay     one slice: of each `PerSlice` the slice's part, of each loss the slice's
+    Unneeded   everything else: whatever is computed of it is unneeded, too
+
+So what the model makes of values that each slice has for itself comes out as a micro-batch would
+have it, and what depends on anything else can be told by its type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from infinity._src.microbatch.rows import PerSlice, mapped
+
+
+class Unneeded:
+    """Stand-in for a tensor that no result of a replay may depend on: of every operation it is the
+    result itself."""
+
+    def _itself(self, *_args: Any, **_kwargs: Any) -> Unneeded:
+        return self
+
+    def _refuse(self, *_args: Any) -> NoReturn:
+        # As for every other operation that a stand-in lacks.
+        raise TypeError("an unneeded tensor has no value")
+
+    def __getattr__(self, name: str) -> Unneeded:
+        # Copying asks for these, and takes no for an answer.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Unneeded:
+        """Return a stand-in for the result."""
+        return cls()
+
+    __call__ = __getitem__ = __setitem__ = _itself
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _itself
+    __truediv__ = __rtruediv__ = __pow__ = __matmul__ = __neg__ = _itself
+    __bool__ = __len__ = __iter__ = __int__ = __float__ = __index__ = _refuse
+
+
+UNNEEDED = Unneeded()
+
+
+@dataclasses.dataclass
+class Record:
+    """Outputs and losses of a forward of the whole batch.
+
+    outputs: of modules with sliced modules inside, call by call. losses: of each call of the
+    model's loss, those of the slices, or stand-ins for one of the whole batch.
+    """
+
+    outputs: dict[nn.Module, list[Any]] = dataclasses.field(default_factory=dict)
+    losses: list[Sequence[torch.Tensor | Unneeded]] = dataclasses.field(default_factory=list)
+
+    def add_output(self, module: nn.Module, output: Any) -> None:
+        """Note what a call of a module has returned."""
+        self.outputs.setdefault(module, []).append(output)
+
+
+class Replay:
+    """Answers for one slice, in the order in which the record has them."""
+
+    def __init__(self, record: Record, index: int) -> None:
+        self._outputs = {module: iter(calls) for module, calls in record.outputs.items()}
+        self._losses = iter(record.losses)
+        self._index = index
+
+    def output(self, module: nn.Module) -> Any:
+        """Return what a module gave this slice, with stand-ins for all that has rows."""
+        return mapped(next(self._outputs.get(module, iter(())), UNNEEDED), self._of_slice)
+
+    def loss(self, *_args: Any, **_kwargs: Any) -> Any:
+        """Return the loss of this slice, whatever the arguments."""
+        losses = next(self._losses, None)
+        return UNNEEDED if losses is None else losses[self._index]
+
+    def _of_slice(self, leaf: Any) -> Any:
+        if isinstance(leaf, PerSlice):
+            return leaf.parts[self._index]
+        return UNNEEDED if isinstance(leaf, torch.Tensor) else leaf
