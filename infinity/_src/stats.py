@@ -347,8 +347,8 @@ class Stats:
         """Put together what the parts counted. `endurance` has observed `executor`; without it
         nothing is forecast.
 
-        update: when updates run; None: no limits are known (`update_on="device"`). bandwidths: of
-        the drives, by directory, known better than from this run. ranks: fields of several ranks.
+        update: when updates run; None where no limits are known (`update_on="device"`). bandwidths,
+        slices: see `StepTerms.collect`. ranks: fields that only several ranks have.
         """
         drives, marks = drive_figures(executor, endurance or Endurance()), progress.clock.marks()
         terms = None if update is None else StepTerms.collect(
