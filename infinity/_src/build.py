@@ -218,7 +218,7 @@ def build_engine(
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source, Heap(FILL_SPARE_BYTES), in_parts=in_parts)
+    fill_tiers(split, tiers, source, Heap(FILL_SPARE_BYTES, repeats=False), in_parts=in_parts)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)

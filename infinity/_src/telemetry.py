@@ -127,7 +127,7 @@ class Timeline:
     and counted in `dropped`, so a long run stays bounded. Threads: `add` may be called from any.
     """
 
-    def __init__(self, *, spans_max: int = 1_000_000) -> None:
+    def __init__(self, *, spans_max: int = 100_000) -> None:
         if spans_max < 1:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max

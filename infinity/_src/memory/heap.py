@@ -39,6 +39,9 @@ million.
 """
 
 BRIEF_S = 0.5e-3
+"""Time of a check that may be made after each use of a unit; ten times of that after a flat that is
+filled, once, from a drive.
+"""
 
 GIVE_BACK_STEPS = 64
 """Steps after which all free memory is given back, so that errors of the estimate end."""
@@ -85,6 +88,7 @@ class Heap:
 
     The process may be as large as the memory that was in use at once, in this step or the one
     before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step.
+    repeats: what was needed at once will be again; without it only what is in use now counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
     went back to the system. So they are estimated, as the growth of the process beyond the growth
@@ -98,13 +102,15 @@ class Heap:
     has tuned malloc in the environment.
     """
 
-    def __init__(self, spare_bytes: int) -> None:
+    def __init__(self, spare_bytes: int, *, repeats: bool = True) -> None:
         self._library = _library() if spare_bytes else None
         self.spare_bytes = 0
         if self._library is None:
             return
         self.spare_bytes = spare_bytes
         self._not_before_s = 0.0
+        self._repeats = repeats
+        self._brief_s = BRIEF_S if repeats else 10 * BRIEF_S
         self._steps = 0
         # Bytes of the process with what was in use at most: in this step, and the one before.
         self._needed = self._needed_before = 0
@@ -145,7 +151,8 @@ class Heap:
         # Growth of the process beyond that of memory in use: glibc's own free bytes include pages
         # that went back to the system.
         resident = self._resident()
-        self._needed = max(self._needed, self._used(self._library) + self._base)
+        in_use = self._used(self._library) + self._base
+        self._needed = max(self._needed, in_use) if self._repeats else in_use
         self._rest_after(began_s)
         if resident > max(self._needed, self._needed_before) + self.spare_bytes:
             self._restart(self._library)
@@ -161,7 +168,7 @@ class Heap:
         # This thread's own time. On a busy machine a brief check may last long by the clock, and
         # then the pause after it would be long, and cost memory.
         took_s = time.thread_time() - began_s
-        self._not_before_s = time.monotonic() + (took_s / SHARE_MAX if took_s > BRIEF_S else 0.0)
+        self._not_before_s = time.monotonic() + (took_s / SHARE_MAX if took_s > self._brief_s else 0.0)
 
     def _used(self, library: ctypes.CDLL) -> int:
         info = library.mallinfo2()

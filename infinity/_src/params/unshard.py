@@ -62,6 +62,10 @@ from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
 
+# One of each for all spans: the timeline keeps many.
+_FORWARD = {"pass": "forward"}
+_BACKWARD = {"pass": "backward"}
+
 
 @dataclasses.dataclass
 class PendingUpdate:
@@ -226,10 +230,8 @@ class Unsharder:
         """Let the unit, which nobody uses any more, be evicted once its room is wanted."""
         since_ns = self._used_since_ns.pop(unit, None)
         if since_ns is not None:
-            direction = "backward" if self._passes.in_backward else "forward"
-            self._timeline.add(
-                "compute", unit.name, since_ns, time.monotonic_ns(), {"pass": direction}
-            )
+            args = _BACKWARD if self._passes.in_backward else _FORWARD
+            self._timeline.add("compute", unit.name, since_ns, time.monotonic_ns(), args)
         self._mode.unit_released(unit)
         # Here too, not only where it is evicted: the stream that is current then may be a third.
         if unit.state is not SHARDED:
