@@ -168,7 +168,8 @@ class Heap:
         # This thread's own time. On a busy machine a brief check may last long by the clock, and
         # then the pause after it would be long, and cost memory.
         took_s = time.thread_time() - began_s
-        self._not_before_s = time.monotonic() + (took_s / SHARE_MAX if took_s > self._brief_s else 0.0)
+        rest_s = took_s / SHARE_MAX if took_s > self._brief_s else 0.0
+        self._not_before_s = time.monotonic() + rest_s
 
     def _used(self, library: ctypes.CDLL) -> int:
         info = library.mallinfo2()
