@@ -122,7 +122,8 @@ def test_inputs_of_slices_leave_a_device(
         )
         assert device.live() == (0, 0, 0)
     assert_is_the_loop(found, training)
-    assert found.stats.activations.fetched_bytes == found.stats.activations.stored_bytes > 0
+    # An input that is wanted before it has left is not fetched.
+    assert 0 < found.stats.activations.fetched_bytes <= found.stats.activations.stored_bytes
 
 
 # -- checkpoints of the user's own -----------------------------------------------------------------

@@ -383,7 +383,8 @@ class Watchdog:
             and not self._all_acknowledged()
             and time.monotonic() < end_s
         ):
-            answers = heartbeat.refresh(INTERVAL_S)
+            # On a busy machine its thread may take longer than an interval.
+            answers = heartbeat.refresh(_LINGER_S)
             time.sleep(INTERVAL_S / 25)
         heartbeat.stop(_LINGER_S)
         self._wake_thread()
