@@ -45,7 +45,7 @@ _TURN_MAX_S = 1.0
 _POLL_S = 0.25
 # Time for the others to read that rank 0 left, and for the answer of a rank that has closed.
 _LINGER_S = 2.0
-# A dying process of this host is gone by then, also on a busy machine.
+# A dying process of this host is gone by then, and its store known to be, also on a busy machine.
 _DYING_S = 10.0
 # Time for a late rank to read why rank 0 leaves after a failure, also on a busy machine.
 _SURVIVORS_S = 10.0
@@ -519,8 +519,10 @@ class Watchdog:
         ]
         assert self._heartbeat is not None
         if dead:
-            # The dead rank may have published why, or that it closed in order.
-            self._heartbeat.refresh(2 * INTERVAL_S)
+            # The dead rank may have published why, or that it closed in order; or the store is gone
+            # with rank 0. On a busy machine that is known late, and who is judged before is blamed
+            # for it.
+            self._heartbeat.refresh(_DYING_S)
         records = self._others()
         for rank in reversed(dead):
             # Judged once: a rank that left in order is not looked at again.
