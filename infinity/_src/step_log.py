@@ -47,32 +47,33 @@ class StepMeter:
     costs next to nothing.
     """
 
-    def __init__(self, engine: Handle, timeline: Path | None) -> None:
+    def __init__(self, engine: Handle, timeline: Path | None, now: Stats) -> None:
         self._engine = engine
         self._path = timeline
         self._count = 0
-        self.begin()
+        self.begin(now)
 
-    def begin(self) -> None:
-        """Begin a step here: what was counted since the last one ended, as by an evaluation, is
-        left out.
+    def begin(self, now: Stats) -> None:
+        """Begin a step at these statistics: what was counted since the last one ended, as by an
+        evaluation, is left out.
         """
         if self._draws(self._count + 1):
             # The native threads keep the newest spans only: those of the step want the room.
             self._engine.take_spans()
-        self._last = self._engine.stats()
+        self._last = now
         self._dropped = self._spans_dropped()
         self._start_ns = now_ns()
 
-    def end(self, *, step: int) -> dict[str, Any]:
+    def end(self, now: Stats, *, step: int) -> dict[str, Any]:
         """End a step, and begin the next. Returns its figures, as metrics.jsonl has them.
 
-        step: its number, for the timeline. Times in seconds, sizes in bytes. compute_s: forward and
+        now: taken by the caller, who may count with it: writes go on between two of them. step: its
+        number, for the timeline. Times in seconds, sizes in bytes. compute_s: forward and
         backward without waits. io_wait_s: waits for units and for updates (update_wait_s), wherever
         they came. update_s: `opt.step()` without waits. `memory` and the drives' written_tb_per_day
         are as they are now, all else is of this step.
         """
-        end_ns, now = now_ns(), self._engine.stats()
+        end_ns = now_ns()
         figures = step_figures(self._last, now, (end_ns - self._start_ns) / 1e9)
         self._count += 1
         if self._draws(self._count):
@@ -170,7 +171,9 @@ class StepLog(AbstractContextManager["StepLog"]):
         if after:
             self._file.cut(after)
         self._file.add("run", _about(engine, after))
-        self._meter = StepMeter(engine, path.with_name(TIMELINE_NAME) if path else None)
+        self._engine = engine
+        timeline = path.with_name(TIMELINE_NAME) if path else None
+        self._meter = StepMeter(engine, timeline, engine.stats())
 
     def step(self, loss: float, **figures: float | None) -> None:
         """Record the step that has ended: everything since the last call, or since `skip`.
@@ -184,13 +187,14 @@ class StepLog(AbstractContextManager["StepLog"]):
         if taken:
             raise ValueError(f"the log has {', '.join(sorted(taken))} itself: give another name")
         self._step += 1
-        own = {"step": self._step, "loss": loss, **self._meter.end(step=self._step)}
+        ended = self._meter.end(self._engine.stats(), step=self._step)
+        own = {"step": self._step, "loss": loss, **ended}
         assert own.keys() < OWN_FIGURES, own.keys() - OWN_FIGURES
         self._file.add("step", own | figures)
 
     def skip(self) -> None:
         """Leave out what was done since the last step, such as an evaluation."""
-        self._meter.begin()
+        self._meter.begin(self._engine.stats())
 
     def close(self) -> None:
         """Close the files. The model is left as it is."""

@@ -485,8 +485,8 @@ class _Run:
             start=first * options.accumulate,
         )
         draws = self.ranks.first and not options.no_trace
-        meter = StepMeter(self.handle, options.out / TIMELINE_NAME if draws else None)
         last = self.handle.stats()
+        meter = StepMeter(self.handle, options.out / TIMELINE_NAME if draws else None, last)
         for step in range(first + 1, options.steps + 1):
             alone = step - first == _ALONE_STEP and options.steps > step
             if alone:
@@ -494,7 +494,7 @@ class _Run:
                 # to it.
                 self.handle.flush()
                 last = self.handle.stats()
-                meter.begin()
+                meter.begin(last)
             start = time.monotonic()
             phase, loss = self._passes(batches)
             norm = None
@@ -538,7 +538,7 @@ class _Run:
                 activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
             )
             self.records.append(record)
-            self.metrics.add("step", meter.end(step=step) | record.as_dict())
+            self.metrics.add("step", meter.end(now, step=step) | record.as_dict())
             display.show(record)
             self._keep(step)
             if evaluates:
@@ -547,7 +547,7 @@ class _Run:
             if evaluates:
                 # Bytes and waits of an evaluation belong to no step.
                 last = self.handle.stats()
-                meter.begin()
+                meter.begin(last)
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
