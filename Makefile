@@ -1,6 +1,6 @@
 # make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak |
-#      bench | convergence | rehearsal | hosts | ranks | slow | report-browser | torch-matrix |
-#      wheel | gpu-bundle | clean
+#      bench | convergence | rehearsal | hosts | ranks | slow | integrations |
+#      integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -24,7 +24,8 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts
-.PHONY: rehearsal ranks slow report-browser torch-matrix wheel gpu-bundle clean
+.PHONY: rehearsal ranks slow integrations integrations-latest report-browser torch-matrix wheel
+.PHONY: gpu-bundle clean
 
 setup: $(STAMP)
 
@@ -164,6 +165,26 @@ ranks: $(STAMP)
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)
 	$(BIN)/python -m pytest -q -m 'not soak'
+
+# Other trainers on the engine, with the pinned versions, one and two ranks.
+TRAINERS := $(VENV)/.infinity-trainers
+EXTRAS   := transformers,accelerate,trl,peft,lightning,test
+$(TRAINERS): $(STAMP)
+	$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	touch $@
+
+integrations: $(DEMO) $(TRAINERS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	    -m "not slow and not soak" tests/integrations
+
+# The same with the newest versions of the registry, in an environment of its own.
+LATEST := build/integrations-latest
+integrations-latest:
+	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/python -m pip install -q --no-compile -U -c .ci/latest-constraints.txt \
+	    '.[$(EXTRAS)]'
+	OMP_NUM_THREADS=1 $(LATEST)/bin/python -m pytest -q -n 2 --dist loadfile \
+	    -m "not slow and not soak" tests/integrations
 
 # The page of `infinity report` in headless Chromium (apt-get install chromium): every chart is
 # drawn, the console has no error, and nothing is asked of the network.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity._src.config import Policy
-    from infinity._src.engine import Handle, handle, offload
+    from infinity._src.engine import Handle, handle, offload, offloaded_modules
     from infinity._src.interchange import (
         export_dcp,
         export_safetensors,
@@ -35,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Policy": "infinity._src.config",
     "offload": "infinity._src.engine",
+    "offloaded_modules": "infinity._src.engine",
     "handle": "infinity._src.engine",
     "Handle": "infinity._src.engine",
     "AdamW": "infinity._src.optim.adamw",
@@ -79,6 +80,7 @@ __all__ = [
     "load_safetensors",
     "microbatched",
     "offload",
+    "offloaded_modules",
     "restore",
     "save",
     "slices_of",

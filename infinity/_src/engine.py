@@ -131,6 +131,18 @@ def handle(model: torch.nn.Module) -> Handle:
     return found
 
 
+def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules in `model`, itself among them, that are offloaded and not closed, in the
+    order of `model.modules()`: each has a handle. A wrapper (PEFT's, a compiled module's, a
+    LightningModule) has the one that it wraps.
+    """
+    return [
+        module
+        for module in model.modules()
+        if (found := module.__dict__.get(_HANDLE)) is not None and not found.closed
+    ]
+
+
 class Handle:
     """The user's view of a model's engine. Methods block; one thread uses it at a time."""
 
