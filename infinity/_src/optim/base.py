@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
-from infinity._src.grads.accumulator import AccumulatorState
+from infinity._src.grads.accumulator import AccumulatorState, is_exact
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
@@ -262,8 +262,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             # A copy: the count advances only when the rows of all parameters could be made.
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            # Clipping that had nothing to clip leaves factors of 1.
-            log = [entry for entry in param.grad.log if entry[1] != 1.0]
+            log = [entry for entry in param.grad.log if not is_exact(entry)]
             row = self.hyper(param, state, log)
             # The key names step and parameter, not time or thread: stochastic rounding gives the
             # same bits in every run.
