@@ -25,6 +25,7 @@ from infinity._src.optim.update_jobs import Work
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import TRAINERS
 from infinity.aio import Format
 
 MANIFEST_VERSION = 1
@@ -138,7 +139,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 if not isinstance(param, ShardedParameter):
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
-                        "inf.offload(model, policy) before building the optimizer, and give other "
+                        "inf.offload(model, policy) before building the optimizer (and after "
+                        "get_peft_model, so that adapters are offloaded, too), and give other "
                         "parameters to an optimizer of torch"
                     )
                 record = param.infinity_link.param
@@ -363,8 +365,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if mine != entry:
                 raise ValueError(
                     f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
-                    "moments are not in a manifest, so it loads only into the run that wrote it, "
-                    "at the same step"
+                    "moments are not in a manifest, so it loads only at the step at which it was "
+                    "written. inf.save(model, optimizer, directory) keeps them, and after "
+                    "inf.restore(model, optimizer, directory) the manifest loads. A trainer does "
+                    f"both when it saves and resumes, with {TRAINERS}"
                 )
         if len(state_dict["state"]) != len(here["state"]):
             raise ValueError(
