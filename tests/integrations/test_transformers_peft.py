@@ -99,7 +99,7 @@ def test_a_part_that_was_added_is_refused(tmp_path: Path) -> None:
         embed(run)
 
 
-def on_rank(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:  # noqa: ARG001
+def on_rank(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
     name, way = changes.pop("name"), changes.pop("way")
     resume, seed = changes.pop("resume", None), changes.pop("seed", 11)
     # Before the arguments make a group of their own, there is one.
