@@ -232,7 +232,13 @@ class EmbeddedTrainer:
             # Plain adapters: the base is frozen, and nothing of it belongs to a checkpoint.
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        inf.save(self._infinity_module, self._infinity_optimizer, out / STATES).wait()
+        # What is frozen is in no checkpoint of adapters; the base has it.
+        inf.save(
+            self._infinity_module,
+            self._infinity_optimizer,
+            out / STATES,
+            frozen=not is_adapted(self.model),
+        ).wait()
         if self.args.should_save:
             # Names and step counts. Without the file Trainer, not embedded, would go on from here
             # with an optimizer that begins anew, and say nothing.
