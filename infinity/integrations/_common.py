@@ -92,8 +92,8 @@ def has_states(directory: Path) -> bool:
 
 
 def check_methods(owner: type, names: Sequence[str], package: str, tested: str) -> None:
-    """Check that each method which an integration overrides exists: an update of the trainer may
-    have renamed it, and an override that nobody calls would do nothing, silently.
+    """Check that each method which an integration overrides, or calls, exists: an update of the
+    trainer may have renamed it, and an override that nobody calls would do nothing, silently.
 
     Raises: ImportError naming the methods and the version.
     """
@@ -101,5 +101,5 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
     if missing:
         raise ImportError(
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which "
-            f"infinity's integration overrides; it is tested with {package} {tested}: install that"
+            f"infinity's integration builds on; it is tested with {package} {tested}: install that"
         )

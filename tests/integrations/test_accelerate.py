@@ -3,131 +3,33 @@ as it does with torch's optimizer and the model in memory."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedDataParallelKwargs
 from torch import nn
 
 import infinity as inf
 from infinity.integrations.accelerate import attach
 from tests import models
+from tests.integrations.accelerate_script import (
+    ROWS,
+    accelerator,
+    assert_same,
+    loader,
+    losses_of,
+    net,
+    policy,
+    prepared,
+    states,
+    warmed,
+)
 
-ROWS = 16
 ULPS = 1e-6
 """Relative difference of losses: the engine's optimizers round in fp32 once for each operation,
 torch's join some of them."""
-
-
-def policy(place: Path, **values: Any) -> inf.Policy:
-    place.mkdir(exist_ok=True)
-    return inf.Policy(
-        **{"params": "nvme", "optim": "nvme", "nvme": place, "ram": "min", **values}
-    )
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 3)
-    )
-
-
-def loader(batch: int = 4) -> torch.utils.data.DataLoader[Any]:
-    numbers = torch.Generator().manual_seed(1)
-    rows = torch.randn(ROWS, 12, generator=numbers)
-    labels = torch.randint(0, 3, (ROWS,), generator=numbers)
-    return torch.utils.data.DataLoader(
-        torch.utils.data.TensorDataset(rows, labels), batch_size=batch
-    )
-
-
-@contextlib.contextmanager
-def accelerator(**values: Any) -> Iterator[Accelerator]:
-    """An Accelerator on the CPU whose process-wide state ends with the block."""
-    try:
-        yield Accelerator(cpu=True, **values)
-    finally:
-        AcceleratorState._reset_state()
-        GradientState._reset_state()
-        PartialState._reset_state()
-
-
-def warmed(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 5))
-
-
-@dataclasses.dataclass
-class Prepared:
-    """What a script holds after prepare."""
-
-    accelerator: Accelerator
-    model: Any
-    optimizer: Any
-    loader: Any
-    scheduler: Any
-    losses: list[float] = dataclasses.field(default_factory=list)
-
-    def train(self, epochs: int, *, clip: float | None = None) -> None:
-        for _ in range(epochs):
-            for rows, labels in self.loader:
-                with self.accelerator.accumulate(self.model):
-                    loss = nn.functional.cross_entropy(self.model(rows), labels)
-                    self.accelerator.backward(loss)
-                    if clip is not None and self.accelerator.sync_gradients:
-                        self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
-                    self.optimizer.step()
-                    self.scheduler.step()
-                    self.optimizer.zero_grad()
-                self.losses.append(loss.item())
-
-
-def prepared(
-    own: Accelerator, under: inf.Policy | None, *, kind: Any = torch.optim.AdamW, **settings: Any
-) -> Prepared:
-    """The script: with a policy, two lines are added."""
-    model = net()
-    if under is not None:
-        attach(own)
-        inf.offload(model, under)
-    optimizer = kind(model.parameters(), **{"lr": 1e-2, **settings})
-    made = own.prepare(model, optimizer, loader(), warmed(optimizer))
-    return Prepared(own, *made)
-
-
-def states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every bit that training goes on from."""
-    handle = inf.handle(model)
-    found = {name: value.clone() for name, value in model.state_dict().items()}
-    for name, param in model.named_parameters():
-        for key, value in handle.optimizer_state(param).items():
-            found[f"{name}/{key}"] = torch.as_tensor(value).clone()
-    return found
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-def losses_of(under: inf.Policy | None, epochs: int = 2, **values: Any) -> list[float]:
-    clip = values.pop("clip", None)
-    settings = values.pop("settings", {})
-    with accelerator(**values) as own:
-        run = prepared(own, under, **settings)
-        run.train(epochs, clip=clip)
-        own.free_memory()
-        return run.losses
 
 
 @pytest.mark.parametrize(
