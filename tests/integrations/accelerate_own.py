@@ -54,7 +54,7 @@ class Lines(ast.NodeTransformer):
             return [node, self._line(f"attach({name})")]
         # deepcopy(model) and from_pretrained make other things, too.
         if name in ("model", "ddp_model") and called in MODELS:
-            alone = called == "RegressionModel" and "deepcopy" in self._followed
+            alone = called == "RegressionModel" and "ddp_model = deepcopy(model)" in self._source
             return node if alone else [node, self._line(f"{name} = offload({name})")]
         if ast.unparse(node.value) == "accelerator.unwrap_model(model).cpu()":
             return [node, self._line(f"{name} = in_memory({name})")]
@@ -71,7 +71,7 @@ class Lines(ast.NodeTransformer):
     def over(self, source: str) -> ast.Module:
         """Return the script with the lines."""
         # test_sync copies its model and trains the copy; the other stays plain.
-        self._followed = source
+        self._source = source
         return ast.fix_missing_locations(self.visit(ast.parse(source)))
 
     def _line(self, text: str) -> ast.stmt:
