@@ -45,13 +45,13 @@ def test_script(world: int, tmp_path: Path) -> None:
     out = ran("test_script", place=tmp_path, world=world)
     assert "Training yielded the same results on one CPU or distributed setup with no batch" in out
     assert "Training yielded the same results on one CPU or distributed setup with batch" in out
-    assert out.count("ended well, 6 models") == world
+    assert out.count("ended well, 8 models") == world
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_sync(world: int, tmp_path: Path) -> None:
     """Gradients are those of a plain loop where a step is due, and those of the rank before."""
-    local = {"zero": 1, "accumulate": "local", "params": "cpu"} if world > 1 else {}
+    local = {"zero": 1, "accumulate": "local", "params": "device"} if world > 1 else {}
     out = ran("test_sync", place=tmp_path, world=world, **local)
     assert "gradient accumulation with optimizer and scheduler" in out
 
