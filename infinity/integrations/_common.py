@@ -65,6 +65,11 @@ def is_offloaded(param: torch.Tensor) -> bool:
     return hasattr(param, "infinity_link")
 
 
+def is_peft(model: torch.nn.Module) -> bool:
+    """Return whether a model has adapters of PEFT, which need not be installed."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+
+
 def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
     """Check that `model` is offloaded itself, and each of its parameters: nothing else is saved,
     and on several ranks nothing else is reduced.
@@ -75,8 +80,7 @@ def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
     engines = inf.offloaded_modules(model)
     if not plain and engines[:1] == [model]:
         return
-    peft = any(type(module).__module__.startswith("peft.") for module in model.modules())
-    when = "after get_peft_model" if peft else "on it, when it has all its parameters"
+    when = "after get_peft_model" if is_peft(model) else "on it, when it has all its parameters"
     if plain:
         shown = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
         what = f"{shown} of {type(model).__name__} are not offloaded"

@@ -13,7 +13,8 @@ prepared as ever.
                         over its parameters is replaced by the engine's of the same rule
     no_sync             is handle.no_sync(), so `accumulate` works with every update mode
     save_state          saves parameters, masters and moments with inf.save, beside accelerate's
-    load_state          files; load_state restores every bit of them, on any number of ranks
+    load_state          files; load_state restores every bit of them, on any number of ranks. Of a
+                        PEFT model what is frozen is left out: the script loads the base as before
     save_model          streams safetensors
     free_memory         closes the engines
 
@@ -43,6 +44,7 @@ from infinity.integrations._common import (
     check_methods,
     engine_optimizer,
     is_offloaded,
+    is_peft,
     only_engine,
     optimizers_of,
 )
@@ -186,7 +188,8 @@ class _Offloading(Accelerator):  # type: ignore[misc]
             weights[:] = [each for each in weights if not isinstance(each, _States)]
             for engine, place in self._places(directory):
                 opts = optimizers_of(engine, self._optimizers)
-                saves.append(inf.save(engine, opts or None, place))
+                # A frozen base comes from where the script takes it.
+                saves.append(inf.save(engine, opts or None, place, frozen=not is_peft(engine)))
 
         # Registered now, so that it runs after the script's own, which may count on one entry for
         # each model.

@@ -85,7 +85,9 @@ class Prepared:
     scheduler: Any
     losses: list[float] = dataclasses.field(default_factory=list)
 
-    def train(self, epochs: int, *, clip: float | None = None) -> None:
+    def train(
+        self, epochs: int, *, clip: float | None = None, clip_value: float | None = None
+    ) -> None:
         """Train, and note the losses."""
         for _ in range(epochs):
             for rows, labels in self.loader:
@@ -94,6 +96,8 @@ class Prepared:
                     self.accelerator.backward(loss)
                     if clip is not None and self.accelerator.sync_gradients:
                         self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
+                    if clip_value is not None and self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_value_(self.model.parameters(), clip_value)
                     self.optimizer.step()
                     self.scheduler.step()
                     self.optimizer.zero_grad()
@@ -123,13 +127,14 @@ def losses_of(
     *,
     epochs: int = 2,
     clip: float | None = None,
+    clip_value: float | None = None,
     settings: dict[str, Any] | None = None,
     **values: Any,
 ) -> list[float]:
     """The losses of a whole script."""
     with accelerator(**values) as own:
         run = prepared(own, under, **(settings or {}))
-        run.train(epochs, clip=clip)
+        run.train(epochs, clip=clip, clip_value=clip_value)
         own.free_memory()
         return run.losses
 

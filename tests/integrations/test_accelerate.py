@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.utils import DistributedDataParallelKwargs
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from torch import nn
 
 import infinity as inf
+from infinity.integrations._common import check_methods
 from infinity.integrations.accelerate import attach
 from tests import models
 from tests.integrations.accelerate_script import (
@@ -32,15 +34,19 @@ ULPS = 1e-6
 torch's join some of them."""
 
 
+slow = pytest.mark.integrations
+SGD = {"kind": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "foreach": False}
+
+
 @pytest.mark.parametrize(
     "values",
     [
-        {},
-        {"gradient_accumulation_steps": 2},
-        {"mixed_precision": "bf16"},
-        {"settings": {"kind": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "foreach": False}},
+        pytest.param({}, id="plain"),
+        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation", marks=slow),
+        pytest.param({"mixed_precision": "bf16"}, id="bf16", marks=slow),
+        pytest.param({"dynamo_backend": "eager"}, id="compiled", marks=slow),
+        pytest.param({"settings": SGD}, id="sgd", marks=slow),
     ],
-    ids=["plain", "accumulation", "bf16", "sgd"],
 )
 def test_losses_are_those_of_the_script_without_the_two_lines(
     values: dict[str, Any], tmp_path: Path
@@ -48,6 +54,7 @@ def test_losses_are_those_of_the_script_without_the_two_lines(
     assert losses_of(policy(tmp_path), **values) == pytest.approx(losses_of(None, **values), rel=ULPS)
 
 
+@slow
 def test_a_script_has_the_bits_of_a_loop_of_the_engine(tmp_path: Path) -> None:
     model = inf.offload(net(), policy(tmp_path))
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
@@ -66,12 +73,20 @@ def test_a_script_has_the_bits_of_a_loop_of_the_engine(tmp_path: Path) -> None:
     assert losses_of(policy(tmp_path), gradient_accumulation_steps=2) == losses
 
 
+@slow
 def test_clipped_losses_are_those_of_the_script(tmp_path: Path) -> None:
     plain = losses_of(None, clip=0.05)
     assert losses_of(policy(tmp_path), clip=0.05) == pytest.approx(plain, rel=2e-6)
     assert plain != losses_of(None)
 
 
+def test_gradients_are_clipped_by_value(tmp_path: Path) -> None:
+    plain = losses_of(None, clip_value=1e-3)
+    assert losses_of(policy(tmp_path), clip_value=1e-3) == pytest.approx(plain, rel=ULPS)
+    assert plain != losses_of(None)
+
+
+@slow
 def test_an_update_in_backward_knows_its_micro_batches(tmp_path: Path) -> None:
     """`accumulate` enters no_sync on one rank, too: a second backward would raise."""
     values = {"gradient_accumulation_steps": 2}
@@ -79,13 +94,14 @@ def test_an_update_in_backward_knows_its_micro_batches(tmp_path: Path) -> None:
     assert losses_of(under, **values) == losses_of(policy(tmp_path), **values)
 
 
+@slow
 def test_any_elementwise_optimizer_of_torch_is_taken_over(tmp_path: Path) -> None:
     settings = {"kind": torch.optim.RMSprop, "foreach": False}
     plain = losses_of(None, settings=settings)
     assert losses_of(policy(tmp_path), settings=settings) == pytest.approx(plain, rel=ULPS)
 
 
-@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("steps", [pytest.param(1, marks=slow), 2])
 def test_a_resumed_run_is_the_uninterrupted_one(steps: int, tmp_path: Path) -> None:
     """Every state, the schedule and the accumulation's place."""
     with accelerator(gradient_accumulation_steps=steps) as own:
@@ -110,6 +126,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(steps: int, tmp_path: Path) -> N
         own.free_memory()
 
 
+@slow
 def test_hooks_of_the_script_see_one_entry_for_each_model(tmp_path: Path) -> None:
     """Scripts save in a format of their own from a pre-hook, and pop the weights."""
     seen: list[int] = []
@@ -182,6 +199,7 @@ def test_free_memory_closes_engines_and_a_second_run_has_the_budget(tmp_path: Pa
             assert own._models == []
 
 
+@slow
 def test_weights_come_out_whole_streamed_and_unwrapped(tmp_path: Path) -> None:
     from accelerate import load_checkpoint_in_model
     from safetensors.torch import load_file
@@ -214,6 +232,27 @@ def test_weights_come_out_whole_streamed_and_unwrapped(tmp_path: Path) -> None:
         assert not torch.equal(cast, exact)
         assert torch.equal(exact, fresh(**batch).logits)
         own.free_memory()
+
+
+@slow
+def test_checkpoints_that_accelerate_names_and_removes(tmp_path: Path) -> None:
+    config = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    with accelerator(project_config=config) as own:
+        run = prepared(own, policy(tmp_path / "nvme"))
+        for _ in range(2):
+            run.train(1)
+            own.save_state()
+        saved = states(run.model)
+        assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+        run.train(1)
+        own.load_state()
+        assert_same(states(run.model), saved)
+        own.free_memory()
+
+
+def test_a_method_that_an_update_has_renamed_is_an_error_at_import() -> None:
+    with pytest.raises(ImportError, match=r"accelerate \S+ has no Accelerator\.gone, .* 1\.15"):
+        check_methods(Accelerator, ("prepare", "gone"), "accelerate", "1.15")
 
 
 def test_what_cannot_work_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -57,6 +57,12 @@ def test_losses_are_those_of_ddp(clip: float | None, tmp_path: Path) -> None:
         assert len(set(ddp)) == len(ddp)
 
 
+def test_one_rank_of_a_launcher_is_one_rank(tmp_path: Path) -> None:
+    """accelerate takes it for distributed, and would wrap the model."""
+    [[alone]] = on_ranks(Losses(({},), None), tmp_path / "ranks", 1)
+    assert alone == losses_of(policy(tmp_path), settings={"batch": BATCH}, **ACCUMULATED)
+
+
 @dataclasses.dataclass(frozen=True)
 class Resumed:
     """Train, save, train; then come back in a fresh model, and train."""

@@ -81,6 +81,10 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=BATCHES[0]["input_ids"]).logits
 
 
+slow = pytest.mark.integrations
+
+
+@slow
 @pytest.mark.parametrize("kind", ["lora", "dora", "modules to save"])
 def test_losses_are_those_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
     plain = adapted(kind)
@@ -128,9 +132,14 @@ MERGES = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype", "names"), MERGES, ids=[f"{k}, {d}, {n}" for k, d, n in MERGES]
+    ("kind", "dtype", "names"),
+    [
+        # One of them in the quick run.
+        pytest.param(*each, id=f"{each[0]}, {each[1]}, {each[2]}", marks=slow if index else ())
+        for index, each in enumerate(MERGES)
+    ],
 )
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("safe", [False, pytest.param(True, marks=slow)])
 def test_a_merged_model_has_the_bits_of_merge_and_unload(
     kind: str, dtype: torch.dtype, names: list[str] | None, safe: bool, tmp_path: Path
 ) -> None:
@@ -152,6 +161,21 @@ def test_a_merged_model_has_the_bits_of_merge_and_unload(
     inf.handle(model).close()
 
 
+@slow
+def test_a_merge_holds_a_layer_at_a_time(tmp_path: Path) -> None:
+    base: Any = models.make(lambda: models.llama(12, 64))
+    plain = get_peft_model(base, LoraConfig(**LORA))
+    model = offloaded(plain, tmp_path)
+    handle = inf.handle(model)
+    merge(model)
+    export_merged(model, tmp_path / "out", shard_bytes_max="100KiB")
+    whole = sum(p.numel() * p.element_size() for p in plain.parameters())
+    assert handle.stats().gathered_bytes_peak < whole / 3
+    assert_same(weights(tmp_path / "out"), dict(plain.merge_and_unload().state_dict()))
+    handle.close()
+
+
+@slow
 def test_a_tied_head_that_was_trained_apart_is_exported_apart(tmp_path: Path) -> None:
     base: Any = models.make(models.gpt2, dtype=torch.float32)
     torch.manual_seed(1)
@@ -170,7 +194,9 @@ def test_a_tied_head_that_was_trained_apart_is_exported_apart(tmp_path: Path) ->
     inf.handle(model).close()
 
 
-@pytest.mark.parametrize("kind", list(CONFIGS))
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == "dora" else slow) for kind in CONFIGS]
+)
 def test_adapter_files_are_those_of_peft_and_load_there_and_here(kind: str, tmp_path: Path) -> None:
     plain: Any = adapted(kind, second=kind == "lora")
     model = offloaded(plain, tmp_path)
@@ -200,6 +226,7 @@ def test_adapter_files_are_those_of_peft_and_load_there_and_here(kind: str, tmp_
         inf.handle(each).close()
 
 
+@slow
 def test_loaded_adapters_are_the_masters_too(tmp_path: Path) -> None:
     plain = adapted("lora", dtype=torch.bfloat16)
     model = offloaded(plain, tmp_path)
@@ -215,6 +242,35 @@ def test_loaded_adapters_are_the_masters_too(tmp_path: Path) -> None:
     ))  # fmt: skip
     assert any(value.any() for name, value in after.items() if name.endswith("exp_avg"))
     inf.handle(model).close()
+
+
+@slow
+def test_a_resumed_run_of_adapters_is_the_uninterrupted_one_and_kilobytes(tmp_path: Path) -> None:
+    """Through accelerate: the base is not in the checkpoint."""
+
+    def prepared(own: Any) -> tuple[Any, Any]:
+        model = offloaded(adapted("lora", dtype=torch.bfloat16), tmp_path)
+        return attach(own).prepare(model, inf.AdamW(model.parameters(), lr=1e-2))
+
+    with accelerator() as own:
+        model, optimizer = prepared(own)
+        trained(model, optimizer, BATCHES[:2])
+        own.save_state(tmp_path / "ckpt")
+        inf.save(model, optimizer.optimizer, tmp_path / "whole").wait()
+        losses, ended = trained(model, optimizer, BATCHES[2:]), states_of_adapters(model)
+        own.free_memory()
+    with accelerator() as own:
+        model, optimizer = prepared(own)
+        own.load_state(tmp_path / "ckpt")
+        assert trained(model, optimizer, BATCHES[2:]) == losses
+        assert_same(states_of_adapters(model), ended)
+        own.free_memory()
+    whole, kept = (
+        sum(path.stat().st_size for path in (tmp_path / each).iterdir())
+        for each in ("whole", "ckpt/infinity")
+    )
+    frozen = sum(2 * p.numel() for p in model.parameters() if not p.requires_grad)
+    assert whole - kept > frozen
 
 
 def states_of_adapters(model: Any) -> dict[str, torch.Tensor]:
@@ -242,6 +298,7 @@ def test_adapters_that_came_after_offload_are_refused_with_the_order(tmp_path: P
     inf.handle(base).close()
 
 
+@slow
 def test_wrong_adapters_are_refused_before_anything_is_set(tmp_path: Path) -> None:
     model = offloaded(adapted("lora"), tmp_path)
     before = adapter_state_dict(model)
