@@ -76,7 +76,7 @@ def accelerator(**values: Any) -> Iterator[Accelerator]:
 
 @dataclasses.dataclass
 class Prepared:
-    """What a script holds after prepare."""
+    """State of a script after prepare."""
 
     accelerator: Accelerator
     model: Any

@@ -1,4 +1,4 @@
-"""Accelerate on two ranks: the losses of DDP, and checkpoints that two ranks, or one, go on from."""
+"""Accelerate on two ranks: the losses of DDP, and checkpoints that two ranks go on from, or one."""
 
 from __future__ import annotations
 
