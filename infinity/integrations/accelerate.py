@@ -71,7 +71,7 @@ _TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {
     torch.optim.SGD: (inf.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
 }
 # They choose between kernels, and change no rule.
-_KERNELS = ("foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay")
+_KERNELS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
@@ -282,7 +282,7 @@ def _check_params_of(
     step, and nothing would train."""
     known = {id(param) for model in models for param in model.parameters()}
     params = _params_of(optimizer)
-    if any(id(param) in known for param in params):
+    if not params or any(is_offloaded(param) or id(param) in known for param in params):
         return
     shapes = Counter(param.shape for param in params)
     for engine in (engine for model in models for engine in inf.offloaded_modules(model)):
@@ -301,20 +301,21 @@ def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
 
     Raises: ValueError for a rule that the engine does not have, and for states that were loaded.
     """
-    kind = type(optimizer)
+    kind, groups = type(optimizer), optimizer.param_groups
     if optimizer.state:
         raise ValueError(
             f"accelerator.prepare: {kind.__name__} has states already, which its replacement would "
             "not have; prepare first, then accelerator.load_state"
         )
-    made, named = _TWINS.get(kind, (None, ()))
+    # Without decay Adam is AdamW.
+    adam = kind is torch.optim.Adam and not any(group["weight_decay"] for group in groups)
+    made, named = _TWINS.get(torch.optim.AdamW if adam else kind, (None, ()))
     others = [
         (key, value)
-        for group in optimizer.param_groups
+        for group in groups
         for key, value in group.items()
         if key not in (*named, *_KERNELS, "params", "initial_lr")
     ]
-    groups = optimizer.param_groups
     if made is not None and not any(value for _, value in others):
         for key in {*_KERNELS, *(key for key, _ in others)}:
             for group in groups:
@@ -325,7 +326,7 @@ def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
         taken = inspect.signature(kind).parameters
         settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
         twin = inf.Elementwise(kind, groups, **settings)
-    log.info("prepare: infinity.%s takes the place of torch.optim.%s", twin.title, kind.__name__)
+    log.info("prepare: infinity.%s takes the place of %s", twin.title, kind.__name__)
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         _Noted(twin)
     return twin

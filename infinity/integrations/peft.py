@@ -206,9 +206,8 @@ def _checked(model: torch.nn.Module, call: str) -> Any:
     for name, config in inner.peft_config.items():
         if config.is_prompt_learning:
             raise ValueError(
-                f"{call}: adapter {name!r} is {config.peft_type}, which learns a prompt and no "
-                "weights; model.save_pretrained inside of "
-                "inf.handle(model).gather(model.prompt_encoder.parameters()) writes it"
+                f"{call}: adapter {name!r} is of {config.peft_type.value}, which learns a prompt; "
+                "this takes adapters with weights in the base's layers (LoRA and its kin)"
             )
     return inner
 

@@ -95,6 +95,28 @@ def test_an_update_in_backward_knows_its_micro_batches(tmp_path: Path) -> None:
     assert losses_of(under, **values) == losses_of(policy(tmp_path), **values)
 
 
+def optimizer_of(kind: Any, place: Path, **settings: Any) -> Any:
+    with accelerator() as own:
+        run = prepared(own, policy(place), kind=kind, **settings)
+        own.free_memory()
+        return run.optimizer.optimizer
+
+
+@slow
+def test_optimizers_of_torch_become_those_of_the_engine_of_the_same_rule(tmp_path: Path) -> None:
+    adam = optimizer_of(torch.optim.Adam, tmp_path)
+    assert isinstance(adam, inf.AdamW)
+    assert adam.param_groups[0]["weight_decay"] == 0
+    assert "foreach" not in adam.param_groups[0]
+    decayed = optimizer_of(torch.optim.Adam, tmp_path, weight_decay=0.1)
+    assert decayed.title == "Elementwise(Adam)"
+    nesterov = optimizer_of(torch.optim.SGD, tmp_path, momentum=0.9, nesterov=True)
+    assert isinstance(nesterov, inf.SGD)
+    assert nesterov.param_groups[0]["nesterov"] is True
+    uphill = optimizer_of(torch.optim.SGD, tmp_path, maximize=True)
+    assert uphill.title == "Elementwise(SGD)"
+
+
 @slow
 def test_any_elementwise_optimizer_of_torch_is_taken_over(tmp_path: Path) -> None:
     settings = {"kind": torch.optim.RMSprop, "foreach": False}

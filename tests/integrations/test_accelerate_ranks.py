@@ -11,11 +11,13 @@ import torch
 from accelerate.utils import DistributedType
 
 import infinity as inf
+from infinity.integrations.accelerate import attach
 from tests.distributed.ranks import on_ranks
 from tests.integrations.accelerate_script import (
     accelerator,
     assert_same,
     losses_of,
+    net,
     policy,
     prepared,
     states,
@@ -61,6 +63,42 @@ def test_one_rank_of_a_launcher_is_one_rank(tmp_path: Path) -> None:
     """accelerate takes it for distributed, and would wrap the model."""
     [[alone]] = on_ranks(Losses(({},), None), tmp_path / "ranks", 1)
     assert alone == losses_of(policy(tmp_path), settings={"batch": BATCH}, **ACCUMULATED)
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoModels:
+    """An offloaded model and one that DDP wraps, step by step in turn."""
+
+    def __call__(self, rank: int, place: Path) -> list[dict[str, Any]]:
+        with accelerator() as own:
+            attach(own)
+            one, other = inf.offload(net(0), policy(place)), net(1)
+            opts = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (one, other)]
+            one, other, *opts = own.prepare(one, other, *opts)
+            for step in range(4):
+                rows = torch.full((2, 12), 1.0 + rank + step)
+                loss = other(one(rows).repeat(1, 4)).square().mean()
+                own.backward(loss)
+                for opt in opts:
+                    opt.step()
+                    opt.zero_grad()
+                if step == 1:
+                    own.save_state(place / "ckpt")
+                    saved = one.state_dict(), own.unwrap_model(other).state_dict()
+                    kept = [{n: v.clone() for n, v in each.items()} for each in saved]
+            assert type(other).__name__ == "DistributedDataParallel"
+            own.load_state(place / "ckpt")
+            back = [one.state_dict(), own.unwrap_model(other).state_dict()]
+            for found, expected in zip(back, kept, strict=True):
+                assert_same(dict(found), expected)
+            own.free_memory()
+            return kept
+
+
+def test_an_offloaded_model_trains_beside_one_of_ddp(tmp_path: Path) -> None:
+    one, other = on_ranks(TwoModels(), tmp_path / "ranks", 2)
+    for found, expected in zip(one, other, strict=True):
+        assert_same(found, expected)
 
 
 @dataclasses.dataclass(frozen=True)
