@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from torch import nn
 
@@ -176,6 +182,21 @@ def test_a_merge_holds_a_layer_at_a_time(tmp_path: Path) -> None:
 
 
 @slow
+def test_a_merged_model_of_experts_loads(tmp_path: Path) -> None:
+    """The files have the modules' names, in which experts are one tensor."""
+    base: Any = models.make(models.mixtral, dtype=torch.float32)
+    plain: Any = get_peft_model(
+        base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    )
+    model = offloaded(plain, tmp_path)
+    export_merged(merge(model), tmp_path / "out")
+    expected = plain.merge_and_unload()
+    loaded = type(expected).from_pretrained(tmp_path / "out")
+    assert_same(dict(loaded.state_dict()), dict(expected.state_dict()))
+    inf.handle(model).close()
+
+
+@slow
 def test_a_tied_head_that_was_trained_apart_is_exported_apart(tmp_path: Path) -> None:
     base: Any = models.make(models.gpt2, dtype=torch.float32)
     torch.manual_seed(1)
@@ -319,3 +340,8 @@ def test_wrong_adapters_are_refused_before_anything_is_set(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="wants a PeftModel, not a Linear"):
         merge(nn.Linear(2, 2))
     inf.handle(model).close()
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    learner = offloaded(get_peft_model(models.make(models.llama), prompt), tmp_path)
+    with pytest.raises(ValueError, match="PROMPT_TUNING, which learns a prompt"):
+        save_adapters(learner, tmp_path / "prompt")
+    inf.handle(learner).close()
