@@ -65,11 +65,6 @@ def is_offloaded(param: torch.Tensor) -> bool:
     return hasattr(param, "infinity_link")
 
 
-def is_peft(model: torch.nn.Module) -> bool:
-    """Return whether a model has adapters of PEFT, which need not be installed."""
-    return any(type(module).__module__.startswith("peft.") for module in model.modules())
-
-
 def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
     """Check that `model` is offloaded itself, and each of its parameters: nothing else is saved,
     and on several ranks nothing else is reduced.
@@ -80,7 +75,8 @@ def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
     engines = inf.offloaded_modules(model)
     if not plain and engines[:1] == [model]:
         return
-    when = "after get_peft_model" if is_peft(model) else "on it, when it has all its parameters"
+    peft = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    when = "after get_peft_model" if peft else "on it, when it has all its parameters"
     if plain:
         shown = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
         what = f"{shown} of {type(model).__name__} are not offloaded"
@@ -107,3 +103,8 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which "
             f"infinity's integration builds on; it is tested with {package} {tested}: install that"
         )
+
+
+def is_peft(model: torch.nn.Module) -> bool:
+    """Return whether a model has adapters of PEFT, which need not be installed."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())
