@@ -107,11 +107,11 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.engine = engine
         self.marks: list[tuple[float, dict[str, Any]]] = []
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_step_end(self, *_: Any, **__: Any) -> None:
         stats = self.engine.stats().as_dict() if self.engine is not None else {}
         self.marks.append((time.monotonic(), stats))
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def on_log(self, _: Any, state: Any, *__: Any, logs: Any, **___: Any) -> None:
         if len(self.marks) < 2 or "loss" not in logs:
             return
         (start, before), (end, after) = self.marks[-2:]

@@ -56,7 +56,10 @@ def adapter_values(model: Any) -> dict[str, torch.Tensor]:
 
     params = dict(model.named_parameters(remove_duplicate=False))
     # PEFT chooses from tensors without memory, which stand for those of the state dict.
-    shown = {name: torch.empty_like(param, device="meta") for name, param in params.items()}
+    shown = {
+        name: torch.empty(param.shape, dtype=param.dtype, device="meta")
+        for name, param in params.items()
+    }
     names = {id(tensor): name for name, tensor in shown.items()}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     chosen = {name for name, param in params.items() if param.requires_grad}

@@ -54,7 +54,7 @@ class Train:
     resume: Path | None = None
 
     def __call__(self, rank: int, place: Path) -> Result:
-        given = dict(self.given)
+        given = {"ddp_backend": "gloo", **dict(self.given)}
         with launched(rank, dist.get_world_size()):
             if not self.offloads:
                 return trl_runs.plain(self.task, self.models, place / "out", **given)
@@ -95,6 +95,18 @@ def test_two_ranks_equal_ddp_and_resume(task: str, models: Path, tmp_path: Path)
         assert len(got.losses) == STEPS - SAVED
         uninterrupted.losses[:SAVED] = []
         trl_runs.assert_same(got, uninterrupted)
+
+
+def test_one_rank_resumes_what_two_have_saved(models: Path, tmp_path: Path) -> None:
+    saves = (("save_strategy", "steps"), ("save_steps", SAVED))
+    two = on_ranks(Train("sft", models, offloads=True, given=saves), tmp_path / "two", WORLD)
+    saved = tmp_path / "two" / "out" / f"checkpoint-{SAVED}"
+    one = trl_runs.embedded(
+        # The rows of both ranks.
+        "sft", models, tmp_path / "one", resume=saved, per_device_train_batch_size=4
+    )  # fmt: skip
+    means = [sum(losses) / WORLD for losses in zip(*(each.losses for each in two), strict=True)]
+    torch.testing.assert_close(one.losses, means[SAVED:], rtol=1e-6, atol=0)
 
 
 def test_ranks_generate_texts_of_different_lengths(models: Path, tmp_path: Path) -> None:
