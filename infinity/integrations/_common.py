@@ -46,6 +46,11 @@ def optimizers_of(model: torch.nn.Module, optimizers: Iterable[Any]) -> list[Any
     ]
 
 
+def is_offloaded(param: torch.nn.Parameter) -> bool:
+    """Return whether a parameter is one of an offloaded model, not one that was added since."""
+    return hasattr(param, "infinity_version")
+
+
 def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
     """Return the one offloaded module in `model`, which may be a wrapper around it (PEFT, compile).
 

@@ -4,8 +4,9 @@
     _move_model_to_device              nothing: the engine places
     _wrap_model                        autocast and compile; no DDP: the engine reduces
     create_optimizer                   the engine's, by the names of `TrainingArguments.optim`
-    training_step                      micro-batches are marked
+    training_step                      micro-batches are marked; plain adapters are reduced
     _get_grad_norm                     none where updates take gradients in backward
+    log                                figures of the drives, if they are asked for
     evaluation_loop                    no cast of the whole model
     _save                              streamed, on all ranks
     _save_optimizer_and_scheduler, _load_from_checkpoint,
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 
 import infinity as inf
@@ -34,8 +37,10 @@ from infinity.integrations._common import (
     check_methods,
     engine_optimizer,
     has_states,
+    is_offloaded,
     only_engine,
 )
+from infinity.integrations._figures import DriveFigures
 from infinity.integrations._optimizers import optimizer_of
 from infinity.integrations._weights import export_adapters, is_adapted, save_pretrained
 
@@ -69,6 +74,14 @@ class EmbeddedTrainer:
     @property
     def _infinity_optimizer(self) -> Any:
         return engine_optimizer(self.optimizer)
+
+    @property
+    def _infinity_plain(self) -> list[torch.nn.Parameter]:
+        """Trained parameters that were added to the offloaded model: adapters, beside it in
+        memory, with an optimizer of torch.
+        """
+        params = self.model.parameters()
+        return [param for param in params if param.requires_grad and not is_offloaded(param)]
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -112,13 +125,22 @@ class EmbeddedTrainer:
                 "update takes each gradient before the norm of all is known; give max_grad_norm=0, "
                 "or Policy(update='backward', generations=2)"
             )
+        plain = self._infinity_plain
+        if plain and _world() > 1:
+            _share(plain)
         optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        check_optimizer(optimizer)
+        if not plain:
+            check_optimizer(optimizer)
         return optimizer
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
-        """Return the engine's class for `args.optim`, and its settings."""
+        """Return the engine's class for `args.optim`, and its settings; Trainer's own where plain
+        adapters are trained.
+        """
         own = super().get_optimizer_cls_and_kwargs  # type: ignore[misc]
+        if self._infinity_plain:
+            found: tuple[Any, Any] = own(args, model)
+            return found
         return optimizer_of(args, lambda: own(args, model))
 
     # -- a step ------------------------------------------------------------------------------------
@@ -128,12 +150,23 @@ class EmbeddedTrainer:
         last = self.accelerator.gradient_state.sync_gradients
         engine = inf.handle(self._infinity_module)
         with contextlib.nullcontext() if last else engine.no_sync():
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if last and _world() > 1:
+            _average(self._infinity_plain)
+        return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if grad_norm is None and not _has_norm(inf.handle(self._infinity_module).policy):
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the figures of a `DriveFigures` callback beside each loss."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, DriveFigures):
+                    logs.update(callback.take())
+        super().log(logs, start_time)  # type: ignore[misc]
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -190,6 +223,10 @@ class EmbeddedTrainer:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         out = Path(output_dir)
+        if self._infinity_optimizer is None:
+            # Plain adapters: the base is frozen, and nothing of it belongs to a checkpoint.
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
         inf.save(self._infinity_module, self._infinity_optimizer, out / STATES).wait()
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), out / _SCHEDULER)
@@ -212,9 +249,12 @@ class EmbeddedTrainer:
                 log.warning("%s: %s tensors: %s", directory, kind, ", ".join(names))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        directory = Path(checkpoint) if checkpoint is not None else None
-        if directory is None or not has_states(directory):
-            if directory is not None and (directory / _OPTIMIZER).exists():
+        if checkpoint is None or self._infinity_optimizer is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        directory = Path(checkpoint)
+        if not has_states(directory):
+            if (directory / _OPTIMIZER).exists():
                 raise ValueError(
                     f"{directory / _OPTIMIZER} has the states of an optimizer of torch, which an "
                     "offloaded model does not take: resume without embed(trainer), or from a "
@@ -240,6 +280,26 @@ class EmbeddedTrainer:
             self._load_weights(directory)
 
 
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _share(params: list[torch.nn.Parameter]) -> None:
+    """Give all ranks the values that the first one has."""
+    with torch.no_grad():
+        for param in params:
+            dist.broadcast(param, src=0)
+
+
+def _average(params: list[torch.nn.Parameter]) -> None:
+    """Replace the gradients of this rank by the means over all."""
+    for param in params:
+        # A rank whose batch does not use one has a part in the sum all the same.
+        grad = param.grad if param.grad is not None else torch.zeros_like(param)
+        dist.all_reduce(grad)
+        param.grad = grad.div_(_world())
+
+
 def _has_norm(policy: inf.Policy) -> bool:
     """True where all gradients of a step are there before an update takes the first."""
     return policy.update != "backward" or policy.generations > 1
@@ -258,14 +318,45 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def offload_for(model: Any, policy: inf.Policy | None, load: Any = None) -> Any:
-    """Offload a model of the trainer, if it is not offloaded yet, and return it."""
+    """Offload a model of a trainer, if it is not offloaded yet, and return it."""
     if not inf.offloaded_modules(model):
         inf.offload(model, policy, load=load)
     elif load is not None:
         raise ValueError(
             f"load={load!r} for a model that is offloaded already: give load= to inf.offload"
         )
+    _check_plain(model)
+    if _world() > 1:
+        _generate_in_step(model.get_base_model() if is_adapted(model) else model)
     return model
+
+
+def _check_plain(model: Any) -> None:
+    """Raise ValueError for trained parameters beside offloaded ones that nobody would save."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    plain = [name for name, param in trained if not is_offloaded(param)]
+    if plain and (len(plain) < len(trained) or not is_adapted(model)):
+        raise ValueError(
+            f"{plain[0]} was added after inf.offload, and is trained beside offloaded parameters "
+            f"({len(plain)} such): call embed(trainer, policy) on a model that is not offloaded "
+            "yet, once all of it is there"
+        )
+
+
+def _generate_in_step(model: Any) -> None:
+    """Let `model.generate` go on on each rank until all are done: each of its forwards gathers
+    parameters from all of them.
+    """
+    if not hasattr(model, "generate") or "generate" in model.__dict__:
+        return
+    own = model.generate
+
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        # Seq2SeqTrainer passes False, where it knows nothing of the engine.
+        return own(*args, **(kwargs | {"synced_gpus": True}))
+
+    model.generate = generate
 
 
 def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
@@ -308,6 +399,8 @@ def _check_trainer(trainer: Any) -> None:
             "nn.DataParallel, which copies parameters; start the script with torchrun, or set "
             "CUDA_VISIBLE_DEVICES to one GPU"
         )
+    if inf.offloaded_modules(trainer.model) and is_adapted(trainer.model):
+        return  # adapters that were added since are for an optimizer of torch
     if trainer.optimizer is not None:
         check_optimizer(trainer.optimizer)
     given = trainer.optimizer_cls_and_kwargs
@@ -324,7 +417,7 @@ check_methods(
     transformers.Trainer,
     (
         "call_model_init", "_move_model_to_device", "_wrap_model", "create_optimizer",
-        "get_optimizer_cls_and_kwargs", "training_step", "_get_grad_norm", "evaluation_loop",
+        "get_optimizer_cls_and_kwargs", "training_step", "_get_grad_norm", "log", "evaluation_loop",
         "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint",
         "_load_optimizer_and_scheduler", "_load_best_model",
     ),

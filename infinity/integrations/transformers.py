@@ -5,7 +5,8 @@
     trainer.train()
 
 `from_pretrained` reads a checkpoint straight to the tiers of a policy, and `save_pretrained` writes
-one; neither has the model in memory as a whole.
+one; neither has the model in memory as a whole. `DriveFigures` is a callback that logs the drives
+beside the loss.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity.integrations import _trainer, _weights
+from infinity.integrations._figures import DriveFigures
 
 T = TypeVar("T")
 
@@ -37,6 +39,24 @@ def embed(trainer: T, policy: inf.Policy | None = None, load: Any = None) -> T:
     return embedded
 
 
+def from_pretrained(
+    cls: Any, path: str | os.PathLike[str], policy: inf.Policy, **kwargs: Any
+) -> Any:
+    """Return the model that `cls.from_pretrained(path, **kwargs)` returns, offloaded: its values go
+    from the files to the tiers some at a time.
+
+    cls: `AutoModelForCausalLM`, another Auto class, or a model's own. path: a directory of
+    safetensors on this machine. kwargs: those of `from_pretrained` (dtype, attn_implementation,
+    num_labels, ...) but the ones that place or convert. Tensors that the files lack (a new head)
+    are initialised by the model's own rules, and named in a warning of transformers; those are the
+    same on all ranks. On several ranks all call it.
+
+    Raises: ValueError for arguments that place or convert, and for a directory without config or
+    safetensors; as `inf.offload`.
+    """
+    return _weights.from_pretrained(cls, Path(path), policy, kwargs)
+
+
 def save_pretrained(
     model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "2GiB"
 ) -> None:
@@ -52,4 +72,4 @@ def save_pretrained(
     _weights.save_pretrained(model, path, max_shard_size=max_shard_size, first=first)
 
 
-__all__ = ["embed", "save_pretrained"]
+__all__ = ["DriveFigures", "embed", "from_pretrained", "save_pretrained"]

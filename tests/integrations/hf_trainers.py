@@ -11,6 +11,7 @@ import transformers
 
 import infinity as inf
 from infinity.integrations.transformers import embed
+from tests.reference import ReferenceAdamW
 
 ROWS, LENGTH, VOCABULARY = 32, 8, 64
 
@@ -84,6 +85,24 @@ def trainer(
     if policy is None:
         return made
     return embed(made, policy_in(out, **policy) if isinstance(policy, dict) else policy)
+
+
+class Reference(torch.optim.Optimizer):
+    """The AdamW that the engine equals bit for bit, as an optimizer of torch."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, settings)
+        self._own = ReferenceAdamW(self.param_groups, **settings)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for own, group in zip(self._own.param_groups, self.param_groups, strict=True):
+            own.update({name: value for name, value in group.items() if name != "params"})
+        self._own.step()
+
+
+REFERENCE = {"optimizer_cls_and_kwargs": (Reference, {"lr": 1e-2})}
+"""Argument of a trainer."""
 
 
 @dataclasses.dataclass
