@@ -4,16 +4,14 @@ infinity.integrations.transformers asks for it where a trainer is TRL's.
     TRL                                here
     SyncRefModelCallback               a parameter of both models is gathered at a time
     checkpoints with sync_ref_model    the reference, too, which training changes
-    generate on several ranks          ranks generate in step (synced_gpus)
     activation_offloading, vLLM, continuous batching, BEMACallback
                                        refused by name
 
-The reference model is offloaded by `embed`, whatever trainer it belongs to.
+The reference model is offloaded by `embed`, and ranks generate in step, whatever the trainer is.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +62,6 @@ def adapt(trainer: Any) -> type:
     for at, callback in enumerate(callbacks):
         if isinstance(callback, SyncRefModelCallback):
             callbacks[at] = _SyncOffloaded(callback.ref_model, callback.accelerator)
-    if trainer.accelerator.num_processes > 1:
-        # PEFT's models call their base.
-        whole = trainer.model
-        base = whole.get_base_model() if hasattr(whole, "get_base_model") else whole
-        if hasattr(base, "generate"):
-            # A rank whose texts have ended goes on computing: the others gather with it.
-            base.generate = functools.partial(base.generate, synced_gpus=True)
     return EmbeddedTRLTrainer
 
 
