@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._common import only_engine
-
+from infinity.integrations._common import is_offloaded, only_engine
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -198,26 +196,13 @@ def adapter_values(model: Any) -> dict[str, torch.Tensor]:
     """
     from peft import get_peft_model_state_dict
 
-    params = dict(model.named_parameters(remove_duplicate=False))
-    # PEFT chooses from tensors without memory, which stand for those of the state dict.
-    shown = {
-        name: torch.empty(param.shape, dtype=param.dtype, device="meta")
-        for name, param in params.items()
-    }
-    names = {id(tensor): name for name, tensor in shown.items()}
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    chosen = {name for name, param in params.items() if param.requires_grad}
+    # Parameters themselves: PEFT chooses by names, and reads none.
+    shown = model.state_dict(keep_vars=True)
+    chosen = {id(param) for param in model.parameters() if param.requires_grad}
     for adapter in model.peft_config:
-        found = get_peft_model_state_dict(
-            model, state_dict={**shown, **buffers}, adapter_name=adapter
-        )
-        chosen.update(names[id(tensor)] for tensor in found.values() if id(tensor) in names)
-    wanted = {name: params[name] for name in params if name in chosen}
-    with contextlib.ExitStack() as stack:
-        for module in inf.offloaded_modules(model):
-            own = {id(param) for param in module.parameters()}
-            stack.enter_context(
-                inf.handle(module).gather([p for p in wanted.values() if id(p) in own])
-            )
-        values = {name: param.detach().cpu().clone() for name, param in wanted.items()}
-    return {**values, **buffers}
+        found = get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter)
+        chosen.update(map(id, found.values()))
+    wanted = {name: tensor for name, tensor in shown.items() if id(tensor) in chosen}
+    engine = inf.handle(only_engine(model, "adapter_values"))
+    with engine.gather([tensor for tensor in wanted.values() if is_offloaded(tensor)]):
+        return {name: tensor.detach().cpu().clone() for name, tensor in wanted.items()}

@@ -36,7 +36,8 @@ def test_resuming_equals_the_run_that_went_on(tmp_path: Path) -> None:
     again = trainer(tmp_path / "b", llama(seed=9), policy={})
     resumed = end_of(again, resume=tmp_path / "a" / "checkpoint-3")
     # The first three come from the checkpoint.
-    assert resumed.losses == whole.losses and len(whole.losses) == 6
+    assert resumed.losses == whole.losses
+    assert len(whole.losses) == 6
     assert_same(resumed.weights, whole.weights)
 
 

@@ -160,7 +160,8 @@ def test_a_bf16_model_resumes_with_its_masters(tmp_path: Path) -> None:
     whole = end_of(trainer(tmp_path / "a", llama().to(torch.bfloat16), **changes))
     again = trainer(tmp_path / "b", llama(seed=9).to(torch.bfloat16), **changes)
     resumed = end_of(again, resume=str(tmp_path / "a" / "checkpoint-3"))
-    assert resumed.losses == whole.losses and resumed.norms == whole.norms
+    assert resumed.losses == whole.losses
+    assert resumed.norms == whole.norms
     assert_same(resumed.weights, whole.weights)
 
 
@@ -220,7 +221,7 @@ class _FullMemory(transformers.TrainerCallback):
     def __init__(self, model: Any) -> None:
         self._hook = model.model.layers[1].register_forward_pre_hook(self._look)
 
-    def _look(self, module: Any, inputs: Any) -> None:  # noqa: ARG002
+    def _look(self, module: Any, inputs: Any) -> None:
         if len(inputs[0]) == 8:
             raise RuntimeError("CUDA out of memory. Tried to allocate 8 GiB")
 
@@ -285,7 +286,8 @@ def test_seq2seq_generates_in_evaluation(tmp_path: Path) -> None:
         )
         ended.append((end_of(run), lengths))
     assert_near(ended[0][0], ended[1][0], ULPS)
-    assert ended[0][1] == ended[1][1] and len(ended[0][1]) == 2
+    assert ended[0][1] == ended[1][1]
+    assert len(ended[0][1]) == 2
 
 
 def test_slices_of_a_batch_are_its_micro_batches(tmp_path: Path) -> None:
@@ -325,7 +327,7 @@ class _Report(transformers.TrainerCallback):
     def __init__(self) -> None:
         self.lines: list[dict[str, float]] = []
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:  # noqa: ARG002
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
         self.lines.append(dict(logs))
 
 
@@ -345,7 +347,8 @@ def test_figures_of_the_drives_stand_beside_the_loss(tmp_path: Path) -> None:
     reported = [line for line in report.lines if "loss" in line]
     for line in (*history, *reported):
         assert names <= line.keys()
-        assert line["drive_read_gb_per_s"] > 0 and 0 <= line["waiting"] <= 1
+        assert line["drive_read_gb_per_s"] > 0
+        assert 0 <= line["waiting"] <= 1
     assert len(history) == len(reported) == 6
     assert not any(names & line.keys() for line in report.lines if "eval_loss" in line)
 
@@ -414,7 +417,7 @@ def test_refusals(tmp_path: Path, case: Refusal) -> None:
 
 def test_an_optimizer_that_the_script_makes_is_refused(tmp_path: Path) -> None:
     class Own(transformers.Trainer):
-        def create_optimizer(self, model: Any = None) -> Any:  # noqa: ARG002
+        def create_optimizer(self, model: Any = None) -> Any:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
             return self.optimizer
 
@@ -534,7 +537,7 @@ def test_a_model_on_meta_is_filled_by_embed(tmp_path: Path) -> None:
 
 def test_from_pretrained_refuses_to_place(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path / "model")
-    with pytest.raises(ValueError, match="device_map=.*leave it out"):
+    with pytest.raises(ValueError, match=r"device_map=.*leave it out"):
         from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path), device_map="auto")
     with pytest.raises(ValueError, match=r"no config\.json: give a directory"):
         from_pretrained(AUTO, "hub/name", policy_in(tmp_path))
