@@ -59,14 +59,15 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Save everything that training goes on from; all ranks call it."""
-        extra = {"done": self.done, "sched": self.scheduler.state_dict(), "rng": torch.get_rng_state()}
+        extra = {"done": self.done, "scheduler": self.scheduler.state_dict()}
+        extra["rng"] = torch.get_rng_state()
         inf.save(self.model, self.optimizer, directory, extra=extra).wait()
 
     def resume(self, directory: Path) -> None:
         """Go on from there, on any number of ranks."""
         extra = inf.restore(self.model, self.optimizer, directory).extra
         self.done = extra["done"]
-        self.scheduler.load_state_dict(extra["sched"])
+        self.scheduler.load_state_dict(extra["scheduler"])
         torch.set_rng_state(extra["rng"])
 
     def finish(self, directory: Path) -> None:
