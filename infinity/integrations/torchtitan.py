@@ -3,7 +3,9 @@
     config = llama3_8b()                                          # a torchtitan Trainer.Config
     config.model_spec.parallelize_fn = parallelize(policy)        # in place of FSDP
     config.optimizer = derive(config.optimizer, InfinityOptimizers.Config)
-    config.checkpoint = derive(config.checkpoint, InfinityCheckpoints.Config)
+    config.checkpoint = derive(
+        config.checkpoint, InfinityCheckpoints.Config, last_save_model_only=False
+    )
 
 (`derive` is torchtitan's, in `torchtitan.config.override`.) The Trainer builds the model on meta,
 `parallelize_fn` offloads it with the values of its own `init_weights`, and the calls that would
@@ -11,8 +13,8 @@ allocate it (`to_empty`, `init_weights`) do nothing once. All ranks are data par
 `data_parallel_*_degree` says of replicas. Gradients are sums over ranks, as torchtitan wants them.
 
 Run: torchtitan 0.3.0's Trainer with Llama 3 on CPUs, one and two ranks, with accumulation,
-clipping, full and selective checkpointing, the chunked loss, checkpoints. Not run: any GPU,
-torch.compile by inductor, MoE, Flux, quantized and LoRA converters.
+clipping, full and selective checkpointing, the chunked loss, checkpoints. Not run: any GPU, MoE,
+Flux, quantized and LoRA converters, the validator.
 """
 
 from __future__ import annotations
@@ -33,7 +35,6 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
-from torchtitan.distributed.compile import apply_compile
 from torchtitan.protocols.model import BaseModel
 from torchtitan.trainer import Trainer
 
@@ -71,11 +72,12 @@ _STEP = re.compile(r"step-(\d+)")
 
 
 def parallelize(policy: inf.Policy | None = None) -> Callable[..., nn.Module]:
-    """Return a `parallelize_fn` for a `ModelSpec`: it applies activation checkpointing and
-    compilation as the configuration says, and offloads the model in place of sharding it.
+    """Return a `parallelize_fn` for a `ModelSpec`: it offloads the model in place of sharding it,
+    and applies activation checkpointing as the configuration says.
 
     The function raises ValueError for what cannot go with it: tensor, pipeline, context and expert
-    parallelism, `enable_cpu_offload`, CUDA graphs, a `mixed_precision_param` other than `dtype`.
+    parallelism, `enable_cpu_offload`, compiled blocks, CUDA graphs, a `mixed_precision_param` other
+    than `dtype`.
     """
 
     def parallelize_fn(
@@ -88,12 +90,11 @@ def parallelize(policy: inf.Policy | None = None) -> Callable[..., nn.Module]:
         ac_config: Any,
         dump_folder: str,
     ) -> nn.Module:
-        _check(parallel_dims, training, parallelism)
+        _check(parallel_dims, training, parallelism, compile_config)
+        inf.offload(model, policy, init=lambda: _in_memory(model))
+        # Afterwards, so that no wrapper is in the names of checkpoints.
         if ac_config is not None:
             ac_config.build(dump_folder=dump_folder).apply(model)
-        if compile_config.enable and "model" in compile_config.components:
-            apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
-        inf.offload(model, policy, init=lambda: _in_memory(model))
         _skip_once(model, "to_empty")
         _skip_once(model, "init_weights")
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -103,7 +104,7 @@ def parallelize(policy: inf.Policy | None = None) -> Callable[..., nn.Module]:
     return parallelize_fn
 
 
-def _check(parallel_dims: Any, training: Any, parallelism: Any) -> None:
+def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
     for name, what in (
         ("tp", "tensor"),
         ("pp", "pipeline"),
@@ -125,6 +126,11 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any) -> None:
         raise ValueError(
             "training.enable_cpu_offload is FSDP's; the policy says what rests where: set it to "
             "False, and inf.Policy(params='cpu', optim='cpu') does the like"
+        )
+    if compile_config.enable and "model" in compile_config.components:
+        raise ValueError(
+            "compile.components has 'model': torchtitan compiles each block as one graph, and the "
+            "engine gathers inside of it; leave 'loss' alone there"
         )
     if not training.disable_cuda_graphs:
         raise ValueError(
@@ -252,6 +258,7 @@ def _check_group(group: Any) -> None:
 
 _UNUSED = {
     "initial_load_path": None,
+    "last_save_model_only": False,
     "last_save_in_hf": False,
     "create_seed_checkpoint": False,
     "exclude_from_loading": [],
@@ -261,9 +268,8 @@ _UNUSED = {
 class InfinityCheckpoints(BaseCheckpointManager):
     """Checkpoints by `inf.save`, beside training; resumes on any number of ranks, with any policy.
 
-    A last checkpoint with `last_save_model_only` is an export: safetensors with the modules' names,
-    masters where `export_dtype` is float32. Raises: ValueError for fields of DCP's manager that
-    have no counterpart.
+    The last one is as the others; `inf.export_safetensors` writes weights, with the names of the
+    modules' parameters. Raises: ValueError for fields of DCP's manager that have no counterpart.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -311,14 +317,9 @@ class InfinityCheckpoints(BaseCheckpointManager):
         if config.load_only or not (first or last_step or curr_step % config.interval == 0):
             return False
         self._end_save()
-        directory = self.folder / f"step-{curr_step}"
-        if last_step and config.last_save_model_only:
-            inf.export_safetensors(
-                self.model, directory, masters=config.export_dtype == "float32", names="modules"
-            )
-            return True
+        directory = self.folder / f"step-{curr_step}" / STATES
         extra = {name: part.state_dict() for name, part in self.states.items()}
-        self._begun = inf.save(self.model, self.optimizers, directory / STATES, extra=extra)
+        self._begun = inf.save(self.model, self.optimizers, directory, extra=extra)
         if last_step:
             self._end_save()
         return True

@@ -77,33 +77,21 @@ def test_a_save_that_was_cut_is_passed_over(tmp_path: Path) -> None:
     assert losses(tmp_path, titan.config(tmp_path / "cut", save_every=10)) == whole[3:]
 
 
-def test_the_last_checkpoint_may_be_an_export(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    found = titan.config(tmp_path, save_every=10, activations=titan.FullAC.Config())
-    found.checkpoint.last_save_model_only = True
-    with titan.built(titan.offloaded(found, policy(tmp_path))) as trainer:
-        titan.losses_of(trainer)
-        values = trainer.model_parts[0].state_dict()
-    exported = load_file(tmp_path / "checkpoint" / "step-6" / "model.safetensors")
-    assert exported.keys() == values.keys()
-    assert not any("_checkpoint_wrapped_module" in name for name in exported)
-    for name, value in values.items():
-        assert torch.equal(exported[name], value), name
-
-
 @dataclasses.dataclass(frozen=True)
 class TwoRanks:
-    """By FSDP, then offloaded and saved at step 3."""
+    """Offloaded and saved at step 3, then by FSDP."""
 
     case: str
 
     def __call__(self, rank: int, place: Path) -> tuple[list[float], list[float]]:
-        world = dist.get_world_size()
-        values = {"world": world, **CASES[self.case]}
-        expected = own_losses(titan.config(place / "fsdp", **values))
+        values = {"world": dist.get_world_size(), **CASES[self.case]}
         found = titan.config(place / "offloaded", save_every=3, **values)
-        return expected, losses(place, found)
+        with titan.built(titan.offloaded(found, policy(place))) as trainer:
+            begun = titan.values_of(trainer)
+            offloaded = titan.losses_of(trainer)
+        with titan.built(titan.summed_by_gloo(titan.config(place / "fsdp", **values))) as trainer:
+            titan.begin_with(trainer, begun)
+            return titan.losses_of(trainer), offloaded
 
 
 @pytest.mark.parametrize("case", ["plain", "clipping", "accumulation", "chunked loss"])
@@ -124,6 +112,7 @@ REFUSED: dict[str, tuple[str, Any, str]] = {
     "full_dtensor": ("parallelism.spmd_backend", "full_dtensor", "full_dtensor"),
     "cpu offload": ("training.enable_cpu_offload", True, "enable_cpu_offload"),
     "graphs": ("training.disable_cuda_graphs", False, "disable_cuda_graphs"),
+    "compile": ("compile.enable", True, "'model'"),
     "mixed": ("training.mixed_precision_param", "bfloat16", "keeps masters in fp32"),
 }
 
@@ -170,6 +159,21 @@ def test_optimizers_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="InfinityOptimizers wants one offloaded module"):
         with titan.built(found):
             pass
+
+
+def test_checkpoint_fields_without_a_counterpart_are_refused(tmp_path: Path) -> None:
+    for name, value in (("last_save_model_only", True), ("initial_load_path", "/weights")):
+        found = titan.offloaded(titan.config(tmp_path, save_every=1), policy(tmp_path))
+        setattr(found.checkpoint, name, value)
+        with pytest.raises(ValueError, match=name), titan.built(found):
+            pass
+
+
+def test_a_checkpoint_resumes_with_other_wrappers(tmp_path: Path) -> None:
+    whole = losses(tmp_path, titan.config(tmp_path / "whole"))
+    losses(tmp_path, titan.config(tmp_path / "cut", save_every=3, steps=3))
+    changed = titan.config(tmp_path / "cut", save_every=9, activations=titan.FullAC.Config())
+    assert losses(tmp_path, changed) == whole[3:]
 
 
 def test_a_checkpoint_of_dcp_says_what_to_take(tmp_path: Path) -> None:

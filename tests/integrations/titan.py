@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import distribute_tensor
 from torchtitan.tools import utils
 
 __all__ = ["FullAC", "InfinityOptimizers", "SelectiveAC", "derive", "parallelize"]
@@ -218,6 +220,22 @@ def offloaded(found: Any, policy: inf.Policy) -> Any:
     return found
 
 
+def summed_by_gloo(found: Any) -> Any:
+    """Let FSDP sum gradients by an operation that gloo has, and shard as torch 2.13 can."""
+    own = found.model_spec.parallelize_fn
+
+    def parallelize_fn(*args: Any, **kwargs: Any) -> Any:
+        model = own(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    found.model_spec.parallelize_fn = parallelize_fn
+    found.parallelism.spmd_backend = "partial_dtensor"
+    return found
+
+
 @contextlib.contextmanager
 def built(found: Any) -> Iterator[Any]:
     """The Trainer of a configuration, in a group of its own unless there is one."""
@@ -242,6 +260,21 @@ def built(found: Any) -> Iterator[Any]:
 
 def _keep_timeouts(**_: object) -> None:
     """Leave them as they are."""
+
+
+def values_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Copies of an offloaded model's parameters."""
+    (model,) = trainer.model_parts
+    params = dict(model.named_parameters())
+    with inf.handle(model).gather(params.values()):
+        return {name: param.detach().clone() for name, param in params.items()}
+
+
+def begin_with(trainer: Any, values: dict[str, torch.Tensor]) -> None:
+    """Give FSDP's shards these values: on CPUs each of them draws the same numbers."""
+    with torch.no_grad():
+        for name, param in trainer.model_parts[0].named_parameters():
+            param.copy_(distribute_tensor(values[name], param.device_mesh, param.placements))
 
 
 def losses_of(trainer: Any) -> list[float]:
