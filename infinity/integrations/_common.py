@@ -60,14 +60,40 @@ def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
     return found[0]
 
 
+def is_offloaded(param: torch.Tensor) -> bool:
+    """Return whether a parameter is an engine's: its values rest on the policy's tiers."""
+    return hasattr(param, "infinity_link")
+
+
+def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
+    """Check that `model` is offloaded itself, and each of its parameters: nothing else is saved,
+    and on several ranks nothing else is reduced.
+
+    call: of the integration, for messages. Raises: ValueError naming the parameters that are not.
+    """
+    plain = [name for name, param in model.named_parameters() if not is_offloaded(param)]
+    engines = inf.offloaded_modules(model)
+    if not plain and engines[:1] == [model]:
+        return
+    peft = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    when = "after get_peft_model" if peft else "on it, when it has all its parameters"
+    if plain:
+        shown = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
+        what = f"{shown} of {type(model).__name__} are not offloaded"
+    else:
+        inner = type(engines[0]).__name__ if engines else "no module"
+        what = f"{inner} in {type(model).__name__} is offloaded, not {type(model).__name__} itself"
+    raise ValueError(f"{call}: {what}; call inf.offload(model, policy) {when}")
+
+
 def has_states(directory: Path) -> bool:
     """Return whether a trainer's checkpoint has states of the engine."""
     return (directory / STATES).is_dir()
 
 
 def check_methods(owner: type, names: Sequence[str], package: str, tested: str) -> None:
-    """Check that each method which an integration overrides exists: an update of the trainer may
-    have renamed it, and an override that nobody calls would do nothing, silently.
+    """Check that each method which an integration overrides, or calls, exists: an update of the
+    trainer may have renamed it, and an override that nobody calls would do nothing, silently.
 
     Raises: ImportError naming the methods and the version.
     """
@@ -75,5 +101,5 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
     if missing:
         raise ImportError(
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which "
-            f"infinity's integration overrides; it is tested with {package} {tested}: install that"
+            f"infinity's integration builds on; it is tested with {package} {tested}: install that"
         )

@@ -1,0 +1,80 @@
+"""Figures of the drives beside the loss."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import transformers
+
+import infinity as inf
+from infinity.integrations._common import only_engine
+
+
+class DriveFigures(transformers.TrainerCallback):
+    """Callback of an embedded trainer that logs the drives beside each loss, to all that
+    `report_to` names, to the progress bar and to `trainer_state.json`:
+
+        drive_read_gb_per_s, drive_write_gb_per_s   all drives of this rank, while training
+        waiting                                     share of the time that waited for drives
+        eta                                         limit of any schedule / measured, since the
+                                                    second step
+        written_tb_per_day                          wear, if training went on all day
+
+    The first three are means since the last line, without evaluations and saves. `eta` is left out
+    until it is known; and where the drives' bandwidths are not, which `Policy(io=...)` tells.
+    """
+
+    def __init__(self) -> None:
+        self._module: Any = None
+        self._seconds = self._waited_s = 0.0
+        self._read = self._written = 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Begin to count. Raises: ValueError for a model that is not offloaded."""
+        self._module = only_engine(kwargs["model"], "DriveFigures")
+        self._begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Count a step."""
+        last, begun = self._last, self._begun
+        self._begin()
+        now = self._last
+        self._seconds += self._begun - begun
+        self._read += now.bytes_read - last.bytes_read
+        self._written += now.bytes_written - last.bytes_written
+        self._waited_s += now.io_wait_s - last.io_wait_s
+        self._waited_s += now.update_wait_s - last.update_wait_s
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leave an evaluation out."""
+        if self._module is not None:
+            self._begin()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Leave a save out."""
+        self._begin()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Let go of the model."""
+        self._module = None
+
+    def take(self) -> dict[str, float]:
+        """Return the figures since the last call; none before a step has ended."""
+        if not self._seconds:
+            return {}
+        stats, seconds = self._last, self._seconds
+        figures = {
+            "drive_read_gb_per_s": self._read / seconds / 1e9,
+            "drive_write_gb_per_s": self._written / seconds / 1e9,
+            "waiting": self._waited_s / seconds,
+            "eta": stats.terms.eta_floor if stats.terms is not None else None,
+            "written_tb_per_day": stats.written_tb_per_day,
+        }
+        self._seconds = self._waited_s = 0.0
+        self._read = self._written = 0
+        return {name: value for name, value in figures.items() if value is not None}
+
+    def _begin(self) -> None:
+        self._last = inf.handle(self._module).stats()
+        self._begun = time.monotonic()

@@ -1,0 +1,419 @@
+"""The methods of transformers' Trainer that an offloaded model changes, as a mixin.
+
+    Trainer method                     here
+    _move_model_to_device              nothing: the engine places
+    _wrap_model                        autocast and compile; no DDP: the engine reduces
+    create_optimizer                   the engine's, by the names of `TrainingArguments.optim`
+    training_step                      micro-batches are marked; plain adapters are reduced
+    _get_grad_norm                     none where updates take gradients in backward
+    log                                figures of the drives, if they are asked for
+    evaluation_loop                    no cast of the whole model
+    _save                              streamed, on all ranks
+    _save_optimizer_and_scheduler, _load_from_checkpoint,
+    _load_optimizer_and_scheduler, _load_best_model
+                                       the engine's states, in a directory of the checkpoint
+
+Random generators, the scheduler, the scaler and the place in the data are saved by Trainer as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import infinity as inf
+from infinity.integrations._common import (
+    STATES,
+    check_methods,
+    engine_optimizer,
+    has_states,
+    is_offloaded,
+    only_engine,
+)
+from infinity.integrations._figures import DriveFigures
+from infinity.integrations._optimizers import optimizer_of
+from infinity.integrations._weights import export_adapters, is_adapted, save_pretrained
+
+log = logging.getLogger("infinity")
+
+TESTED = "5.23.0"
+"""The release of transformers that the methods below were written against."""
+
+_TRAINING_ARGS = "training_args.bin"
+_SCHEDULER = "scheduler.pt"
+_OPTIMIZER = "optimizer.pt"
+
+
+class EmbeddedTrainer:
+    """Mixin of a trainer whose model is offloaded. `embed` puts it before the trainer's class."""
+
+    # Names that Trainer gives its objects.
+    model: Any
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    # What `embed` was called with; None where the model was offloaded before.
+    _infinity_policy: inf.Policy | None
+
+    @property
+    def _infinity_module(self) -> torch.nn.Module:
+        return only_engine(self.model, "embed(trainer)")
+
+    @property
+    def _infinity_optimizer(self) -> Any:
+        return engine_optimizer(self.optimizer)
+
+    @property
+    def _infinity_plain(self) -> list[torch.nn.Parameter]:
+        """Trained parameters that were added to the offloaded model: adapters, beside it in
+        memory, with an optimizer of torch.
+        """
+        params = self.model.parameters()
+        return [param for param in params if param.requires_grad and not is_offloaded(param)]
+
+    # -- the model ---------------------------------------------------------------------------------
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        """Build a model for a run of its own, and offload it in place of the last one."""
+        for module in inf.offloaded_modules(self.model):
+            inf.handle(module).close()
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        return offload_for(model, self._infinity_policy)
+
+    def _move_model_to_device(self, model: Any, device: Any) -> None:
+        if not inf.offloaded_modules(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002
+        if self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
+            return model  # compiled, by an earlier call
+        if not training and self.accelerator._models:
+            return model
+        begin = time.monotonic()
+        # Autocast and compile. It neither moves the model nor wraps it in DDP.
+        wrapped = self.accelerator.prepare_model(
+            model, device_placement=False, evaluation_mode=True
+        )
+        if not training:
+            self.model_preparation_time = round(time.monotonic() - begin, 4)
+        return wrapped
+
+    # -- the optimizer -----------------------------------------------------------------------------
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Build the optimizer that the arguments name, over the offloaded parameters.
+
+        Raises: ValueError for one of torch, for a name that the engine has no optimizer for, and
+        for clipping where updates take gradients in backward.
+        """
+        policy = inf.handle(self._infinity_module).policy
+        if not _has_norm(policy) and self.args.max_grad_norm > 0:
+            raise ValueError(
+                f"max_grad_norm={self.args.max_grad_norm} with Policy(update='backward'): an "
+                "update takes each gradient before the norm of all is known; give max_grad_norm=0, "
+                "or Policy(update='backward', generations=2)"
+            )
+        plain = self._infinity_plain
+        if plain and _world() > 1:
+            _share(plain)
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if not plain:
+            check_optimizer(optimizer)
+        return optimizer
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
+        """Return the engine's class for `args.optim`, and its settings; Trainer's own where plain
+        adapters are trained.
+        """
+        own = super().get_optimizer_cls_and_kwargs  # type: ignore[misc]
+        if self._infinity_plain:
+            found: tuple[Any, Any] = own(args, model)
+            return found
+        return optimizer_of(args, lambda: own(args, model))
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute forward and backward of a micro-batch; the last of a step is not marked."""
+        last = self.accelerator.gradient_state.sync_gradients
+        engine = inf.handle(self._infinity_module)
+        with contextlib.nullcontext() if last else engine.no_sync():
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        if last and _world() > 1:
+            _average(self._infinity_plain)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        if grad_norm is None and not _has_norm(inf.handle(self._infinity_module).policy):
+            return None
+        return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the figures of a `DriveFigures` callback beside each loss."""
+        if "loss" in logs:
+            for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, DriveFigures):
+                    logs.update(callback.take())
+        super().log(logs, start_time)  # type: ignore[misc]
+
+    # -- evaluation --------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. bf16_full_eval and fp16_full_eval save memory that an offloaded model does not
+        take: it is evaluated in its own dtype, which is said once.
+        """
+        with self._without_cast():
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _without_cast(self) -> Iterator[None]:
+        names = [name for name in ("fp16_full_eval", "bf16_full_eval") if getattr(self.args, name)]
+        if names and not self.__dict__.get("_infinity_told_dtype"):
+            self._infinity_told_dtype = True
+            log.warning(
+                "%s: an offloaded model is evaluated in its own dtype, %s",
+                names[0],
+                next(self.model.parameters()).dtype,
+            )
+        for name in names:
+            setattr(self.args, name, False)
+        try:
+            yield
+        finally:
+            for name in names:
+                setattr(self.args, name, True)
+
+    # -- weights out -------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:  # noqa: ARG002
+        """Write the weights, streamed, and what lies beside them. All ranks call it."""
+        out = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if self.args.should_save:
+            out.mkdir(parents=True, exist_ok=True)
+        if is_adapted(self.model):
+            export_adapters(self.model, out, first=self.args.should_save)
+        else:
+            save_pretrained(self.model, out, first=self.args.should_save)
+        if self.args.should_save:
+            self._save_beside(out)
+        self.accelerator.wait_for_everyone()
+
+    def _save_beside(self, out: Path) -> None:
+        collator: Any = getattr(self, "data_collator", None)
+        processing = getattr(self, "processing_class", None)
+        if processing is None:
+            processing = getattr(collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(out)
+        torch.save(self.args, out / _TRAINING_ARGS)
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        out = Path(output_dir)
+        if self._infinity_optimizer is None:
+            # Plain adapters: the base is frozen, and nothing of it belongs to a checkpoint.
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        inf.save(self._infinity_module, self._infinity_optimizer, out / STATES).wait()
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), out / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        directory = Path(resume_from_checkpoint)
+        if has_states(directory):
+            # Training restores all states together, once there is an optimizer.
+            if not self.is_in_train:  # type: ignore[attr-defined]
+                inf.restore(self._infinity_module, None, directory / STATES)
+        elif is_adapted(self.model) or not any(directory.glob("model*.safetensors")):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            self._load_weights(directory)
+
+    def _load_weights(self, directory: Path) -> None:
+        loaded = inf.load_safetensors(self._infinity_module, directory, strict=False)
+        for kind, names in (("missing", loaded.missing), ("unexpected", loaded.unexpected)):
+            if names:
+                log.warning("%s: %s tensors: %s", directory, kind, ", ".join(names))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._infinity_optimizer is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        directory = Path(checkpoint)
+        if not has_states(directory):
+            if (directory / _OPTIMIZER).exists():
+                raise ValueError(
+                    f"{directory / _OPTIMIZER} has the states of an optimizer of torch, which an "
+                    "offloaded model does not take: resume without embed(trainer), or from a "
+                    "checkpoint of an embedded trainer; without the file training begins with "
+                    "its weights"
+                )
+            return
+        inf.restore(self._infinity_module, self._infinity_optimizer, directory / STATES)
+        if (directory / _SCHEDULER).is_file():
+            self.lr_scheduler.load_state_dict(
+                torch.load(directory / _SCHEDULER, weights_only=True)
+            )
+
+    def _load_best_model(self) -> None:
+        directory = Path(self.state.best_model_checkpoint)
+        if has_states(directory):
+            log.info("best model: %s (score %s)", directory, self.state.best_metric)
+            # Masters too, which the files beside have rounded; moments stay, as ever.
+            inf.restore(self._infinity_module, None, directory / STATES)
+        elif is_adapted(self.model) or not any(directory.glob("model*.safetensors")):
+            super()._load_best_model()  # type: ignore[misc]
+        else:
+            self._load_weights(directory)
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _share(params: list[torch.nn.Parameter]) -> None:
+    """Give all ranks the values that the first one has."""
+    with torch.no_grad():
+        for param in params:
+            dist.broadcast(param, src=0)
+
+
+def _average(params: list[torch.nn.Parameter]) -> None:
+    """Replace the gradients of this rank by the means over all."""
+    for param in params:
+        # A rank whose batch does not use one has a part in the sum all the same.
+        grad = param.grad if param.grad is not None else torch.zeros_like(param)
+        dist.all_reduce(grad)
+        param.grad = grad.div_(_world())
+
+
+def _has_norm(policy: inf.Policy) -> bool:
+    """True where all gradients of a step are there before an update takes the first."""
+    return policy.update != "backward" or policy.generations > 1
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raise ValueError for an optimizer that is not the engine's."""
+    if engine_optimizer(optimizer) is None:
+        kind = type(optimizer)
+        raise ValueError(
+            f"the trainer has an optimizer {kind.__module__}.{kind.__qualname__}, and the states "
+            "of an offloaded model need one of the engine: leave optimizers= out, and embed "
+            "builds what TrainingArguments(optim=...) names; or give optimizer_cls_and_kwargs="
+            "(inf.AdamW, {...})"
+        )
+
+
+def offload_for(model: Any, policy: inf.Policy | None, load: Any = None) -> Any:
+    """Offload a model of a trainer, if it is not offloaded yet, and return it."""
+    if not inf.offloaded_modules(model):
+        inf.offload(model, policy, load=load)
+    elif load is not None:
+        raise ValueError(
+            f"load={load!r} for a model that is offloaded already: give load= to inf.offload"
+        )
+    _check_plain(model)
+    if _world() > 1:
+        _generate_in_step(model.get_base_model() if is_adapted(model) else model)
+    return model
+
+
+def _check_plain(model: Any) -> None:
+    """Raise ValueError for trained parameters beside offloaded ones that nobody would save."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    plain = [name for name, param in trained if not is_offloaded(param)]
+    if plain and (len(plain) < len(trained) or not is_adapted(model)):
+        raise ValueError(
+            f"{plain[0]} was added after inf.offload, and is trained beside offloaded parameters "
+            f"({len(plain)} such): call embed(trainer, policy) on a model that is not offloaded "
+            "yet, once all of it is there"
+        )
+
+
+def _generate_in_step(model: Any) -> None:
+    """Let `model.generate` go on on each rank until all are done: each of its forwards gathers
+    parameters from all of them.
+    """
+    if not hasattr(model, "generate") or "generate" in model.__dict__:
+        return
+    own = model.generate
+
+    @functools.wraps(own)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        # Seq2SeqTrainer passes False, where it knows nothing of the engine.
+        return own(*args, **(kwargs | {"synced_gpus": True}))
+
+    model.generate = generate
+
+
+def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
+    """Do the work of `infinity.integrations.transformers.embed`."""
+    if isinstance(trainer, EmbeddedTrainer):
+        raise ValueError("this trainer is embedded already")
+    _check_trainer(trainer)
+    offload_for(trainer.model, policy, load)
+    reference = getattr(trainer, "ref_model", None)
+    if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
+        # It has no states and takes no step: nothing that a durable run would go on with.
+        frozen = dataclasses.replace(policy, durable=False) if policy is not None else None
+        inf.offload(reference.requires_grad_(False), frozen)
+    kind = type(trainer)
+    trainer._infinity_policy = policy
+    trainer.__class__ = type(f"Infinity{kind.__name__}", (EmbeddedTrainer, kind), {})
+    return trainer
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, transformers.Trainer):
+        raise ValueError(
+            f"embed wants a transformers.Trainer, or a subclass, not a {type(trainer).__name__}"
+        )
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            f"{'deepspeed' if trainer.is_deepspeed_enabled else 'fsdp'} shards the model already: "
+            "leave it out of TrainingArguments, or do not embed"
+        )
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"{trainer.args.n_gpu} GPUs without ranks: Trainer would wrap the model in "
+            "nn.DataParallel, which copies parameters; start the script with torchrun, or set "
+            "CUDA_VISIBLE_DEVICES to one GPU"
+        )
+    if inf.offloaded_modules(trainer.model) and is_adapted(trainer.model):
+        return  # adapters that were added since are for an optimizer of torch
+    if trainer.optimizer is not None:
+        check_optimizer(trainer.optimizer)
+    given = trainer.optimizer_cls_and_kwargs
+    if given is not None and not issubclass(
+        given[0], (inf.AdamW, inf.SGD, inf.Lion, inf.Elementwise)
+    ):
+        raise ValueError(
+            f"optimizer_cls_and_kwargs=({given[0].__name__}, ...) is no optimizer of the engine: "
+            "give inf.AdamW, inf.SGD, inf.Lion, or a subclass of inf.Elementwise"
+        )
+
+
+check_methods(
+    transformers.Trainer,
+    (
+        "call_model_init", "_move_model_to_device", "_wrap_model", "create_optimizer",
+        "get_optimizer_cls_and_kwargs", "training_step", "_get_grad_norm", "log", "evaluation_loop",
+        "_save", "_save_optimizer_and_scheduler", "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler", "_load_best_model",
+    ),
+    "transformers",
+    TESTED,
+)  # fmt: skip

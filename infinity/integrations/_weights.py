@@ -1,0 +1,208 @@
+"""Weights of transformers' models, from files to the tiers and back, streamed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import torch.distributed as dist
+import transformers
+from transformers.dynamic_module_utils import custom_object_save
+
+import infinity as inf
+from infinity.integrations._common import is_offloaded, only_engine
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+_PLACING = (
+    "device_map", "max_memory", "offload_folder", "offload_state_dict", "offload_buffers",
+    "low_cpu_mem_usage", "tp_plan", "tp_size", "distributed_config", "state_dict",
+    "quantization_config", "key_mapping", "gguf_file", "subfolder", "adapter_kwargs",
+    "output_loading_info",
+)  # fmt: skip
+"""Arguments of `from_pretrained` that say where values come from and go to."""
+
+
+def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dict[str, Any]) -> Any:
+    """Do the work of `infinity.integrations.transformers.from_pretrained`."""
+    refused = sorted(name for name in _PLACING if settings.get(name) is not None)
+    if refused:
+        raise ValueError(
+            f"from_pretrained(..., policy, {refused[0]}=...): values go from the files in "
+            "`directory` to where the policy says; leave it out"
+        )
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory} has no config.json: give a directory on this machine, as "
+            "huggingface_hub.snapshot_download(name) returns one"
+        )
+    model, missing, unexpected = _on_meta(cls, directory, dict(settings))
+    if not missing and not unexpected:
+        return inf.offload(model, policy, load=directory)
+    made = _initialised(model, missing)
+
+    def begin(name: str, tensor: torch.Tensor) -> None:
+        if name in made:
+            tensor.copy_(made[name])
+        else:
+            tensor.zero_()
+
+    # What the files lack is there from the start; they give all else.
+    inf.offload(model, policy, load=begin)
+    loaded = inf.load_safetensors(model, directory, strict=False)
+    absent = [name for name in loaded.missing if name not in made]
+    if absent:
+        inf.handle(model).close()
+        raise ValueError(f"{directory} has no {', '.join(absent)}")
+    return model
+
+
+def _on_meta(cls: Any, directory: Path, settings: dict[str, Any]) -> tuple[Any, set[str], set[str]]:
+    """Build the model as `from_pretrained` does, without values. Returns it with the names of the
+    tensors that the files lack, and of those that it has no use for.
+    """
+    kept = {
+        name: settings.pop(name)
+        for name in ("dtype", "torch_dtype", "attn_implementation", "experts_implementation")
+        if name in settings
+    }
+    config = settings.pop("config", None)
+    if config is None:
+        config, settings = transformers.AutoConfig.from_pretrained(
+            directory, return_unused_kwargs=True, **settings
+        )
+    settings.pop("trust_remote_code", None)
+    kind = cls
+    if hasattr(cls, "_model_mapping"):
+        with torch.device("meta"):
+            kind = type(cls.from_config(config))
+    if getattr(config, "quantization_config", None) is not None:
+        # The engine dequantizes what it reads: the modules are those of the plain model.
+        with torch.device("meta"):
+            model = kind._from_config(config, **kept)
+        missing: set[str] = set()
+        unexpected: set[str] = set()
+    else:
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=_shapes(directory),
+            device_map="meta",
+            output_loading_info=True,
+            **kept,
+            **settings,
+        )
+        missing = set(info["missing_keys"]) | {name for name, *_ in info["mismatched_keys"]}
+        unexpected = set(info["unexpected_keys"])
+    model.config.name_or_path = model.name_or_path = str(directory)
+    if model.can_generate() and (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model.eval(), missing, unexpected
+
+
+def _shapes(directory: Path) -> dict[str, torch.Tensor]:
+    """Return tensors without values in place of those in the files."""
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        files = [directory / name for name in names]
+    else:
+        one = directory / "model.safetensors"
+        files = [one] if one.is_file() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ValueError(
+            f"{directory} has no safetensors: convert the checkpoint with "
+            "transformers (from_pretrained, then save_pretrained)"
+        )
+    found = {}
+    for file in files:
+        with safetensors.safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                stored = opened.get_slice(name)
+                dtype = _DTYPES[stored.get_dtype()]
+                found[name] = torch.empty(stored.get_shape(), dtype=dtype, device="meta")
+    return found
+
+
+def _initialised(model: Any, missing: set[str]) -> dict[str, torch.Tensor]:
+    """Initialise the tensors that no file has by the model's own rules, and return them. They are
+    the same on all ranks; those of a head are small.
+    """
+    for name in missing:
+        owner, _, attribute = name.rpartition(".")
+        module = model.get_submodule(owner)
+        empty = torch.empty_like(getattr(module, attribute), device="cpu")
+        if attribute in module._buffers:
+            module._buffers[attribute] = empty
+        else:
+            grad = module._parameters[attribute].requires_grad
+            module._parameters[attribute] = torch.nn.Parameter(empty, requires_grad=grad)
+    # Tensors that were found are marked, and left; their modules were marked with them.
+    for module in model.modules():
+        module.__dict__.pop("_is_hf_initialized", None)
+    model.initialize_weights()
+    made = {name: value.detach() for name, value in model.state_dict().items() if name in missing}
+    if dist.is_available() and dist.is_initialized():
+        for name in sorted(made):
+            dist.broadcast(made[name], src=0)
+    return made
+
+
+def is_adapted(model: Any) -> bool:
+    """Return whether a model is PEFT's: its checkpoints are adapters."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def save_pretrained(
+    model: Any, directory: Path, *, max_shard_size: int | str = "2GiB", first: bool = True
+) -> None:
+    """Write weights, streamed, and what `from_pretrained` reads beside them. All ranks call it.
+
+    first: whether this rank writes the files beside the weights.
+    """
+    module = only_engine(model, "save_pretrained")
+    if first and isinstance(module, transformers.PreTrainedModel):
+        config: Any = module.config
+        config.architectures = [type(module).__name__]
+        config.dtype = str(module.dtype).removeprefix("torch.")
+        if module.is_remote_code():
+            custom_object_save(module, directory, config=config)
+        config.save_pretrained(directory)
+        if module.can_generate():
+            module.generation_config.save_pretrained(directory)
+    inf.export_safetensors(module, directory, shard_bytes_max=max_shard_size)
+
+
+def export_adapters(model: Any, directory: Path, *, first: bool) -> None:
+    """Write PEFT's adapters as `save_pretrained` does, gathered together: they are small, and the
+    base stays where it is. All ranks call it; `first` writes.
+    """
+    values = adapter_values(model)
+    if first:
+        model.save_pretrained(directory, state_dict=values)
+
+
+def adapter_values(model: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that PEFT's checkpoints of all adapters are made of, by the names of the
+    model's state dict. Collective on several ranks.
+    """
+    from peft import get_peft_model_state_dict
+
+    # Parameters themselves: PEFT chooses by names, and reads none.
+    shown = model.state_dict(keep_vars=True)
+    chosen = {id(param) for param in model.parameters() if param.requires_grad}
+    for adapter in model.peft_config:
+        found = get_peft_model_state_dict(model, state_dict=shown, adapter_name=adapter)
+        chosen.update(map(id, found.values()))
+    wanted = {name: tensor for name, tensor in shown.items() if id(tensor) in chosen}
+    engine = inf.handle(only_engine(model, "adapter_values"))
+    with engine.gather([tensor for tensor in wanted.values() if is_offloaded(tensor)]):
+        return {name: tensor.detach().cpu().clone() for name, tensor in wanted.items()}

@@ -1,0 +1,543 @@
+"""What a training script of transformers' Trainer asks for, on an offloaded model: each run against
+the same one on a plain model. With the AdamW that the engine equals bit for bit losses are equal
+floats; with torch's own they are equal to two ulps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import infinity as inf
+from infinity.integrations.transformers import DriveFigures, embed, from_pretrained
+from tests.integrations.hf_trainers import (
+    REFERENCE,
+    Ended,
+    arguments,
+    close,
+    end_of,
+    llama,
+    policy_in,
+    rows,
+    trainer,
+)
+
+pytestmark = pytest.mark.integrations
+
+ULPS = 3e-7
+"""Relative difference of losses: torch's AdamW rounds in another order."""
+
+CLIPPED = 2e-6
+"""Relative difference of losses where a norm was taken in another order of sums."""
+
+
+def assert_near(found: Ended, wanted: Ended, tolerance: float) -> None:
+    assert len(found.losses) == len(wanted.losses) > 0
+    for a, b in zip(found.losses + found.evals, wanted.losses + wanted.evals, strict=True):
+        assert math.isclose(a, b, rel_tol=tolerance), (found, wanted)
+
+
+def both(tmp_path: Path, **changes: Any) -> tuple[Ended, Ended]:
+    """The ends of an embedded run, and of Trainer's own."""
+    policy = changes.pop("policy", {})
+    return (
+        end_of(trainer(tmp_path / "embedded", policy=policy, **changes)),
+        end_of(trainer(tmp_path / "plain", **changes)),
+    )
+
+
+def assert_equal(tmp_path: Path, **changes: Any) -> None:
+    """Compare an embedded run with the reference's AdamW, and with torch's."""
+    embedded, plain = both(tmp_path, **changes)
+    changes.pop("policy", None)
+    given = {**changes.pop("given", {}), **REFERENCE}
+    reference = end_of(trainer(tmp_path / "reference", given=given, **changes))
+    assert embedded.losses == reference.losses
+    assert embedded.evals == reference.evals
+    assert_near(embedded, plain, ULPS)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradient_accumulation_steps": 3, "weight_decay": 0.1},
+        {"activation_checkpointing": True},
+        {"label_smoothing_factor": 0.1},
+        {"neftune_noise_alpha": 5.0},
+        {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+        {"torch_compile": True, "torch_compile_backend": "eager"},
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"full_determinism": True},
+        {"bf16_full_eval": False, "include_num_input_tokens_seen": "all"},
+        {"policy": {"update": "backward"}, "gradient_accumulation_steps": 2},
+        {"policy": {"update": "backward", "generations": 2}},
+    ],
+    ids=str,
+)
+def test_losses_are_those_of_torch(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert_equal(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optim": "sgd", "optim_args": "momentum=0.9"},
+        {"optim": "adagrad"},
+        {"optim": "rmsprop", "optim_args": "alpha=0.9"},
+    ],
+    ids=str,
+)
+def test_other_optimizers(tmp_path: Path, changes: dict[str, Any]) -> None:
+    embedded, plain = both(tmp_path, **changes)
+    assert_near(embedded, plain, ULPS)
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"update": "backward", "generations": 2}], ids=["deferred", "backward"]
+)
+def test_clipping_differs_by_the_norm_alone(tmp_path: Path, policy: dict[str, Any]) -> None:
+    embedded, plain = both(tmp_path, max_grad_norm=0.5, policy=policy)
+    assert_near(embedded, plain, CLIPPED)
+    assert embedded.norms == pytest.approx(plain.norms, rel=1e-5)
+
+
+def test_autocast_rounds_as_torch_does(tmp_path: Path) -> None:
+    """An ulp of AdamW flips a rounding of a weight to bf16 now and then."""
+    embedded, plain = both(tmp_path / "torch", bf16=True)
+    reference = end_of(trainer(tmp_path / "reference", given=REFERENCE, bf16=True))
+    assert embedded.losses == reference.losses
+    assert_near(embedded, plain, 1e-4)
+
+
+def test_a_loss_function_of_the_script(tmp_path: Path) -> None:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        found = torch.nn.functional.cross_entropy(
+            outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return found / num_items_in_batch
+
+    assert_equal(tmp_path, given={"compute_loss_func": loss}, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("best", [False, True], ids=["states", "weights alone"])
+def test_the_best_model_comes_back(tmp_path: Path, best: bool) -> None:
+    changes = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "save_total_limit": 1,
+        "load_best_model_at_end": True,
+        "save_only_model": best,
+        # A rate that spoils the model from the first step on.
+        "learning_rate": 0.5,
+        "optim": "sgd",
+        "max_steps": 4,
+    }
+    embedded, plain = both(tmp_path, **changes)
+    assert embedded.evals == plain.evals
+    for key, value in embedded.weights.items():
+        torch.testing.assert_close(value, plain.weights[key], rtol=1e-6, atol=1e-8)
+    for name in ("embedded", "plain"):
+        kept = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
+        assert kept == ["checkpoint-2"], (name, kept)
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
+def test_a_bf16_model_resumes_with_its_masters(tmp_path: Path) -> None:
+    changes = {"policy": {}, "save_strategy": "steps", "save_steps": 3, "max_grad_norm": 1.0}
+    whole = end_of(trainer(tmp_path / "a", llama().to(torch.bfloat16), **changes))
+    again = trainer(tmp_path / "b", llama(seed=9).to(torch.bfloat16), **changes)
+    resumed = end_of(again, resume=str(tmp_path / "a" / "checkpoint-3"))
+    assert resumed.losses == whole.losses
+    assert resumed.norms == whole.norms
+    assert_same(resumed.weights, whole.weights)
+
+
+def test_resuming_the_same_trainer_and_the_last_checkpoint(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, policy={}, save_strategy="steps", save_steps=2, gradient_accumulation_steps=2
+    )
+    run.train()
+    first = [line["loss"] for line in run.state.log_history if "loss" in line]
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [line["loss"] for line in run.state.log_history if "loss" in line] == first
+    run.args.max_steps = 8
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 8
+    close(run)
+
+
+def test_weights_alone_begin_a_new_run(tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    end_of(trainer(tmp_path / "a", policy={}, **changes))
+    ended = [
+        end_of(
+            trainer(tmp_path / name, llama(seed=9), policy=policy, **changes),
+            resume=str(tmp_path / "a" / "checkpoint-3"),
+        )
+        for name, policy in (("b", {}), ("c", None))
+    ]
+    assert_near(ended[0], ended[1], ULPS)
+
+
+def test_a_checkpoint_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:
+    end_of(trainer(tmp_path / "a", save_strategy="steps", save_steps=3))
+    run = trainer(tmp_path / "b", policy={})
+    with pytest.raises(ValueError, match=r"optimizer\.pt has the states of an optimizer of torch"):
+        run.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+
+
+def test_batch_size_is_found(tmp_path: Path) -> None:
+    """The first size runs out of memory in the second step's backward."""
+    ended = []
+    for name, policy in (("embedded", {}), ("plain", None)):
+        run = trainer(
+            tmp_path / name,
+            policy=policy,
+            per_device_train_batch_size=8,
+            auto_find_batch_size=True,
+        )
+        run.add_callback(_FullMemory(run.model))
+        ended.append(end_of(run))
+        assert run._train_batch_size == 7
+    assert_near(ended[0], ended[1], ULPS)
+
+
+class _FullMemory(transformers.TrainerCallback):
+    """Raises torch's error in the middle of the first forward of eight rows."""
+
+    def __init__(self, model: Any) -> None:
+        self._hook = model.model.layers[1].register_forward_pre_hook(self._look)
+
+    def _look(self, module: Any, inputs: Any) -> None:
+        if len(inputs[0]) == 8:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 8 GiB")
+
+
+def test_evaluation_in_low_precision_keeps_the_models_dtype(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = trainer(tmp_path, policy={}, bf16_full_eval=True)
+    run.train()
+    lossy = run.evaluate()["eval_loss"]
+    assert run.args.bf16_full_eval
+    run.args.bf16_full_eval = False
+    assert run.evaluate()["eval_loss"] == lossy
+    close(run)
+    assert "evaluated in its own dtype, torch.float32" in caplog.text
+
+
+def test_predictions_and_evaluation_without_training(tmp_path: Path) -> None:
+    found = []
+    for name, policy in (("embedded", {}), ("plain", None)):
+        run = trainer(tmp_path / name, policy=policy)
+        predicted = run.predict(rows(5, seed=4))
+        found.append((run.evaluate()["eval_loss"], predicted.predictions))
+        close(run)
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] == found[1][1]).all()
+
+
+def bart() -> Any:
+    torch.manual_seed(3)
+    config = transformers.BartConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=64, decoder_ffn_dim=64, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=2, max_position_embeddings=64,
+        dropout=0.0, forced_eos_token_id=None,
+    )  # fmt: skip
+    return transformers.BartForConditionalGeneration(config)
+
+
+def test_seq2seq_generates_in_evaluation(tmp_path: Path) -> None:
+    ended = []
+    for name, policy in (("embedded", {}), ("plain", None)):
+        lengths: list[Any] = []
+        run = trainer(
+            tmp_path / name,
+            bart(),
+            kind=transformers.Seq2SeqTrainer,
+            policy=policy,
+            given={
+                "args": arguments(
+                    tmp_path / name,
+                    transformers.Seq2SeqTrainingArguments,
+                    predict_with_generate=True,
+                    generation_max_length=12,
+                    eval_strategy="steps",
+                    eval_steps=3,
+                ),
+                "compute_metrics": lambda p, kept=lengths: (
+                    kept.append(p.predictions.tolist()) or {"rows": len(p.predictions)}
+                ),
+            },
+        )
+        ended.append((end_of(run), lengths))
+    assert_near(ended[0][0], ended[1][0], ULPS)
+    assert ended[0][1] == ended[1][1]
+    assert len(ended[0][1]) == 2
+
+
+def test_slices_of_a_batch_are_its_micro_batches(tmp_path: Path) -> None:
+    """A model of inf.microbatched(model, 3) with whole batches, and accumulation over three."""
+    plain = end_of(trainer(tmp_path / "plain", gradient_accumulation_steps=3))
+    sliced = trainer(
+        tmp_path / "sliced",
+        inf.microbatched(llama(), 3),
+        policy={},
+        per_device_train_batch_size=6,
+    )
+    ended = end_of(sliced)
+    assert_near(ended, plain, 1e-6)
+
+
+def test_a_model_for_each_run(tmp_path: Path) -> None:
+    """model_init: each `train()` has a model of its own, and the engine of the last one is closed.
+    """
+    ended = []
+    for name, policy in (("embedded", {}), ("plain", None)):
+        run = trainer(
+            tmp_path / name,
+            policy=policy,
+            given={"model": None, "model_init": lambda: llama(seed=5)},
+        )
+        run.train()
+        before = run.model
+        ended.append(end_of(run))
+        assert before is not run.model
+        assert not inf.offloaded_modules(before)
+    assert_near(ended[0], ended[1], ULPS)
+
+
+class _Report(transformers.TrainerCallback):
+    """Keeps what is logged, as the integrations of `report_to` do: before any other callback."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **more: Any) -> None:
+        self.lines.append(dict(logs))
+
+
+def test_figures_of_the_drives_stand_beside_the_loss(tmp_path: Path) -> None:
+    report = _Report()
+    run = trainer(
+        tmp_path,
+        policy={},
+        given={"callbacks": [report, DriveFigures()]},
+        eval_strategy="steps",
+        eval_steps=3,
+    )
+    run.train()
+    history = [line for line in run.state.log_history if "loss" in line]
+    close(run)
+    names = {"drive_read_gb_per_s", "drive_write_gb_per_s", "waiting", "written_tb_per_day"}
+    reported = [line for line in report.lines if "loss" in line]
+    for line in (*history, *reported):
+        assert names <= line.keys()
+        assert line["drive_read_gb_per_s"] > 0
+        assert 0 <= line["waiting"] <= 1
+    assert len(history) == len(reported) == 6
+    assert not any(names & line.keys() for line in report.lines if "eval_loss" in line)
+
+
+def test_figures_want_an_offloaded_model(tmp_path: Path) -> None:
+    run = trainer(tmp_path, given={"callbacks": [DriveFigures()]})
+    with pytest.raises(ValueError, match="DriveFigures wants one offloaded module"):
+        run.train()
+
+
+MAPPED = {
+    "adamw_torch": inf.AdamW,
+    "adamw_torch_fused": inf.AdamW,
+    "adamw_torch_xla": inf.AdamW,
+    "adamw_torch_npu_fused": inf.AdamW,
+    "paged_adamw_32bit": inf.AdamW,
+    "lion_32bit": inf.Lion,
+    "paged_lion_32bit": inf.Lion,
+    "sgd": inf.SGD,
+    "adagrad": inf.Elementwise,
+    "rmsprop": inf.Elementwise,
+}
+
+
+@pytest.mark.parametrize("name", [str(name.value) for name in transformers.training_args.OptimizerNames])
+def test_every_name_of_an_optimizer(tmp_path: Path, name: str) -> None:
+    run = trainer(tmp_path, policy={}, optim=name)
+    if name in MAPPED:
+        run.create_optimizer()
+        assert isinstance(run.optimizer, MAPPED[name])
+        assert run.optimizer.param_groups[0]["lr"] == 1e-2
+    else:
+        with pytest.raises(ValueError, match=f"optim='{name}'"):
+            run.create_optimizer()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A trainer that is not embedded. changes: of `trainer`; message: of the error."""
+
+    changes: dict[str, Any]
+    message: str
+    policy: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Refusal(
+            {"given": {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"lr": 1e-3})}},
+            r"optimizer_cls_and_kwargs=\(AdamW, \.\.\.\) is no optimizer of the engine",
+        ),
+        Refusal(
+            {"max_grad_norm": 1.0},
+            r"max_grad_norm=1\.0 with Policy\(update='backward'\).*give max_grad_norm=0",
+            {"update": "backward"},
+        ),
+    ],
+    ids=["class of torch", "clipping in backward"],
+)
+def test_refusals(tmp_path: Path, case: Refusal) -> None:
+    run = trainer(tmp_path, **case.changes)
+    with pytest.raises(ValueError, match=case.message):
+        embed(run, policy_in(tmp_path, **case.policy)).train()
+
+
+def test_an_optimizer_that_the_script_makes_is_refused(tmp_path: Path) -> None:
+    class Own(transformers.Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+            return self.optimizer
+
+    run = trainer(tmp_path, kind=Own, policy={})
+    with pytest.raises(ValueError, match=r"torch\.optim\.sgd\.SGD"):
+        run.train()
+
+
+def test_an_optimizer_of_the_engine_by_class(tmp_path: Path) -> None:
+    given = {"optimizer_cls_and_kwargs": (inf.Lion, {"lr": 1e-3})}
+    run = trainer(tmp_path, policy={}, given=given)
+    ended = end_of(run)
+    assert len(ended.losses) == 6
+    assert len(run.optimizer.param_groups) == 2  # with decay and without, as ever
+
+
+def test_embedding_twice_is_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, policy={})
+    with pytest.raises(ValueError, match="embedded already"):
+        embed(run)
+
+
+# -- from_pretrained -------------------------------------------------------------------------------
+
+AUTO = transformers.AutoModelForCausalLM
+
+
+def mixtral() -> Any:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("made", "kind", "settings"),
+    [
+        (llama, AUTO, {}),
+        (llama, AUTO, {"dtype": torch.bfloat16}),
+        (lambda: llama(tie_word_embeddings=True), AUTO, {}),
+        (mixtral, AUTO, {}),
+        (llama, transformers.LlamaForCausalLM, {"attn_implementation": "eager"}),
+        # A head that the files lack, and one that is not used.
+        (llama, transformers.AutoModelForSequenceClassification, {"num_labels": 3}),
+        (llama, transformers.AutoModel, {}),
+    ],
+    ids=["llama", "bf16", "tied", "mixtral", "own class", "new head", "no head"],
+)
+def test_from_pretrained_is_that_of_transformers(
+    tmp_path: Path, made: Any, kind: Any, settings: dict[str, Any]
+) -> None:
+    made().save_pretrained(tmp_path / "model", max_shard_size=30_000)
+    torch.manual_seed(7)
+    wanted = kind.from_pretrained(tmp_path / "model", **settings)
+    torch.manual_seed(7)
+    found = from_pretrained(kind, tmp_path / "model", policy_in(tmp_path), **settings)
+    assert type(found) is type(wanted)
+    assert_same({**found.state_dict()}, wanted.state_dict())
+    assert found.config.to_dict() == wanted.config.to_dict()
+    assert not found.training
+    buffers = dict(found.named_buffers())
+    for name, buffer in wanted.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    if wanted.can_generate():
+        assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
+    inf.handle(found).close()
+
+
+def test_a_model_from_files_trains_in_a_trainer(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    model = from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path))
+    streamed = trainer(tmp_path / "a", model)
+    ended = end_of(embed(streamed))
+    plain = end_of(trainer(tmp_path / "b", AUTO.from_pretrained(tmp_path / "model")))
+    assert_near(ended, plain, ULPS)
+
+
+@dataclasses.dataclass
+class Unplaced(transformers.TrainingArguments):
+    """Arguments for a model that is moved nowhere."""
+
+    place_model_on_device = False
+
+
+def test_activations_go_to_nvme(tmp_path: Path) -> None:
+    ended = [
+        end_of(
+            trainer(
+                tmp_path / name,
+                llama(hidden_size=256),
+                policy=policy,
+                activation_checkpointing=True,
+                per_device_train_batch_size=8,
+                learning_rate=1e-3,
+            )
+        )
+        for name, policy in (("embedded", {"activations": "nvme"}), ("plain", None))
+    ]
+    assert_near(ended[0], ended[1], ULPS)
+
+
+def test_a_model_on_meta_is_filled_by_embed(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(llama().config)
+    run = trainer(
+        tmp_path / "a",
+        given={"model": model, "args": arguments(tmp_path / "a", Unplaced)},
+    )
+    embed(run, policy_in(tmp_path), load=tmp_path / "model")
+    plain = end_of(trainer(tmp_path / "b"))
+    assert_near(end_of(run), plain, ULPS)
+
+
+def test_from_pretrained_refuses_to_place(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"device_map=.*leave it out"):
+        from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path), device_map="auto")
+    with pytest.raises(ValueError, match=r"no config\.json: give a directory"):
+        from_pretrained(AUTO, "hub/name", policy_in(tmp_path))
