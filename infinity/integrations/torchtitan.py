@@ -145,10 +145,10 @@ def _check(parallel_dims: Any, training: Any, parallelism: Any, compile_config: 
         )
 
 
-def _in_memory(model: nn.Module) -> nn.Module:
+def _in_memory(model: nn.Module) -> Any:
     """Build the model anew from its twin on meta, and initialise it by its own rules."""
     # On meta: structure and wrappers are copied, and no values.
-    fresh = copy.deepcopy(model)
+    fresh: Any = copy.deepcopy(model)
     made: dict[int, torch.Tensor] = {}
     for module in fresh.modules():
         for held in (module._parameters, module._buffers):
@@ -158,7 +158,7 @@ def _in_memory(model: nn.Module) -> nn.Module:
                 # Not `to_empty`: a tensor that is made of none gets memory when it is wanted.
                 if id(tensor) not in made:
                     made[id(tensor)] = _empty(tensor)
-                held[name] = made[id(tensor)]  # type: ignore[assignment]
+                held[name] = made[id(tensor)]
     with torch.no_grad():
         fresh.init_weights()
     return fresh
@@ -256,7 +256,7 @@ def _check_group(group: Any) -> None:
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
-_UNUSED = {
+_UNUSED: dict[str, Any] = {
     "initial_load_path": None,
     "last_save_model_only": False,
     "last_save_in_hf": False,
