@@ -162,7 +162,7 @@ def is_adapted(model: Any) -> bool:
 
 
 def save_pretrained(
-    model: Any, directory: Path, *, max_shard_size: int | str = "2GiB", first: bool = True
+    model: Any, directory: Path, *, max_shard_size: int | str = "128MiB", first: bool = True
 ) -> None:
     """Write weights, streamed, and what `from_pretrained` reads beside them. All ranks call it.
 

@@ -58,7 +58,7 @@ def from_pretrained(
 
 
 def save_pretrained(
-    model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "2GiB"
+    model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "128MiB"
 ) -> None:
     """Write an offloaded model of transformers so that `from_pretrained(directory)` loads it, with
     the hub's names. Streams one file at a time. On several ranks all call it; the first writes.
