@@ -66,7 +66,8 @@ _WEIGHTS = "weights"
 _OVERRIDDEN = (
     "setup_environment", "setup", "setup_optimizers", "model_to_device", "configure_ddp",
     "tensor_init_context", "block_backward_sync", "lightning_module_state_dict", "save_checkpoint",
-    "load_checkpoint", "load_model_state_dict", "remove_checkpoint", "on_train_end", "teardown", "_setup_model", "_reset_optimizers_and_schedulers",
+    "load_checkpoint", "load_model_state_dict", "remove_checkpoint", "on_train_end", "teardown",
+    "_setup_model", "_reset_optimizers_and_schedulers",
 )  # fmt: skip
 _OVERRIDDEN_FABRIC = (
     "setup_module", "setup_module_and_optimizers", "setup_optimizer", "module_to_device",
@@ -398,7 +399,8 @@ class FabricInfinityStrategy(fabric_strategies.DDPStrategy):
         offloaded = _offloaded_in(state)
         optimizers = [engine_optimizer(value) for value in state.values()]
         # Modules first: the optimizers' manifests are compared with what these hold then.
-        for name in sorted(state.keys() & checkpoint.keys(), key=lambda name: name not in offloaded):
+        both = state.keys() & checkpoint.keys()
+        for name in sorted(both, key=lambda name: name not in offloaded):
             value, saved = state[name], checkpoint.pop(name)
             if name in offloaded:
                 _load_plain(value, saved, strict=strict)
@@ -466,9 +468,10 @@ def _prepare(
     manual = not getattr(module, "automatic_optimization", True)
     if manual and (not engines or engines[0] is module):
         raise ValueError(
-            f"{type(module).__name__} optimizes by hand: training_step takes optimizer steps, which "
-            "wait for the end of a forward of what is offloaded; so call inf.offload(net, policy) "
-            "in configure_model on each net that training_step calls, not on the module around it"
+            f"{type(module).__name__} optimizes by hand: its training_step takes optimizer steps, "
+            "for which no forward of an offloaded module may be under way; so call "
+            "inf.offload(net, policy) in configure_model on each net that training_step calls, not "
+            "on the module around it"
         )
     if not engines:
         module = precision.convert_module(module)
@@ -495,9 +498,9 @@ def _converted(module: torch.nn.Module, precision: Any) -> torch.nn.Module:
         converted: torch.nn.Module = precision.convert_module(module)
     except ParameterReleased as error:
         raise ValueError(
-            f"precision={precision.precision!r}: the module was offloaded with another dtype; build "
-            "the net in configure_model, which makes it with that dtype, or leave inf.offload to "
-            "the strategy"
+            f"precision={precision.precision!r}: the module was offloaded with another dtype; "
+            "build the net in configure_model, which makes it with that dtype, or leave "
+            "inf.offload to the strategy"
         ) from error
     return converted
 

@@ -268,7 +268,8 @@ def test_a_metric_is_moved_and_a_model_is_not() -> None:
     metric.register_buffer("total", torch.zeros(()))
     for module in (metric, model):
         strategy.module_to_device(module)
-    assert metric.total.is_meta and not model.weight.is_meta
+    assert metric.total.is_meta
+    assert not model.weight.is_meta
     with strategy.module_init_context(empty_init=True):
         assert nn.Linear(2, 2).weight.is_meta
     with strategy.module_init_context():

@@ -33,7 +33,6 @@ from lightning.pytorch.utilities import grad_norm
 from torchmetrics import MeanMetric
 
 import infinity as inf
-from infinity.errors import ParameterReleased
 from infinity.integrations._common import check_methods
 from infinity.integrations.lightning import InfinityStrategy
 from tests.device import simulated
@@ -157,7 +156,7 @@ def test_bf16_true(tmp_path: Path) -> None:
 def test_a_net_of_another_dtype_is_refused(tmp_path: Path) -> None:
     module = Module(inf.AdamW)
     inf.offload(module.net, policy(tmp_path))
-    with pytest.raises(ValueError, match="precision='bf16-true'.*configure_model"):
+    with pytest.raises(ValueError, match=r"precision='bf16-true'.*configure_model"):
         fit(InfinityStrategy(), module, precision="bf16-true")
 
 
@@ -284,7 +283,8 @@ def test_the_last_checkpoint_as_a_link(tmp_path: Path) -> None:
     made.test(Module(inf.AdamW, seed=7), batches(), ckpt_path=last, verbose=False)
     # Saved over it: the link goes, and what it named stays.
     made.save_checkpoint(last)
-    assert last.is_dir() and not last.is_symlink()
+    assert last.is_dir()
+    assert not last.is_symlink()
     assert (tmp_path / "kept" / "epoch=1.ckpt").is_dir()
 
 
@@ -568,7 +568,7 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_manual_optimization_of_a_module_that_is_offloaded_as_a_whole(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="_Rivals optimizes by hand.*configure_model"):
+    with pytest.raises(ValueError, match=r"_Rivals optimizes by hand.*configure_model"):
         offloaded_fit(tmp_path, _Rivals(inf.AdamW))
 
 
@@ -644,25 +644,39 @@ from tests.integrations.lightning_runs import Module, fit, policy
 from infinity.integrations.lightning import InfinityStrategy
 
 if __name__ == "__main__":
+    place = Path(sys.argv[1])
     # Not seeded: rank 0's values are everybody's.
     module = Module(inf.AdamW, seed=None)
-    place = Path(sys.argv[1])
+    if sys.argv[2] == "early":
+        inf.offload(module.net, policy(place))
     made = fit(InfinityStrategy(policy(place)), module, devices=2, use_distributed_sampler=True)
     state = module.state_dict()
     print("sum", made.global_rank, sum(float(value.double().sum()) for value in state.values()))
+    made.strategy.barrier()
 '''
 
 
-def test_ranks_launched_as_by_ddp(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "swap")],
-        env={**os.environ, "PYTHONPATH": str(root)},
+def started(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The script, which starts its second rank itself."""
+    (place / "script.py").write_text(SCRIPT)
+    return subprocess.run(
+        [sys.executable, str(place / "script.py"), str(place / "swap"), *arguments],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
+
+
+def test_ranks_launched_as_by_ddp(tmp_path: Path) -> None:
+    done = started(tmp_path, "in time")
     assert done.returncode == 0, done.stderr[-4000:]
     sums = sorted(line.split() for line in done.stdout.splitlines() if line.startswith("sum"))
-    assert [line[1] for line in sums] == ["0", "1"]
+    assert [line[1] for line in sums] == ["0", "1"], done.stderr[-4000:]
     assert sums[0][2] == sums[1][2]
-    assert ParameterReleased.__name__ not in done.stderr
+
+
+def test_a_net_that_was_offloaded_before_the_ranks_met(tmp_path: Path) -> None:
+    """Each rank would train one of its own."""
+    done = started(tmp_path, "early")
+    assert done.returncode != 0
+    assert "ValueError: Net was offloaded for 1 rank(s), and the trainer runs 2" in done.stderr
+    assert "sum" not in done.stdout
