@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("lightning")
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
@@ -168,3 +169,22 @@ def test_what_would_not_be_reduced_is_refused(tmp_path: Path) -> None:
     assert "head.weight, head.bias of _Split: not offloaded" in one[0]
     assert "not the same on all ranks" in one[1]
     assert torch.tensor(float(one[2])).isfinite()
+
+
+def _early(rank: int, place: Path) -> str:
+    """The ranks meet when each has offloaded a net of its own."""
+    dist.destroy_process_group()
+    module = Module(inf.AdamW)
+    inf.offload(module.net, policy(place / str(rank)))
+    store = dist.FileStore(str(place / "again"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    with launched(LOCAL_RANK=str(rank)), pytest.raises(ValueError) as error:
+        fit("infinity", module, **TWO)
+    close(module)
+    return str(error.value)
+
+
+def test_a_net_that_was_offloaded_before_the_ranks_met(tmp_path: Path) -> None:
+    for told in on_ranks(_early, tmp_path / "run", 2):
+        assert "Net was offloaded for 1 rank(s), and the trainer runs 2" in told
+        assert "configure_model" in told
