@@ -16,8 +16,12 @@ A checkpoint is a directory:
     infinity/<i>        states of the i-th offloaded module (`inf.save`), or
     weights/<i>         its values alone (safetensors), for `save_weights_only`
 
+`fit(ckpt_path=)` and its likes take it, and `fabric.load`; `load_from_checkpoint` reads files only:
+`inf.export_safetensors` writes what other programs read.
+
 The engine stays open after `fit`, so that the module can be validated, exported, or trained on;
-`inf.handle(module).close()` ends it, or the end of the process.
+`inf.handle(module).close()` ends it, or the end of the process. (Where the module offloads its net
+itself, `inf.handle(module.net)`.)
 
 This is for the package `lightning`; objects of `pytorch_lightning` and `lightning_fabric` are other
 classes, and do not know the strategy.
@@ -40,6 +44,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     Callback,
     ModelPruning,
     StochasticWeightAveraging,
@@ -81,8 +86,22 @@ _SETTINGS = (
     "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io",
     "process_group_backend", "timeout",
 )  # fmt: skip
-# They copy the module, or swap its parameters for others.
-_REFUSED_CALLBACKS = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
+_COPIES = (
+    "it copies the module, and the values of an offloaded module are not in memory; an average can "
+    "be made of checkpoints, after inf.export_safetensors"
+)
+_SWAPS = "it puts other parameters in the place of the module's; prune before offloading"
+_COMPARES = (
+    "it compares parameters by their values when it unfreezes some; call requires_grad_() and "
+    "optimizer.add_param_group(...) in a callback of your own"
+)
+# Callbacks that would fail in the middle of a run, and what to do instead.
+_REFUSED_CALLBACKS = (
+    (WeightAveraging, _COPIES),
+    (StochasticWeightAveraging, _COPIES),
+    (ModelPruning, _SWAPS),
+    (BaseFinetuning, _COMPARES),
+)
 
 
 class InfinityStrategy(trainer_strategies.DDPStrategy):
@@ -93,8 +112,9 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
     "popen" (spawned processes would give back nothing that they trained).
 
     With policy=None such a module gets `inf.Policy()`. On several ranks every trainable parameter
-    has to be offloaded. Refused: callbacks that copy the module (WeightAveraging,
-    StochasticWeightAveraging, ModelPruning), sync_batchnorm (convert before offloading).
+    has to be offloaded. Refused: callbacks that need a module's values at all times
+    (WeightAveraging, StochasticWeightAveraging, ModelPruning, BaseFinetuning), sync_batchnorm
+    (convert before offloading), and, where a module optimizes by hand, offloading it as a whole.
 
     Raises: ValueError naming a setting that it does not take.
     """
@@ -704,12 +724,12 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: Iterable[str]
 
 def _check_callbacks(callbacks: Iterable[Callback]) -> None:
     for callback in callbacks:
-        if isinstance(callback, _REFUSED_CALLBACKS):
-            raise ValueError(
-                f"{type(callback).__name__} copies the module or swaps its parameters, and the "
-                "values of an offloaded module are not in memory; leave it out (an average over "
-                "checkpoints can be made after training, from inf.export_safetensors)"
-            )
+        for refused, why in _REFUSED_CALLBACKS:
+            if isinstance(callback, refused):
+                raise ValueError(
+                    f"callback {type(callback).__name__} does not work with offloaded modules: "
+                    f"{why}"
+                )
 
 
 def _check_optimizers(module: torch.nn.Module, optimizers: Iterable[Any], met: str) -> None:

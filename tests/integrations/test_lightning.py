@@ -19,10 +19,14 @@ pytest.importorskip("lightning")
 
 import lightning as L
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     Callback,
+    EarlyStopping,
+    GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
@@ -221,10 +225,11 @@ def test_a_resumed_run_equals_one_that_went_on(tmp_path: Path) -> None:
     first = Module(inf.AdamW)
     kept = saved_each_epoch(tmp_path / "kept")
     offloaded_fit(tmp_path / "b", first, callbacks=[kept], **{**settings, "max_epochs": 2})
-    second = Module(inf.AdamW, seed=7)
-    offloaded_fit(
-        tmp_path / "c", second, ckpt_path=tmp_path / "kept" / "epoch=1.ckpt", **settings
-    )
+    second, path = Module(inf.AdamW, seed=7), tmp_path / "kept" / "epoch=1.ckpt"
+    # What the trainer itself keeps has no tensor of the module: they were never whole in memory.
+    kept_by_trainer = torch.load(path / "trainer.ckpt", weights_only=True)
+    assert kept_by_trainer["state_dict"] == {}
+    offloaded_fit(tmp_path / "c", second, ckpt_path=path, **settings)
     assert first.losses + second.losses == whole.losses
     assert_same(states(second), states(whole))
 
@@ -421,11 +426,17 @@ def test_no_engine_is_closed_by_an_error(tmp_path: Path) -> None:
             return super().training_step(batch, index)
 
     module = _Breaks(inf.AdamW)
+    kept = OnExceptionCheckpoint(tmp_path / "kept")
     with pytest.raises(ZeroDivisionError):
-        offloaded_fit(tmp_path, module)
+        offloaded_fit(tmp_path / "swap", module, callbacks=[kept])
     module.losses.append(0.0)
     fit(InfinityStrategy(), module, max_epochs=1)
     assert len(module.losses) == 11
+    # What was saved in between goes on as Lightning goes on in mid-epoch.
+    other = Module(inf.AdamW, seed=7)
+    path = tmp_path / "kept" / "on_exception.ckpt"
+    offloaded_fit(tmp_path / "two", other, ckpt_path=path, max_epochs=1)
+    assert len(other.losses) == 6
 
 
 def test_a_device_with_memory_of_its_own(
@@ -472,6 +483,61 @@ def test_a_module_on_the_meta_device(tmp_path: Path) -> None:
     module = _Meta(inf.AdamW, offload)
     fit("infinity", module)
     assert module.losses == pytest.approx(in_memory().losses, rel=ULPS)
+
+
+class _Thaws(Callback):
+    """Trains a layer from the second epoch on."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.net.first.requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            pl_module.net.first.requires_grad_(True)
+            layer = list(pl_module.net.first.parameters())
+            trainer.optimizers[0].add_param_group({"params": layer, "lr": 1e-2})
+
+
+class _Some(Module):
+    def configure_optimizers(self) -> Any:
+        return self.optimizer([param for param in self.parameters() if param.requires_grad], 1e-2)
+
+
+def test_a_layer_that_is_thawed(tmp_path: Path) -> None:
+    module, plain = _Some(inf.AdamW), _Some()
+    fit("auto", plain, callbacks=[_Thaws()], enable_checkpointing=False)
+    offloaded_fit(tmp_path, module, callbacks=[_Thaws()], enable_checkpointing=False)
+    assert module.losses == pytest.approx(plain.losses, rel=ULPS)
+
+
+def test_a_compiled_module(tmp_path: Path) -> None:
+    module = Module(inf.AdamW)
+    compiled = torch.compile(module, backend="eager")
+    trainer(InfinityStrategy(policy(tmp_path)), max_epochs=1).fit(compiled, batches())
+    assert module.losses == pytest.approx(in_memory(max_epochs=1).losses, rel=ULPS)
+
+
+def test_callbacks_of_every_day(tmp_path: Path) -> None:
+    """Sanity checks before the first step, validation in between, a stop before the end, sums of
+    another length from the second epoch on."""
+    losses = []
+    for optimizer, strategy in (
+        (torch.optim.AdamW, "auto"),
+        (inf.AdamW, InfinityStrategy(policy(tmp_path))),
+    ):
+        module = Module(optimizer)
+        made = trainer(
+            strategy, max_epochs=9, num_sanity_val_steps=2, val_check_interval=4,
+            enable_checkpointing=False,
+            callbacks=[
+                EarlyStopping("val", patience=2, min_delta=0.5),
+                GradientAccumulationScheduler({0: 2, 1: 1}),
+            ],
+        )  # fmt: skip
+        made.fit(module, batches(), batches(8))
+        losses.append(module.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=ULPS)
+    assert 0 < len(losses[0]) < 72
 
 
 def test_the_learning_rate_finder_leaves_no_trace(tmp_path: Path) -> None:
@@ -577,10 +643,16 @@ def test_manual_optimization_of_a_module_that_is_offloaded_as_a_whole(tmp_path: 
 
 @pytest.mark.parametrize(
     "callback",
-    [WeightAveraging(), StochasticWeightAveraging(1e-2), ModelPruning("l1_unstructured")],
+    [
+        WeightAveraging(),
+        StochasticWeightAveraging(1e-2),
+        ModelPruning("l1_unstructured"),
+        BackboneFinetuning(),
+    ],
+    ids=lambda callback: type(callback).__name__,
 )
-def test_callbacks_that_copy_the_module(callback: Callback, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"{type(callback).__name__} copies the module"):
+def test_callbacks_that_need_the_values(callback: Callback, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"callback {type(callback).__name__} does not work"):
         offloaded_fit(tmp_path, Module(inf.AdamW), callbacks=[callback])
 
 
