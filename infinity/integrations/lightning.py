@@ -69,10 +69,10 @@ _TRAINER_FILE = "trainer.ckpt"
 _WEIGHTS = "weights"
 
 _OVERRIDDEN = (
-    "setup_environment", "setup", "setup_optimizers", "model_to_device", "configure_ddp",
+    "setup_environment", "setup", "setup_optimizers", "model_to_device",
     "tensor_init_context", "block_backward_sync", "lightning_module_state_dict", "save_checkpoint",
     "load_checkpoint", "load_model_state_dict", "remove_checkpoint", "on_train_end", "teardown",
-    "_setup_model", "_reset_optimizers_and_schedulers",
+    "_reset_optimizers_and_schedulers",
 )  # fmt: skip
 _OVERRIDDEN_FABRIC = (
     "setup_module", "setup_module_and_optimizers", "setup_optimizer", "module_to_device",
@@ -166,12 +166,6 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
             _FITTED[engine] = self
         super().setup_optimizers(trainer)
         _check_optimizers(self.lightning_module, self.optimizers, "configure_optimizers returned")
-
-    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model
-
-    def configure_ddp(self) -> None:
-        """Do nothing: the engine reduces gradients."""
 
     def model_to_device(self) -> None:
         """Move what is not offloaded, such as metrics."""
