@@ -14,6 +14,7 @@ pytest.importorskip("lightning")
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins.precision import MixedPrecision
 from torch import nn
 from torch.nn import functional as F
 
@@ -60,7 +61,7 @@ def offloaded(place: Path, seed: int = 0) -> tuple[Any, Any]:
 
 
 def train(
-    fabric: Fabric, model: Any, optimizer: Any, *, epochs: int = 1, clip: dict[str, float] | None
+    fabric: Fabric, model: Any, optimizer: Any, *, epochs: int = 1, clip: dict[str, Any] | None
 ) -> list[float]:
     """A loop of its user's: two micro-batches a step, each rank with rows of its own."""
     losses = []
@@ -121,6 +122,30 @@ def test_autocast(tmp_path: Path) -> None:
     model, optimizer = fabric.setup(*offloaded(tmp_path))
     losses = train(fabric, model, optimizer, clip=None)
     assert losses == pytest.approx(plain_losses(precision="bf16-mixed"), rel=2e-3)
+
+
+def test_fp16_with_a_scaler(tmp_path: Path) -> None:
+    def scaled() -> MixedPrecision:
+        # So large that the first steps overflow, and are left out.
+        return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24))
+
+    one, two, clip = scaled(), scaled(), {"max_norm": 1.0, "error_if_nonfinite": False}
+    fabric = fabric_of("infinity", plugins=[one])
+    model, optimizer = fabric.setup(*offloaded(tmp_path))
+    losses = train(fabric, model, optimizer, epochs=2, clip=clip)
+    fabric = fabric_of("auto", plugins=[two])
+    plain = net()
+    plain, other = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    assert losses == pytest.approx(train(fabric, plain, other, epochs=2, clip=clip), rel=2e-3)
+    assert one.state_dict()["scale"] == two.state_dict()["scale"] < 2.0**24
+
+
+def test_updates_during_backward(tmp_path: Path) -> None:
+    """Micro-batches inside of `no_backward_sync` are not the last of a step."""
+    fabric = fabric_of(FabricInfinityStrategy(policy(tmp_path, update="backward")))
+    model = fabric.setup_module(net())
+    optimizer = fabric.setup_optimizers(inf.AdamW(model.parameters(), lr=1e-2))
+    assert train(fabric, model, optimizer, clip=None) == pytest.approx(plain_losses(), rel=ULPS)
 
 
 def test_bf16_true(tmp_path: Path) -> None:
