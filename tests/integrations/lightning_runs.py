@@ -106,6 +106,52 @@ class Module(L.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Rivals(L.LightningModule):
+    """Two nets, each with an optimizer of its own, in a loop of its own. place: of the nets, if
+    they are offloaded.
+    """
+
+    def __init__(self, optimizer: Any, seed: int = 0, place: Path | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.automatic_optimization = False
+        self.optimizer = optimizer
+        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.losses: list[float] = []
+        self.place = place
+
+    def configure_model(self) -> None:
+        if self.place is not None and not inf.offloaded_modules(self):
+            inf.offload(self.maker, policy(self.place / "maker"))
+            inf.offload(self.judge, policy(self.place / "judge"))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        (ids,) = batch
+        rows = F.one_hot(ids[:, 0] % 8, 8).float()
+        first, second = self.optimizers()
+        with first.toggle_model():
+            loss = self.judge(torch.tanh(self.maker(rows))).square().mean()
+            self.manual_backward(loss)
+            first.step()
+            first.zero_grad()
+        # Two micro-batches.
+        with second.toggle_model():
+            for part in rows.chunk(2):
+                with torch.no_grad():
+                    made = self.maker(part)
+                other = (self.judge(made) - 1).square().mean() / 2
+                self.manual_backward(other)
+            second.step()
+            second.zero_grad()
+        self.losses += [loss.item(), other.item()]
+
+    def configure_optimizers(self) -> Any:
+        return [
+            self.optimizer(self.maker.parameters(), lr=1e-2),
+            self.optimizer(self.judge.parameters(), lr=2e-2),
+        ]
+
+
 def batches(rows: int = ROWS, batch: int = 2) -> DataLoader[Any]:
     """The same batches in the same order, always."""
     numbers = torch.Generator().manual_seed(1)

@@ -43,6 +43,7 @@ from tests.device import simulated
 from tests.integrations.lightning_runs import (
     Module,
     Net,
+    Rivals,
     assert_same,
     batches,
     close,
@@ -576,52 +577,11 @@ def test_the_rate_is_logged(tmp_path: Path) -> None:
 # -- loops of one's own ----------------------------------------------------------------------------
 
 
-class _Rivals(L.LightningModule):
-    """Two nets, each with an optimizer of its own, in a loop of its own."""
-
-    def __init__(self, optimizer: Any, seed: int = 0) -> None:
-        super().__init__()
-        torch.manual_seed(seed)
-        self.automatic_optimization = False
-        self.optimizer = optimizer
-        self.maker, self.judge = nn.Linear(8, 8), nn.Linear(8, 1)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: Any, index: int) -> None:
-        (ids,) = batch
-        rows = torch.nn.functional.one_hot(ids[:, 0] % 8, 8).float()
-        first, second = self.optimizers()
-        with first.toggle_model():
-            loss = self.judge(torch.tanh(self.maker(rows))).square().mean()
-            self.manual_backward(loss)
-            first.step()
-            first.zero_grad()
-        # Two micro-batches.
-        with second.toggle_model():
-            for part in rows.chunk(2):
-                with torch.no_grad():
-                    made = self.maker(part)
-                other = (self.judge(made) - 1).square().mean() / 2
-                self.manual_backward(other)
-            second.step()
-            second.zero_grad()
-        self.losses += [loss.item(), other.item()]
-
-    def configure_optimizers(self) -> Any:
-        return [
-            self.optimizer(self.maker.parameters(), lr=1e-2),
-            self.optimizer(self.judge.parameters(), lr=2e-2),
-        ]
-
-
 def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
-    def made(place: str, seed: int = 0) -> _Rivals:
-        module = _Rivals(inf.AdamW, seed)
-        inf.offload(module.maker, policy(tmp_path / place / "maker"))
-        inf.offload(module.judge, policy(tmp_path / place / "judge"))
-        return module
+    def made(place: str, seed: int = 0) -> Rivals:
+        return Rivals(inf.AdamW, seed, place=tmp_path / place)
 
-    plain, whole = _Rivals(torch.optim.AdamW), made("a")
+    plain, whole = Rivals(torch.optim.AdamW), made("a")
     fit("auto", plain, max_epochs=3)
     fit("infinity", whole, max_epochs=3)
     assert whole.losses == pytest.approx(plain.losses, rel=1e-5)
@@ -634,8 +594,8 @@ def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
 
 
 def test_manual_optimization_of_a_module_that_is_offloaded_as_a_whole(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"_Rivals optimizes by hand.*configure_model"):
-        offloaded_fit(tmp_path, _Rivals(inf.AdamW))
+    with pytest.raises(ValueError, match=r"Rivals optimizes by hand.*configure_model"):
+        offloaded_fit(tmp_path, Rivals(inf.AdamW))
 
 
 # -- refused ---------------------------------------------------------------------------------------

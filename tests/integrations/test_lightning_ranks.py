@@ -20,6 +20,7 @@ from infinity.integrations.lightning import InfinityStrategy
 from tests.distributed.ranks import on_ranks
 from tests.integrations.lightning_runs import (
     Module,
+    Rivals,
     assert_same,
     batches,
     close,
@@ -127,6 +128,26 @@ def _values_alone(rank: int, place: Path) -> bool:
 
 def test_values_alone(tmp_path: Path) -> None:
     assert on_ranks(_values_alone, tmp_path / "run", 2) == [True, True]
+
+
+def _by_hand(rank: int, place: Path) -> list[float]:
+    with launched(LOCAL_RANK=str(rank)):
+        first, second = Rivals(inf.AdamW, place=place / "a"), Rivals(inf.AdamW, 7, place / "b")
+        fit("infinity", first, devices=2, callbacks=[_kept(place / "kept")])
+        path = place / "kept" / "epoch=1.ckpt"
+        fit("infinity", second, devices=2, max_epochs=3, ckpt_path=path)
+        close(first)
+        close(second)
+        return first.losses + second.losses
+
+
+def test_manual_optimization_with_two_optimizers(tmp_path: Path) -> None:
+    """Saved and resumed, and with the same rows on both ranks the run of one."""
+    ranks = on_ranks(_by_hand, tmp_path / "run", 2)
+    with launched():
+        alone = Rivals(inf.AdamW, place=tmp_path / "alone")
+        fit("infinity", alone, max_epochs=3)
+        assert ranks == [alone.losses, alone.losses]
 
 
 class _Split(Module):
