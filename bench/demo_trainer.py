@@ -114,7 +114,7 @@ def texts(database: Path) -> tuple[Any, Any]:
 
 
 class Meter(TrainerCallback):  # type: ignore[misc]
-    """What the steps after the first took: that one traces, and fills pools."""
+    """Cost of the steps after the first, which traces, and fills pools."""
 
     def __init__(self, engine: inf.Handle | None) -> None:
         self.engine = engine

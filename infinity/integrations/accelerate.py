@@ -38,7 +38,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch.optim.lr_scheduler import LRScheduler
 
 import infinity as inf
-from infinity.integrations._common import (
+from infinity.integrations._engines import (
     STATES,
     check_all_offloaded,
     check_methods,
@@ -346,3 +346,6 @@ def _rebind(scheduler: Any, before: torch.optim.Optimizer, now: torch.optim.Opti
         scheduler.optimizer = now
     for inner in getattr(scheduler, "_schedulers", ()):
         _rebind(inner, before, now)
+
+
+__all__ = ["attach"]

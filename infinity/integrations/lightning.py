@@ -54,7 +54,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import infinity as inf
 from infinity.errors import ParameterReleased
-from infinity.integrations._common import (
+from infinity.integrations._engines import (
     STATES,
     check_methods,
     engine_optimizer,

@@ -29,7 +29,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 import infinity as inf
-from infinity.integrations._common import check_all_offloaded, check_methods, is_offloaded
+from infinity.integrations._engines import check_all_offloaded, check_methods, is_offloaded
 
 for _owner, _names in (
     (PeftModel, ("save_pretrained", "get_base_model")),
@@ -341,3 +341,6 @@ def _meet() -> None:
     """Return when all ranks have come here."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         dist.barrier()
+
+
+__all__ = ["adapter_state_dict", "export_merged", "load_adapter", "merge", "save_adapters"]

@@ -1,4 +1,4 @@
-"""What a training script of transformers' Trainer asks for, on an offloaded model: each run against
+"""Options of a training script of transformers' Trainer, on an offloaded model: each run against
 the same one on a plain model. With the AdamW that the engine equals bit for bit losses are equal
 floats; with torch's own they are equal to two ulps.
 """
@@ -374,7 +374,9 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", [str(name.value) for name in transformers.training_args.OptimizerNames])
+@pytest.mark.parametrize(
+    "name", [str(name.value) for name in transformers.training_args.OptimizerNames]
+)
 def test_every_name_of_an_optimizer(tmp_path: Path, name: str) -> None:
     run = trainer(tmp_path, policy={}, optim=name)
     if name in MAPPED:
@@ -559,7 +561,7 @@ def lost(run: Any) -> Any:
     """Let the third backward overflow, so that the scaler leaves the step out."""
     calls = []
 
-    def overflow(module: Any, grads: Any) -> Any:  # noqa: ARG001
+    def overflow(module: Any, grads: Any) -> Any:
         calls.append(None)
         return (grads[0] * math.inf,) if len(calls) == 3 else None
 
