@@ -16,7 +16,7 @@ prepared as ever.
     load_state          files; load_state restores every bit of them, on any number of ranks. Of a
                         PEFT model what is frozen is left out: the script loads the base as before
     save_model          streams safetensors
-    free_memory         closes the engines
+    free_memory         closes the engines; on several ranks end_training does, too
 
 Each rank calls save_state, load_state, save_model and get_state_dict: they are collective.
 """
@@ -28,7 +28,7 @@ import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,8 @@ check_methods(
     Accelerator,
     (
         "prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "no_sync",
-        "get_state_dict", "save_state", "load_state", "save_model", "free_memory", "unwrap_model",
+        "get_state_dict", "save_state", "load_state", "save_model", "free_memory", "end_training",
+        "unwrap_model",
         "register_save_state_pre_hook", "register_load_state_pre_hook",
     ),
     "accelerate",
@@ -260,12 +261,23 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         )
 
     def free_memory(self, *objects: Any) -> Any:
-        models = [each for each in (*self._models, *objects) if isinstance(each, torch.nn.Module)]
-        for model in models:
-            for engine in inf.offloaded_modules(model):
-                inf.handle(engine).close()
+        _close((*self._models, *objects))
         self._offloading_twins = ()
         return super().free_memory(*objects)
+
+
+    def end_training(self) -> Any:
+        # On several ranks it destroys the process groups, and engines need theirs to end.
+        if self.use_distributed:
+            _close(self._models)
+        return super().end_training()
+
+
+def _close(objects: Iterable[Any]) -> None:
+    for model in objects:
+        if isinstance(model, torch.nn.Module):
+            for engine in inf.offloaded_modules(model):
+                inf.handle(engine).close()
 
 
 # -- optimizers ------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from infinity.integrations._engines import check_all_offloaded, check_methods, i
 for _owner, _names in (
     (PeftModel, ("save_pretrained", "get_base_model")),
     (BaseTuner, ("_check_merge_allowed",)),
-    (BaseTunerLayer, ("merge", "get_base_layer")),
+    (BaseTunerLayer, ("merge", "get_base_layer", "_get_available_adapters")),
     (AuxiliaryTrainingWrapper, ("unload_and_optionally_merge_module",)),
 ):
     check_methods(_owner, _names, "peft", "0.21")

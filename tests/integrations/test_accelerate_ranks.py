@@ -91,7 +91,9 @@ class TwoModels:
             back = [one.state_dict(), own.unwrap_model(other).state_dict()]
             for found, expected in zip(back, kept, strict=True):
                 assert_same(dict(found), expected)
-            own.free_memory()
+            # Before it destroys the groups.
+            own.end_training()
+            assert inf.offloaded_modules(one) == []
             return kept
 
 
