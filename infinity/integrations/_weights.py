@@ -13,7 +13,7 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._common import is_offloaded, only_engine
+from infinity.integrations._engines import is_offloaded, only_engine
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

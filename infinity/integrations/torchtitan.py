@@ -41,7 +41,7 @@ from torchtitan.trainer import Trainer
 
 import infinity as inf
 from infinity.errors import AioError
-from infinity.integrations._common import STATES, check_methods, has_states, only_engine
+from infinity.integrations._engines import STATES, check_methods, has_states, only_engine
 
 log = logging.getLogger("infinity")
 
@@ -366,3 +366,6 @@ class InfinityCheckpoints(BaseCheckpointManager):
 
     def _close(self) -> None:
         self._end_save()
+
+
+__all__ = ["InfinityCheckpoints", "InfinityOptimizers", "parallelize"]

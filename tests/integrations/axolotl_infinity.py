@@ -21,7 +21,7 @@ transformers.TrainingArguments.place_model_on_device = False  # type: ignore[ass
 
 
 class InfinityArgs(BaseModel):
-    """What the YAML may have: fields of inf.Policy."""
+    """Keys of the YAML: fields of inf.Policy."""
 
     infinity: dict[str, Any] | None = None
 

@@ -1,4 +1,4 @@
-"""The plugins for axolotl and LLaMA-Factory that docs/embedding.md shows, where these are installed.
+"""Plugins for axolotl and LLaMA-Factory that docs/embedding.md shows, where these are installed.
 
 Both pin versions of transformers and trl, so each has an environment of its own. Of axolotl the
 plugin manager and the base class are enough; of LLaMA-Factory all of `run_exp` runs.
