@@ -11,6 +11,7 @@
 `parallelize_fn` offloads it with the values of its own `init_weights`, and the calls that would
 allocate it (`to_empty`, `init_weights`) do nothing once. All ranks are data parallel, whatever
 `data_parallel_*_degree` says of replicas. Gradients are sums over ranks, as torchtitan wants them.
+It always takes their norm, so `update="backward"` needs `generations=2`.
 
 Run: torchtitan 0.3.0's Trainer with Llama 3 on CPUs, one and two ranks, with accumulation,
 clipping, full and selective checkpointing, the chunked loss, checkpoints. Not run: any GPU, MoE,

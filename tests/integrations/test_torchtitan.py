@@ -59,6 +59,17 @@ def test_losses_are_those_of_torchtitan(case: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("case", ["clipping", "accumulation"])
+def test_updates_that_run_beside_backward(case: str, tmp_path: Path) -> None:
+    """With two generations: torchtitan marks no micro-batches, and always takes a norm."""
+    beside = inf.Policy(
+        params="nvme", optim="nvme", nvme=tmp_path, ram="min", update="backward", generations=2
+    )
+    with titan.built(titan.offloaded(titan.config(tmp_path, **CASES[case]), beside)) as trainer:
+        found = titan.losses_of(trainer)
+    assert found == losses(tmp_path, titan.config(tmp_path, **CASES[case]))
+
+
 def test_an_interrupted_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     whole = losses(tmp_path, titan.config(tmp_path / "whole"))
     first = losses(tmp_path, titan.config(tmp_path / "cut", save_every=1, steps=3))
