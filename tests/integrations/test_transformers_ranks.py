@@ -205,7 +205,8 @@ def generates(rank: int, place: Path, shared: Path) -> list[int]:
     embed(run, policy_in(shared))
     # As many new tokens as the rank's number says: one waits for the other.
     ids = torch.arange(4, 10)[None]
-    made = run.model.generate(input_ids=ids, max_new_tokens=3 + 4 * rank, min_new_tokens=3 + 4 * rank)
+    count = 3 + 4 * rank
+    made = run.model.generate(input_ids=ids, max_new_tokens=count, min_new_tokens=count)
     run.evaluate(max_new_tokens=5)
     close(run)
     return [int(length) for length in made.shape]

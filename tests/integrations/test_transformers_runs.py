@@ -1,4 +1,4 @@
-"""What a training script of transformers' Trainer asks for, on an offloaded model: each run against
+"""Options of a training script of transformers' Trainer, on an offloaded model: each run against
 the same one on a plain model. With the AdamW that the engine equals bit for bit losses are equal
 floats; with torch's own they are equal to two ulps.
 """
@@ -395,7 +395,9 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", [str(name.value) for name in transformers.training_args.OptimizerNames])
+@pytest.mark.parametrize(
+    "name", [str(name.value) for name in transformers.training_args.OptimizerNames]
+)
 def test_every_name_of_an_optimizer(tmp_path: Path, name: str) -> None:
     run = trainer(tmp_path, policy={}, optim=name)
     if name in MAPPED:

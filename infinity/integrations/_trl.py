@@ -1,0 +1,109 @@
+"""TRL's trainers: what they need beyond transformers' Trainer. `embed` of
+infinity.integrations.transformers asks for it where a trainer is TRL's.
+
+    TRL                                here
+    SyncRefModelCallback               a parameter of both models is gathered at a time
+    checkpoints with sync_ref_model    the reference, too, which training changes
+    activation_offloading, vLLM, continuous batching, BEMACallback
+                                       refused by name
+
+The reference model is offloaded by `embed`, and ranks generate in step, whatever the trainer is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from trl.trainer.callbacks import BEMACallback, SyncRefModelCallback
+
+import infinity as inf
+from infinity.integrations._engines import check_methods, only_engine
+
+TESTED = "1.16.0"
+"""The release of TRL that this was written against."""
+
+_REFERENCE = "infinity_reference"
+"""Directory of a synchronised reference model inside a checkpoint."""
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise ValueError for what a trainer of TRL does to parameters that an offloaded model cannot
+    bear, with what to use instead.
+    """
+    if getattr(trainer.args, "activation_offloading", False):
+        raise ValueError(
+            "activation_offloading=True: TRL would move gathered weights with the activations; "
+            "leave it out, and write inf.Policy(activations='cpu') (or 'nvme')"
+        )
+    if getattr(trainer, "use_vllm", False):
+        raise ValueError(
+            "use_vllm=True: TRL copies parameters to vLLM one by one as they lie in memory, and "
+            "those of an offloaded model lie elsewhere; leave it out, and the offloaded model "
+            "generates"
+        )
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        raise ValueError(
+            "use_transformers_continuous_batching=True: generation would run in a thread of its "
+            "own, and an offloaded model is used by one; leave it out"
+        )
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, BEMACallback):
+            raise ValueError(
+                "BEMACallback keeps two more copies of all parameters in memory, and computes with "
+                "them as they lie there; leave it out"
+            )
+
+
+def adapt(trainer: Any) -> type:
+    """Prepare an offloaded trainer of TRL, and return the mixin that its class gets first."""
+    callbacks = trainer.callback_handler.callbacks
+    for at, callback in enumerate(callbacks):
+        if isinstance(callback, SyncRefModelCallback):
+            callbacks[at] = _SyncOffloaded(callback.ref_model, callback.accelerator)
+    return EmbeddedTRLTrainer
+
+
+class _SyncOffloaded(SyncRefModelCallback):  # type: ignore[misc]
+    """TRL's callback for two offloaded models, of which a parameter each is in memory at a time."""
+
+    @staticmethod
+    def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
+        """Move the parameters of the target toward those of the model by the share `alpha`."""
+        source, sink = (
+            inf.handle(only_engine(each, "embed(trainer)")) for each in (model, target_model)
+        )
+        pairs = zip(target_model.parameters(), model.parameters(), strict=True)
+        for target, param in pairs:
+            # Without `.data`, whose writes nobody counts.
+            with source.gather(param), sink.gather(target), torch.no_grad():
+                target.mul_(1.0 - alpha).add_(param, alpha=alpha)
+
+
+class EmbeddedTRLTrainer:
+    """Mixin of a trainer of TRL whose model is offloaded, before the one of any Trainer."""
+
+    callback_handler: Any
+    ref_model: Any
+
+    def _infinity_changing_reference(self) -> torch.nn.Module | None:
+        """The offloaded reference model, if training changes it."""
+        syncs = any(isinstance(each, _SyncOffloaded) for each in self.callback_handler.callbacks)
+        return only_engine(self.ref_model, "embed(trainer)") if syncs else None
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        reference = self._infinity_changing_reference()
+        if reference is not None:
+            inf.save(reference, None, Path(output_dir) / _REFERENCE).wait()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        reference = self._infinity_changing_reference()
+        # A checkpoint from before the reference was synchronised has none.
+        if reference is not None and checkpoint and (Path(checkpoint) / _REFERENCE).is_dir():
+            inf.restore(reference, None, Path(checkpoint) / _REFERENCE)
+
+
+check_methods(SyncRefModelCallback, ("sync_target_model",), "trl", TESTED)
