@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 import transformers
@@ -44,12 +45,9 @@ from infinity.integrations._engines import (
 )
 from infinity.integrations._figures import DriveFigures
 from infinity.integrations._optimizers import optimizer_of
-from infinity.integrations._weights import export_adapters, is_adapted, save_pretrained
+from infinity.integrations._weights import TESTED, export_adapters, is_adapted, save_pretrained
 
 log = logging.getLogger("infinity")
-
-TESTED = "5.23.0"
-"""The release of transformers that the methods below were written against."""
 
 _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
@@ -445,6 +443,12 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
+check_methods(
+    accelerate.Accelerator,
+    ("prepare_model", "unwrap_model", "wait_for_everyone", "free_memory"),
+    "accelerate",
+    "1.15.0",
+)
 check_methods(
     transformers.Trainer,
     (
