@@ -278,6 +278,8 @@ class LogKind(IntEnum):
 
     MUL = 0
     DIV = 1
+    CLAMP_MIN = 2
+    CLAMP_MAX = 3
 
 
 CHUNK: Final = np.dtype(

@@ -135,6 +135,11 @@ class RanksDiverged(RankFailed):
     or step with other values."""
 
 
+class ProcessGroupChanged(InfinityError, RuntimeError):
+    """torch.distributed has a process group of another size than when the model was offloaded: its
+    ranks would train models that differ."""
+
+
 class AioError(InfinityError, OSError):
     """An I/O operation failed.
 

@@ -53,7 +53,7 @@ enum {
 enum { INF_GRAD_BF16 = 0, INF_GRAD_FP32 = 1, INF_GRAD_FP16 = 2, INF_GRAD_SECTION = 3 };
 enum { INF_ADAMW = 0, INF_SGD = 1, INF_LION = 2 };
 enum { INF_FLAG_NESTEROV = 1, INF_FLAG_FIRST = 2 }; /* of SGD */
-enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1 };
+enum { INF_LOG_MUL = 0, INF_LOG_DIV = 1, INF_LOG_CLAMP_MIN = 2, INF_LOG_CLAMP_MAX = 3 };
 
 /* What the passes over a chunk return when no (section, piece) is to blame. */
 enum { INF_OK = -1, INF_BAD_PLAN = -2 };

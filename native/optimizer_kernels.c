@@ -137,6 +137,8 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper) {
         inf_format_grad(format) != INF_GRAD_SECTION_NONE)
         return 0;
     if (hyper->log_count < 0 || hyper->log_count > INF_LOG_MAX) return 0;
+    for (int32_t k = 0; k < hyper->log_count; k++)
+        if (hyper->log_kind[k] < INF_LOG_MUL || hyper->log_kind[k] > INF_LOG_CLAMP_MAX) return 0;
     switch (hyper->algorithm) {
     case INF_ADAMW: return count == 2;
     case INF_SGD: return count == 1 || (count == 0 && hyper->beta1 == 0.0f);

@@ -39,10 +39,20 @@ static void INF_ISA(load_gradient)(float *restrict g, const void *grad, int32_t 
     }
     for (int32_t k = 0; k < hyper->log_count; k++) {
         const float value = hyper->log_value[k];
-        if (hyper->log_kind[k] == INF_LOG_MUL) {
+        switch (hyper->log_kind[k]) {
+        case INF_LOG_MUL:
             for (int64_t i = 0; i < numel; i++) g[i] *= value;
-        } else {
+            break;
+        case INF_LOG_DIV:
             for (int64_t i = 0; i < numel; i++) g[i] /= value;
+            break;
+        /* NaN stays: no comparison with it holds. */
+        case INF_LOG_CLAMP_MIN:
+            for (int64_t i = 0; i < numel; i++) g[i] = g[i] < value ? value : g[i];
+            break;
+        case INF_LOG_CLAMP_MAX:
+            for (int64_t i = 0; i < numel; i++) g[i] = g[i] > value ? value : g[i];
+            break;
         }
     }
 }

@@ -61,6 +61,7 @@ class Training:
     no_sync: bool = False  # micro-batches that are not the last of a step are marked as such
     autocast: str = ""  # forward in bf16: "cached" as torch does it, or "uncached"
     together: bool = False  # the engine runs a step's micro-batches by `handle.accumulate`
+    max_value: float | None = None  # gradients are clipped by value first
 
     @property
     def batches(self) -> list[models.Batch]:
@@ -119,6 +120,14 @@ class Training:
         return inf.Elementwise(
             getattr(torch.optim, self.optimizer), self.param_groups(model), **values
         )
+
+    def clip_value(self, model: nn.Module, optimizer: Any) -> None:
+        """Clip by value, if that is asked for."""
+        if self.max_value is not None:
+            if isinstance(optimizer, ReferenceAdamW):
+                optimizer.clip_value(self.max_value)
+            else:
+                torch.nn.utils.clip_grad_value_(model.parameters(), self.max_value)
 
     def param_groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """The parameters that are trained, in one group or two."""
@@ -277,6 +286,7 @@ def run_loop(
                 seen.append(training.between(model, step))
         if scaler is not None:
             scaler.unscale_(optimizer)
+        training.clip_value(model, optimizer)
         if training.max_norm is not None:
             norms.append(clip().item())
         if scaler is None:

@@ -365,7 +365,14 @@ def replay_log(grad: npt.NDArray[Any], row: Any) -> npt.NDArray[np.float32]:
         g = grad.astype(np.float32)
     for index in range(int(row["log_count"])):
         value = row["log_value"][index]
-        g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
+        kind = LogKind(int(row["log_kind"][index]))
+        if kind is LogKind.MUL:
+            g = g * value
+        elif kind is LogKind.DIV:
+            g = g / value
+        else:
+            outside = g < value if kind is LogKind.CLAMP_MIN else g > value
+            g = np.where(outside, value, g)
     return g
 
 
@@ -374,7 +381,7 @@ class Hyper:
     """Scalars that one AdamW update depends on besides the states, in Python doubles.
 
     `step` counts from 1 (the update about to happen). `log` holds the operations done to the
-    gradient since it came, oldest first, as ("mul" | "div" or a LogKind, factor); they are
+    gradient since it came, oldest first, as (a LogKind or its name, number); they are
     replayed in fp32 before the update.
     """
 

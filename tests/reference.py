@@ -125,6 +125,12 @@ class ReferenceAdamW:
         self._clipped = grads
         return total
 
+    def clip_value(self, most: float) -> None:
+        """torch.nn.utils.clip_grad_value_ on the fp32 gradients."""
+        self._clipped = self.gradients()
+        for grad in self._clipped.values():
+            grad.clamp_(-most, most)
+
     def _norm(self, param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
         """Return the norm of one gradient, a scalar on the parameter's device. The norm is taken on
         the device where the gradient was made, unless it was changed since."""

@@ -4,6 +4,7 @@ is lost."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import operator
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
@@ -26,6 +28,7 @@ from infinity.errors import (
     BudgetError,
     EngineClosed,
     NonFiniteGradient,
+    ParameterReleased,
     StateInvalid,
     SwapFullError,
 )
@@ -290,6 +293,65 @@ def test_an_optimizer_of_torch_raises_at_its_step_and_changes_nothing() -> None:
 def test_the_engines_optimizer_refuses_parameters_that_are_not_offloaded() -> None:
     with pytest.raises(ValueError, match="is not offloaded"):
         inf.AdamW(llama().parameters())
+
+
+class Copied(nn.Module):
+    """A model whose parameters are copied when they are asked for, as a GPU's are later."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([parameter.clone() for parameter in super().parameters(recurse)])
+
+
+def test_data_parallel_is_refused_by_name() -> None:
+    model = inf.offload(llama(), inf.Policy())
+    with pytest.raises(ParameterReleased, match=r"torch\.nn\.DataParallel copies .*torchrun"):
+        torch.nn.parallel.replicate(Copied(model), [0, 1])
+    with pytest.raises(ParameterReleased, match="clone wants its values") as raised:
+        Copied(model).parameters()
+    assert "DataParallel copies" not in str(raised.value)
+    # Without a GPU it passes calls on.
+    with torch.no_grad():
+        assert math.isfinite(models.loss_of(nn.DataParallel(model), BATCH).item())
+    inf.handle(model).close()
+
+
+EMBED = r"infinity\.integrations\.transformers\.embed\(trainer"
+ATTACH = r"infinity\.integrations\.accelerate\.attach\(accelerator\)"
+
+
+def test_what_a_trainer_wants_of_parameters_names_the_integrations_call(tmp_path: Path) -> None:
+    model = inf.offload(models.make(models.lora), inf.Policy())
+    optimizer = inf.AdamW([value for value in model.parameters() if value.requires_grad])
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ParameterReleased, match=f"DistributedDataParallel.*{EMBED}.*{ATTACH}"):
+            nn.parallel.DistributedDataParallel(model)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ParameterReleased, match=r"infinity\.integrations\.peft\.merge\(model\)"):
+        model.merge_and_unload()  # type: ignore[operator]
+    for move in (lambda: model.to(torch.float64), lambda: model.to("meta")):
+        with pytest.raises(ParameterReleased, match=f"before `inf.offload`.*{EMBED}.*{ATTACH}"):
+            move()
+    with pytest.raises(ParameterReleased, match=EMBED):
+        copy.deepcopy(model)
+    with pytest.raises(ValueError, match="after get_peft_model"):
+        inf.AdamW([nn.Parameter(torch.zeros(4, 64))])
+    models.loss_of(model, BATCH).backward()
+    optimizer.step()
+    manifest = optimizer.state_dict()
+    inf.handle(model).close()
+    fresh = inf.offload(models.make(models.lora), inf.Policy())
+    again = inf.AdamW([value for value in fresh.parameters() if value.requires_grad])
+    before = f"inf.restore\\(model, optimizer, directory\\) the manifest loads.*{EMBED}.*{ATTACH}"
+    with pytest.raises(ValueError, match=before):
+        again.load_state_dict(manifest)
+    inf.handle(fresh).close()
 
 
 def test_two_optimizers_cannot_hold_one_parameter() -> None:

@@ -119,6 +119,31 @@ def test_a_gradient_assigned_after_the_update_took_one_raises(tmp_path: Path) ->
     inf.handle(model).close()
 
 
+@pytest.mark.parametrize("update", ["deferred", "backward", "delayed"])
+def test_a_model_may_be_moved_to_where_it_is_with_its_gradients(
+    update: str, tmp_path: Path
+) -> None:
+    """Lightning's teardown calls `.cpu()`; torch assigns `.data` of what that gave."""
+    models_, losses = [], []
+    for moves in (False, True):
+        (place := tmp_path / str(moves)).mkdir()
+        model = make(place, update)
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        for index in range(3):
+            loss = loss_of(model, index)
+            loss.backward()
+            if moves:
+                assert all(each.grad is not None for each in model.cpu().parameters())
+                model.to("cpu", torch.bfloat16)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        models_.append(values_of(model))
+        inf.handle(model).close()
+    assert losses[:3] == losses[3:]
+    assert all(torch.equal(models_[0][name], value) for name, value in models_[1].items())
+
+
 def test_an_optimizer_that_does_not_step_is_noticed_in_backward(tmp_path: Path) -> None:
     """Backward has updated what it holds; it is the next gradient that tells that nobody wanted
     that."""

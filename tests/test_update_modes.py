@@ -60,6 +60,7 @@ def reference(training: Training, *, warmup: int | None = None) -> harness.Resul
                 loss = models.loss_of(model, next(batches)) / training.accumulation
                 loss.backward()
                 losses.append(loss.item())
+            training.clip_value(model, optimizer)
             if training.max_norm is not None:
                 norms.append(optimizer.clip(training.max_norm).item())
             set_values(model, newest)
@@ -103,6 +104,7 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
                         loss = models.loss_of(model, next(batches)) / training.accumulation
                         loss.backward()
                     losses.append(loss.item())
+                training.clip_value(model, optimizer)
                 if training.max_norm is not None:
                     norms.append(
                         torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item()
@@ -190,8 +192,11 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 def test_clipping_raises_and_says_what_works(tmp_path: Path) -> None:
     model, _ = small(tmp_path)
     loss_of(model).backward()
-    with pytest.raises(RuntimeError, match=r"update took it during backward.*update='deferred'"):
+    took = r"update took it during backward.*update='deferred'"
+    with pytest.raises(RuntimeError, match=took):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(RuntimeError, match=f"clamp_ on the gradient of .*{took}"):
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
     inf.handle(model).close()
 
 
@@ -311,6 +316,14 @@ def test_the_delayed_update_is_the_delayed_reference_loops_bits(
     training = Training(models.llama, steps=6, accumulation=2)
     chosen = policy(tmp_path, update="delayed", delayed_warmup=warmup, **PLACEMENTS[name])
     harness.assert_equal(offloaded(training, chosen), reference(training, warmup=warmup))
+
+
+def test_clipping_by_value_keeps_the_bits_of_the_delayed_update(tmp_path: Path) -> None:
+    training = Training(models.llama, steps=5, accumulation=2, max_value=0.003)
+    chosen = policy(
+        tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
+    )
+    harness.assert_equal(offloaded(training, chosen), reference(training, warmup=1))
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -55,6 +55,8 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     calling_module_frame         the name of a frame of             forwards that KeyboardInterrupt
                                  Module.__call__: _call_impl        left are taken for running ones
     is_running                   sys._current_frames                the same
+    is_replicating               the name of a module:              DataParallel is refused without
+                                 torch.nn.parallel.replicate        being named
     address_of                   Tensor.data_ptr raises where there outputs that are views of a unit
                                  is no address                      go unseen, or sound ones raise
     dynamo_disable               torch.compiler.disable             torch.compile traces the
@@ -366,6 +368,16 @@ def is_running(wanted: FrameType, thread: int) -> bool:
     # A frame that is on no stack any more belongs to a call that was interrupted.
     while frame is not None:
         if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def is_replicating() -> bool:
+    """Tell whether torch.nn.DataParallel is copying a model in this thread."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.nn.parallel.replicate":
             return True
         frame = frame.f_back
     return False

@@ -52,6 +52,11 @@ class EngineAccess:
         # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
 
+    def before_pass(self) -> None:
+        """Check the engine before an outermost forward, a write, or a call of its user."""
+        # Each rank would go on with a model of its own, and no loss would tell.
+        self._comm.check_group()
+
     def before_read(self, unit: Unit) -> None:
         """Check the engine before the unit's values are read. Every gather calls it, so it does
         nothing that is not needed.
@@ -65,4 +70,5 @@ class EngineAccess:
     def before_write(self) -> None:
         """Check the engine before values are written. Blocks until no update is pending."""
         self.check_open()
+        self.before_pass()
         self._background.pipeline.wait()

@@ -66,7 +66,7 @@ class Policy:
         bytes for each parameter of the model, and 2 for each of this rank's node, in `ram`. No
         checkpoint has these errors: after `inf.restore` they begin with nothing.
     mesh: a DeviceMesh over all ranks: one dimension, or (nodes, ranks of a node). None: nodes are
-        found.
+        found. One of this rank alone: the model is this rank's own, whatever the others do.
     rank_timeout_s: seconds after which a rank that does not come to what all do together is given
         up, on all others; 600.
     update: "deferred": `opt.step()` returns at once and the update overlaps with the next forward.

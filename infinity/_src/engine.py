@@ -27,6 +27,7 @@ from infinity._src.build import build_engine, sum_slices_as_they_wait
 from infinity._src.checkpoint.hub_files import hub_checkpoint
 from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
+from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
 from infinity._src.hooks.accumulation import Accumulation
 from infinity._src.hooks.gather_window import chosen_params
@@ -76,8 +77,9 @@ def offload(
     model anew, with initial values by its own rules: it runs as ever, with the numbers that torch's
     generator gives now, and one parameter at a time gets memory. Blocks until all is at rest.
 
-    Raises: ValueError for a policy or a model that cannot work, WeightsError for values that do not
-    fit it, BudgetError when the policy's `ram` is too small, MemoryLimitError when the machine or
+    Raises: ValueError for a policy or a model that cannot work, and where a launcher has started
+    several ranks that have no process group yet, WeightsError for values that do not fit it,
+    BudgetError when the policy's `ram` is too small, MemoryLimitError when the machine or
     the cgroup leaves less than the plan and what lies beside it need, SwapFullError and other
     OSErrors for the NVMe directories, PeerFailed when another rank failed, which is named. On an
     error the model is as it was. Collective on several ranks.
@@ -96,7 +98,8 @@ def offload(
         )
     if before is not None:
         raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
-    # Before the model is touched: a device that is missing leaves it as it was.
+    # Before the model is touched, all that can be known of a mistake.
+    check_launched()
     device = compute_device(model, (policy or Policy()).device)
     # Read now: parameters at rest have no strides of their own.
     strided = [
@@ -429,8 +432,10 @@ class Handle:
         return self.parts.access.closed
 
     def check_open(self) -> None:
-        """Raise after close, and the sticky fault of a background update."""
+        """Raise after close, the sticky fault of a background update, and where the ranks have
+        become others."""
         self.parts.access.check_open()
+        self.parts.access.before_pass()
 
     def check_state_dict(self, size_bytes: int) -> None:
         """Raise where a `state_dict()` of so many bytes cannot be made."""

@@ -18,7 +18,12 @@ __all__ = ["Restored", "Save", "restore", "save"]
 
 
 def save(
-    model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str], *, extra: Any = None
+    model: torch.nn.Module,
+    opt: Any,
+    directory: str | os.PathLike[str],
+    *,
+    extra: Any = None,
+    frozen: bool = True,
 ) -> Save:
     """Start saving everything that training goes on from; training goes on meanwhile. `.wait()` of
     the result returns when the checkpoint is whole.
@@ -30,6 +35,11 @@ def save(
     restore computes: the delay begins anew.
 
     opt: the optimizer that holds the parameters, a list of all of them, or None where none does.
+    frozen: False leaves out the parameters that require no gradient and have no optimizer states,
+    so that a checkpoint of adapters is as small as they are; `inf.restore` then wants a model that
+    has those values already, by load= or from_pretrained. (One that was frozen after `inf.offload`,
+    beside others of its unit that learn, is saved all the same.)
+
     Call it between steps. Waits for pending updates and for the save before; then an update of
     states that are not copied yet waits until they are. A save takes about 30 MiB beside the
     policy's `ram` while it runs, 9 MiB more for each drive and half a KiB for each chunk of states.
@@ -48,7 +58,7 @@ def save(
     of.flush()
     kept = extra if extra is not None else of.extra
     return of.saving.begin(
-        model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable
+        model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable, frozen=frozen
     )
 
 
@@ -58,9 +68,10 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     inside of a group of 64 moments with state="compact").
 
     Sets parameters, masters, moments, step counts, the values of parameter groups and persistent
-    buffers, and drops gradients. Under the same numerics training goes on bit for bit as if nothing
-    had been (update="delayed": as `save` says). Another state format rounds to nearest, and
-    `.rounded` says what; `.notes` says what else is different.
+    buffers, and drops gradients. Parameters that `inf.save(frozen=False)` left out keep the values
+    that they have, and have to be frozen here. Under the same numerics training goes on bit for bit
+    as if nothing had been (update="delayed": as `save` says). Another state format rounds to
+    nearest, and `.rounded` says what; `.notes` says what else is different.
 
     directory: a checkpoint, or the (first) `nvme` directory of a durable run. The model stays as it
     was built, and `.step` is 0, if that is the run that this engine's own policy goes on with and

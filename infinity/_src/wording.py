@@ -1,9 +1,14 @@
-"""Lists of names in messages."""
+"""Wording that messages have in common: lists of names, and what a user of a trainer calls."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+TRAINERS = (
+    "infinity.integrations.transformers.embed(trainer), "
+    "infinity.integrations.accelerate.attach(accelerator), or Lightning's strategy='infinity'"
+)
+"""The calls that teach a trainer to leave parameters where they rest, and to save and resume."""
 LISTED_MAX = 5
 """Names in a message, before the rest is only counted."""
 

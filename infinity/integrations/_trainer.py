@@ -21,8 +21,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,9 @@ TESTED = "5.23.0"
 _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
+
+_TRAINER = "_infinity_trainer"
+"""Attribute of an offloaded module that refers to its trainer."""
 
 
 class EmbeddedTrainer:
@@ -160,13 +165,13 @@ class EmbeddedTrainer:
             return None
         return super()._get_grad_norm(model, grad_norm)  # type: ignore[misc]
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with the figures of a `DriveFigures` callback beside each loss."""
         if "loss" in logs:
             for callback in self.callback_handler.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, DriveFigures):
                     logs.update(callback.take())
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
     # -- evaluation --------------------------------------------------------------------------------
 
@@ -227,8 +232,17 @@ class EmbeddedTrainer:
             # Plain adapters: the base is frozen, and nothing of it belongs to a checkpoint.
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        inf.save(self._infinity_module, self._infinity_optimizer, out / STATES).wait()
+        # What is frozen is in no checkpoint of adapters; the base has it.
+        inf.save(
+            self._infinity_module,
+            self._infinity_optimizer,
+            out / STATES,
+            frozen=not is_adapted(self.model),
+        ).wait()
         if self.args.should_save:
+            # Names and step counts. Without the file Trainer, not embedded, would go on from here
+            # with an optimizer that begins anew, and say nothing.
+            torch.save(self.optimizer.state_dict(), out / _OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), out / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -377,10 +391,26 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
         own = policy or inf.handle(only_engine(trainer.model, "embed(trainer)")).policy
         # It has no states and takes no step: nothing that a durable run would go on with.
         inf.offload(reference.requires_grad_(False), dataclasses.replace(own, durable=False))
+    for module in inf.offloaded_modules(trainer.model):
+        _take_over(module, trainer)
     trainer._infinity_policy = policy
     parts = (trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
     trainer.__class__ = type(f"Infinity{kind.__name__}", (*parts, kind), {})
     return trainer
+
+
+def _take_over(module: torch.nn.Module, trainer: Any) -> None:
+    """Note that a module is this trainer's, and take it from the one before, if that lives on: its
+    optimizer lets go of the parameters, which can have one only.
+    """
+    reference = module.__dict__.get(_TRAINER)
+    before = reference() if reference is not None else None
+    module.__dict__[_TRAINER] = weakref.ref(trainer)
+    if before is not None and before is not trainer:
+        before.optimizer = before.lr_scheduler = None
+        before.callback_handler.optimizer = before.callback_handler.lr_scheduler = None
+        before.accelerator.free_memory()
+        gc.collect()
 
 
 def _check_trainer(trainer: Any) -> None:

@@ -218,3 +218,62 @@ def test_a_checkpoint_that_was_rewritten_for_two_ranks_is_the_same(tmp_path: Pat
             ), name
         assert extra == other == {"epoch": 3}
         assert notes == ()
+
+
+def _adapted(place: Path, **values: Any) -> tuple[nn.Module, inf.AdamW]:
+    """A frozen layer, and one that is trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(70, 900), nn.ReLU(), nn.Linear(900, 33)).to(torch.bfloat16)
+    model[0].requires_grad_(False)
+    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=place, ram="min", **values))
+    return model, inf.AdamW(model.parameters())
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapting:
+    """Save without what is frozen, after a save that the ranks ask for differently. Restore it.
+    Returns the states and the refusal."""
+
+    top: Path
+
+    def __call__(self, rank: int, place: Path) -> tuple[States, str]:
+        model, opt = _adapted(place)
+        _step(model, opt, 1)
+        inf.save(model, opt, self.top).wait()
+        with pytest.raises(ValueError, match="other parameters on some ranks") as refused:
+            inf.save(model, opt, self.top, frozen=rank == 0)
+        assert newest_generation(self.top)[0].generation == 1
+        inf.save(model, opt, self.top, frozen=False).wait()
+        inf.handle(model).close()
+        model, opt = _adapted(place, state="compact")
+        assert inf.restore(model, opt, self.top).step == 1
+        inf.handle(model).close()
+        model, opt = _adapted(place)
+        inf.restore(model, opt, self.top)
+        _step(model, opt, 2)
+        return _trained_states(model), str(refused.value)
+
+
+def _trained_states(model: nn.Module) -> States:
+    handle = inf.handle(model)
+    found: States = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            for key, value in handle.optimizer_state(param).items():
+                found[f"{name}/{key}"] = value
+    handle.close()
+    return found
+
+
+def test_adapters_of_two_ranks_are_restored_on_one_and_ranks_save_alike(tmp_path: Path) -> None:
+    (theirs, _), (others, _) = on_ranks(Adapting(tmp_path / "ckpt"), tmp_path / "run", 2)
+    model, opt = _adapted(tmp_path)
+    restored = inf.restore(model, opt, tmp_path / "ckpt")
+    assert "0.weight, 0.bias, 63,900 frozen elements in all" in restored.notes[-1]
+    # The ranks have trained on from there with the same batch each, so as one does.
+    _step(model, opt, 2)
+    ours = _trained_states(model)
+    for name, value in ours.items():
+        for each in (theirs[name], others[name]):
+            same = torch.equal(each, value) if isinstance(value, torch.Tensor) else each == value
+            assert same, name

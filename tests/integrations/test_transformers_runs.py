@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from accelerate.state import AcceleratorState
 
 import infinity as inf
 from infinity.integrations.transformers import DriveFigures, embed, from_pretrained
@@ -541,3 +542,48 @@ def test_from_pretrained_refuses_to_place(tmp_path: Path) -> None:
         from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path), device_map="auto")
     with pytest.raises(ValueError, match=r"no config\.json: give a directory"):
         from_pretrained(AUTO, "hub/name", policy_in(tmp_path))
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+
+
+def scaled(out: Path, scale: float, **changes: Any) -> Any:
+    """A trainer with the scaler that accelerate makes for fp16, which it leaves out on a CPU."""
+    run = trainer(out, **changes)
+    run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=2)
+    run.accelerator.state._mixed_precision = "fp16"
+    return run
+
+
+def lost(run: Any) -> Any:
+    """Let the third backward overflow, so that the scaler leaves the step out."""
+    calls = []
+
+    def overflow(module: Any, grads: Any) -> Any:  # noqa: ARG001
+        calls.append(None)
+        return (grads[0] * math.inf,) if len(calls) == 3 else None
+
+    run.model.model.norm.register_full_backward_pre_hook(overflow)
+    return run
+
+
+@pytest.fixture
+def _no_mixed_precision_stays() -> Any:
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.usefixtures("_no_mixed_precision_stays")
+def test_a_loss_scaler(tmp_path: Path) -> None:
+    """Steps that overflow are left out; the scale and its growth come back when a run resumes."""
+    changes = {"max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 4}
+    plain = end_of(lost(scaled(tmp_path / "plain", 1024.0, given=REFERENCE, **changes)))
+    first = lost(scaled(tmp_path / "a", 1024.0, policy={}, **changes))
+    whole = end_of(first)
+    assert_near(whole, plain, CLIPPED)
+    # Doubled after two steps, halved by the third, doubled after two more.
+    assert first.accelerator.scaler.get_scale() == 2048.0
+    again = scaled(tmp_path / "b", 1.0, policy={}, **changes)
+    resumed = end_of(again, resume=str(tmp_path / "a" / "checkpoint-4"))
+    assert resumed.losses == whole.losses
+    assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()

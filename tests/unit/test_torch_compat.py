@@ -244,6 +244,22 @@ def test_the_frame_of_a_module_call_is_found_from_its_hooks_and_known_to_run() -
     assert not compat.is_running(found[0], threading.get_ident())
 
 
+def test_data_parallel_is_known_while_it_copies() -> None:
+    seen: list[bool] = []
+
+    class Asked(nn.Linear):
+        def parameters(self, recurse: bool = True) -> Any:
+            seen.append(compat.is_replicating())
+            return super().parameters(recurse)
+
+    module = Asked(2, 2)
+    module.parameters()
+    # On a CPU torch goes no further.
+    with pytest.raises(AssertionError, match="CPU"):
+        torch.nn.parallel.replicate(module, [0, 1])
+    assert seen == [False, True]
+
+
 def test_a_frame_of_another_thread_is_known_to_run() -> None:
     frames: list[FrameType] = []
     entered, leave = threading.Event(), threading.Event()

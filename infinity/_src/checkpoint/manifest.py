@@ -118,20 +118,48 @@ class FlatEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftOutEntry:
+    """A frozen parameter that the save left out: its names in state dicts, the first one first, its
+    shape there (of the whole weight, if it is cut into tiles) and its dtype.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def name(self) -> str:
+        """The name by which messages call it."""
+        return self.names[0]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """The part of a manifest that stays the same from step to step. numerics: fields of the policy
-    that decide about rounding.
+    that decide about rounding. left_out: what the model has besides.
     """
 
     flats: tuple[FlatEntry, ...]
     numerics: dict[str, Any]
+    left_out: tuple[LeftOutEntry, ...] = ()
 
     @functools.cached_property
     def encoded(self) -> bytes:
         """Return the layout as JSON."""
-        return _dumps(
-            {"flats": [dataclasses.asdict(flat) for flat in self.flats], "numerics": self.numerics}
-        )
+        raw: dict[str, Any] = {
+            "flats": [dataclasses.asdict(flat) for flat in self.flats],
+            "numerics": self.numerics,
+        }
+        # Earlier releases do not know the key: to them these parameters are missing, which they
+        # refuse by name.
+        if self.left_out:
+            raw["left_out"] = [dataclasses.asdict(entry) for entry in self.left_out]
+        return _dumps(raw)
 
     @classmethod
     def decode(cls, data: bytes) -> Layout:
@@ -144,7 +172,11 @@ class Layout:
                 for entry in flat.pop("params")
             )
             flats.append(FlatEntry(**flat, params=params))
-        return cls(tuple(flats), raw["numerics"])
+        left_out = tuple(
+            LeftOutEntry(tuple(entry["names"]), tuple(entry["shape"]), entry["dtype"])
+            for entry in raw.get("left_out", ())
+        )
+        return cls(tuple(flats), raw["numerics"], left_out)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,6 +492,7 @@ def _refuse(problems: Iterator[str], path: str) -> None:
 def _problems(manifest: Manifest) -> Iterator[str]:
     yield from _wrong_head(manifest)
     yield from _wrong_flats(manifest)
+    yield from _wrong_left_out(manifest)
     yield from _wrong_rows(manifest)
 
 
@@ -508,6 +541,14 @@ def _wrong_flats(manifest: Manifest) -> Iterator[str]:
                 yield f"{param.name} is of shape {param.shape} at {param.offset}"
             elif param.offset + param.numel > flat.shard_numel * manifest.world:
                 yield f"{param.name} is larger than unit {flat.unit!r}"
+
+
+def _wrong_left_out(manifest: Manifest) -> Iterator[str]:
+    for entry in manifest.layout.left_out:
+        if not entry.names or not all(isinstance(name, str) for name in entry.names):
+            yield "a parameter that was left out has no name"
+        elif any(type(number) is not int or number < 0 for number in entry.shape):
+            yield f"{entry.name}, which was left out, is of shape {entry.shape}"
 
 
 def _wrong_rows(manifest: Manifest) -> Iterator[str]:

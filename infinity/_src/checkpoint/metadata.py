@@ -13,6 +13,7 @@ from safetensors.torch import load, save
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Layout,
+    LeftOutEntry,
     OptimizerEntry,
     ParamEntry,
     dtype_name,
@@ -38,8 +39,12 @@ def numerics_of(policy: Policy) -> dict[str, Any]:
     }
 
 
-def layout_of(flats: Sequence[Flat], store: StateStore, policy: Policy) -> Layout:
-    """Describe the flats with the state formats that they have now."""
+def layout_of(
+    flats: Sequence[Flat], store: StateStore, policy: Policy, left_out: Sequence[Flat] = ()
+) -> Layout:
+    """Describe the flats with the state formats that they have now. left_out: flats that are not
+    saved.
+    """
     entries = []
     for flat in flats:
         state_format = store[flat].format
@@ -59,7 +64,18 @@ def layout_of(flats: Sequence[Flat], store: StateStore, policy: Policy) -> Layou
                 params=params,
             )
         )
-    return Layout(tuple(entries), numerics_of(policy))
+    return Layout(tuple(entries), numerics_of(policy), _left_out(left_out))
+
+
+def _left_out(flats: Sequence[Flat]) -> tuple[LeftOutEntry, ...]:
+    found: dict[str, LeftOutEntry] = {}
+    for param in (param for flat in flats for param in flat.params):
+        # Tiles have the name of their weight, which is told once.
+        found.setdefault(
+            param.keys[0],
+            LeftOutEntry(tuple(param.keys), tuple(param.whole_shape), dtype_name(param.dtype)),
+        )
+    return tuple(found.values())
 
 
 def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:

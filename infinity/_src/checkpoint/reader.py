@@ -91,8 +91,9 @@ class Checkpoint:
     """A whole generation of a directory: all ranks' manifests, read and checked. Use it in a
     `with`. One thread uses it.
 
-    params: by first name. Raises (`open`): AioError (ENOENT) where there is no whole checkpoint,
-    ChecksumError for a damaged manifest, ValueError for one of a later release.
+    params: by first name. left_out: frozen ones that were not saved. Raises (`open`): AioError
+    (ENOENT) where there is no whole checkpoint, ChecksumError for a damaged manifest, ValueError
+    for one of a later release.
     """
 
     def __init__(
@@ -106,12 +107,16 @@ class Checkpoint:
         first = manifests[0]
         for other in manifests[1:]:
             # Places of elements are computed from one layout for all ranks.
-            if other.layout.flats != first.layout.flats:
+            if (other.layout.flats, other.layout.left_out) != (
+                first.layout.flats,
+                first.layout.left_out,
+            ):
                 path = str(directory / other.name)
                 raise AioError(
                     "the manifest describes another model than that of rank 0", path=path, op="read"
                 )
         self.flats = first.layout.flats
+        self.left_out = first.layout.left_out
         self.params = {
             entry.name: SavedParam(entry, index, flat)
             for index, flat in enumerate(self.flats)

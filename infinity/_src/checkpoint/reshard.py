@@ -216,7 +216,7 @@ class ReshardJob:
                 dataclasses.replace(flat, format=target.code, shard_numel=layout.shard_numel)
             )
             self._layouts.append(layout)
-        self._layout = Layout(tuple(flats), numerics)
+        self._layout = Layout(tuple(flats), numerics, checkpoint.left_out)
         pairs = zip(checkpoint.flats, flats, strict=True)
         self.rounded = "; ".join(
             dict.fromkeys(

@@ -20,7 +20,13 @@ import numpy as np
 import torch
 
 from infinity._src.checkpoint import metadata
-from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_name, dtype_of, from_json
+from infinity._src.checkpoint.manifest import (
+    LeftOutEntry,
+    OptimizerEntry,
+    dtype_name,
+    dtype_of,
+    from_json,
+)
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
@@ -46,11 +52,15 @@ _WAYS = (
 )
 
 
-def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, SavedRanges]:
-    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts.
+def match_params(
+    checkpoint: Checkpoint, params: Sequence[Param], learns: Callable[[Param], bool]
+) -> dict[Param, SavedRanges]:
+    """Find the elements of each parameter in a checkpoint, by any of its names in state dicts; none
+    of one that the save left out.
 
-    Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, or
-    in other tiles along columns.
+    learns: whether training changes a parameter.
+    Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, in
+    other tiles along columns, or left out and trained here.
     """
     # Under every name: a tied parameter may have another first name in another model.
     by_name = weights_by_name(checkpoint.params.values())
@@ -59,10 +69,11 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         weight = next((by_name[name] for name in param.keys if name in by_name), None)
         if weight is not None:
             weights[param] = weight
+    kept = _left_out(checkpoint, [param for param in params if param not in weights])
     missing = [
         f"{param.name} ({list(param.whole_shape)}, {size_text(param.whole_shape, param.dtype)})"
         for param in params
-        if param not in weights
+        if param not in weights and param not in kept
     ]
     # By identity: two names of one tied parameter are the same entry.
     distinct = {id(weight): weight for weight in weights.values()}.values()
@@ -72,13 +83,46 @@ def match_params(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param,
         for name, saved in checkpoint.params.items()
         if id(saved.entry) not in used
     ]
+    there = {id(entry) for entry in kept.values()}
+    unexpected += [
+        f"{entry.name} ({list(entry.shape)}, frozen when it was saved, and left out)"
+        for entry in checkpoint.left_out
+        if id(entry) not in there
+    ]
     if missing or unexpected:
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         raise ValueError(
             f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}"
         )
+    for param, entry in kept.items():
+        _check_kept(param, entry, str(checkpoint.directory), learns=learns(param))
     return {param: _ranges_of(param, weight, checkpoint) for param, weight in weights.items()}
+
+
+def _left_out(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, LeftOutEntry]:
+    """Find the parameters that the save left out."""
+    by_name = {name: entry for entry in checkpoint.left_out for name in entry.names}
+    found = ((param, next((n for n in param.keys if n in by_name), None)) for param in params)
+    return {param: by_name[name] for param, name in found if name is not None}
+
+
+def _check_kept(param: Param, entry: LeftOutEntry, directory: str, *, learns: bool) -> None:
+    """Raise ValueError unless a parameter that the save left out may keep the values it has."""
+    if tuple(param.whole_shape) != entry.shape or dtype_name(param.dtype) != entry.dtype:
+        raise ValueError(
+            f"{param.keys[0]}, which was frozen and is not in {directory}, was of shape "
+            f"{entry.shape} and {entry.dtype}; in the model it is of shape "
+            f"{tuple(param.whole_shape)} and {dtype_name(param.dtype)}: load the model that was "
+            "trained, in the same dtype"
+        )
+    if learns:
+        raise ValueError(
+            f"{param.name} is trained here, and {directory} was saved with frozen=False when it "
+            "was frozen, so its values and states are not in it: freeze it "
+            "(requires_grad_(False)) before inf.offload and the optimizer, or restore a "
+            "checkpoint that was saved with frozen=True"
+        )
 
 
 def _ranges_of(param: Param, weight: SavedWeight, checkpoint: Checkpoint) -> SavedRanges:
@@ -191,7 +235,8 @@ class MatchedOptimizer:
         indices = {
             where[name]: record
             for record in records
-            for name in _names_of(found[record])
+            # Of one that the save left out the group is known, by its own name.
+            for name in (_names_of(found[record]) if record in found else [record.name])
             if name in where
         }
         values = [entry.groups[index]["values"] for index in indices]
@@ -246,11 +291,12 @@ class Restored:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """One chunk of this rank's shards."""
+    """One chunk of this rank's shards. whole: every parameter in it is restored."""
 
     records: ShardRecords
     chunk: int
     parts: tuple[Part, ...]
+    whole: bool
 
     @property
     def refs(self) -> Iterator[ChunkRef]:
@@ -372,7 +418,8 @@ class RestoreJob:
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
         checkpoint.check_files()
-        found = match_params(checkpoint, [param for unit in saver.units for param in unit.params])
+        params = [param for unit in saver.units for param in unit.params]
+        found = match_params(checkpoint, params, saver.learns)
         self._check_groups(found, str(checkpoint.directory))
         optimizers = metadata.optimizers_of(given, saver.units)
         matched = []
@@ -421,6 +468,12 @@ class RestoreJob:
                 f"{checkpoint.world} ranks saved, {self._comm.world} train on: sums over ranks "
                 "round in another order"
             )
+        if checkpoint.left_out:
+            numel = sum(entry.numel for entry in checkpoint.left_out)
+            notes.append(
+                f"{listed([entry.name for entry in checkpoint.left_out])}, {numel:,} frozen "
+                "elements in all, are not in the checkpoint, and keep the values of the model"
+            )
         cut = [
             param.keys[0]
             for param, ranges in found.items()
@@ -450,11 +503,12 @@ class RestoreJob:
                 self._states.set_full_grad(param, None)
         for unit in self._saver.units:
             # Gathered memory of the unit has the old values: gather it anew.
-            self._states.touch(unit.params[0])
+            if any(param in found for param in unit.params):
+                self._states.touch(unit.params[0])
         held = {param for optimizer in optimizers for param in optimizer.held}
         line = ProgressLine(
             f"restoring step {checkpoint.step}",
-            sum(self._restored_bytes(flat) for flat in self._saver.flats),
+            sum(self._restored_bytes(flat, found) for flat in self._saver.flats),
             shown=self._comm.rank == 0,
         )
         # Without an optimizer only section 0, the parameter, is read.
@@ -491,13 +545,14 @@ class RestoreJob:
         notes = self._notes(checkpoint, found)
         return Restored(checkpoint.step, extra, "; ".join(self._rounded), notes)
 
-    def _restored_bytes(self, flat: Flat) -> int:
-        """Bytes of the chunks of a flat in which some parameter lies."""
+    def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
+        """Bytes of the chunks of a flat in which some parameter lies that is restored."""
         chunks = flat.layout.chunks
         touched = np.zeros(len(chunks), dtype=np.bool_)
         for param in flat.params:
-            start, _, numel = flat.layout.shard_range(param.param_index, self._comm.rank)
-            touched[chunks.touched(start, numel)] = True
+            if param in found:
+                start, _, numel = flat.layout.shard_range(param.param_index, self._comm.rank)
+                touched[chunks.touched(start, numel)] = True
         numels = chunks.numels[touched]
         sections = self._states.store[flat].sections
         return sum(int(section.size_bytes(numels).sum()) for section in sections)
@@ -507,8 +562,12 @@ class RestoreJob:
     ) -> Iterator[_Chunk]:
         for flat in self._saver.flats:
             by_chunk: dict[int, list[Part]] = {}
+            mixed: set[int] = set()
             for param in flat.params:
                 for span in spans_of(param, self._comm.rank):
+                    if param not in found:
+                        mixed.add(span.chunk)
+                        continue
                     # By chunk of this run: it is written once, whole, whatever saved chunks it
                     # comes from.
                     parts = by_chunk.setdefault(span.chunk, [])
@@ -516,7 +575,8 @@ class RestoreJob:
                         pieces = tuple(checkpoint.pieces(each.saved, each.start, each.numel))
                         parts.append(Part(span.start + each.at, each.saved, pieces))
             for chunk, parts in sorted(by_chunk.items()):
-                yield _Chunk(self._states.store[flat], chunk, tuple(parts))
+                records = self._states.store[flat]
+                yield _Chunk(records, chunk, tuple(parts), whole=chunk not in mixed)
 
     def _compose(
         self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
@@ -524,11 +584,15 @@ class RestoreJob:
         """Put a chunk together in a buffer."""
         target, flat = turn.records.format, turn.records.flat
         with_states, sections = turn.with_states(held), turn.sections(held)
-        # Nothing is fetched: every section that is stored is composed here in full.
-        buffer.assign(turn.records, turn.chunk)
-        for section in sections:
-            # Between parameters there is padding, which no part covers.
-            buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
+        if turn.whole:
+            # Nothing is fetched: every section that is stored is composed here in full.
+            buffer.assign(turn.records, turn.chunk)
+            for section in sections:
+                # Between parameters there is padding, which no part covers.
+                buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
+        else:
+            # Beside what is restored lie frozen parameters, whose values stay.
+            buffer.fetch(turn.records, turn.chunk, sections).wait()
         for part in turn.parts:
             source = part.saved.flat.state_format
             # A dict as an ordered set: each kind of rounding is told once.

@@ -47,7 +47,7 @@ from infinity._src.checkpoint.writer import (
     write_part,
 )
 from infinity._src.config import Policy
-from infinity._src.distributed.communicator import Comm
+from infinity._src.distributed.communicator import Comm, digest_of_text
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import (
@@ -220,9 +220,10 @@ class Linkable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Captured:
-    """Small state of a save, and its layout."""
+    """Small state of a save, its layout, and the flats that it describes."""
 
     layout: Layout
+    flats: tuple[Flat, ...]
     optimizers: tuple[OptimizerEntry, ...]
     buffers: bytes | None
     extra: bytes | None
@@ -336,11 +337,13 @@ class Saver:
         step: int,
         extra: Any,
         run: Linkable | None = None,
+        frozen: bool = True,
     ) -> Save:
         """Capture everything small and start copying. No update may be pending. Waits for the save
         before.
 
-        run: the durable run whose files may be linked instead.
+        run: the durable run whose files may be linked instead. frozen: whether flats in which
+        nothing learns are saved, too.
 
         Raises: ValueError, RuntimeError, MemoryError; the error of the save before, if it was not
         raised yet.
@@ -355,7 +358,7 @@ class Saver:
         # Closed when the save has ended.
         undo = contextlib.ExitStack()
         try:
-            captured = self._capture(model, given, extra)
+            captured = self._capture(model, given, extra, frozen=frozen)
             # inf.restore would find the run there instead of the checkpoint.
             check_no_run(target)
             make_directory(target)
@@ -377,7 +380,20 @@ class Saver:
                 raise AioError(
                     "another rank cannot save, and its error says why", path=str(target), op="write"
                 )
+            # Before anything older is replaced: parts of ranks that differ make up no checkpoint.
+            if self._differs(captured.layout):
+                raise ValueError(
+                    "inf.save() would save other parameters on some ranks than on others: give "
+                    "frozen= alike, and freeze the same parameters on all"
+                )
             return self._start(captured, target, agreed, step, undo, run)
+
+    def _differs(self, layout: Layout) -> bool:
+        """Return whether ranks would save other parameters. Blocks. Collective."""
+        if self.comm.world == 1:
+            return False
+        text = repr((layout.flats, layout.left_out))
+        return bool(self.comm.differing_indices([digest_of_text(text)]))
 
     def _start(
         self,
@@ -397,18 +413,21 @@ class Saver:
         flats = captured.layout.flats
         size = int(section_bytes(captured.rows, flats).sum())
         line = ProgressLine(f"saving step {step}", size, shown=self.comm.rank == 0)
-        shards = [self.states.store[flat] for flat in self.flats]
+        shards = [self.states.store[flat] for flat in captured.flats]
         snapshot = Snapshot(
             self.executor,
             shards,
             flats,
             captured.rows,
-            order=self._order(),
+            order=self._order(captured.flats),
             drives=len(self.policy.directories),
             progress=line.advance,
         )
         # An error is kept for the thread: the ranks agree there, and none may leave before.
-        linked, refused = _try_link(run, target, int(agreed[0]))
+        # The run's files have the frozen parameters, too: a save without them is a small copy.
+        linked, refused = _try_link(
+            None if captured.layout.left_out else run, target, int(agreed[0])
+        )
         copies = linked is None and refused is None
         save = Save(
             target,
@@ -443,7 +462,9 @@ class Saver:
             self._run(dataclasses.replace(job, refused=error), line, kept)
         return save
 
-    def _capture(self, model: torch.nn.Module, given: object, extra: Any) -> _Captured:
+    def _capture(
+        self, model: torch.nn.Module, given: object, extra: Any, *, frozen: bool
+    ) -> _Captured:
         # In mid-step, states and small state would be of different steps.
         self.check_between_steps("inf.save()")
         optimizers = metadata.optimizers_of(given, self.units)
@@ -451,12 +472,26 @@ class Saver:
         entries = tuple(
             metadata.describe_optimizer(optimizer, self.optimizer_of) for optimizer in optimizers
         )
-        layout = metadata.layout_of(self.flats, self.states.store, self.policy)
-        rows = rows_of([self.states.store[flat] for flat in self.flats], key=secrets.randbits(62))
-        return _Captured(layout, entries, metadata.buffer_bytes(model), extra_bytes(extra), rows)
+        flats = [flat for flat in self.flats if frozen or any(map(self.learns, flat.params))]
+        if self.flats and not flats:
+            raise ValueError(
+                "inf.save(frozen=False) would save no parameter: none requires a gradient or has "
+                "optimizer states; save with frozen=True"
+            )
+        held = set(flats)
+        left_out = [flat for flat in self.flats if flat not in held]
+        layout = metadata.layout_of(flats, self.states.store, self.policy, left_out)
+        rows = rows_of([self.states.store[flat] for flat in flats], key=secrets.randbits(62))
+        buffers, kept = metadata.buffer_bytes(model), extra_bytes(extra)
+        return _Captured(layout, tuple(flats), entries, buffers, kept, rows)
 
-    def _order(self) -> list[Flat]:
-        """Order the flats as the next step's updates come: the first forward unit first, or the
+    def learns(self, param: Param) -> bool:
+        """Return whether training changes a parameter: it requires a gradient, or an optimizer
+        holds states of it."""
+        return param.at_rest.requires_grad or self.optimizer_of(param) is not None
+
+    def _order(self, saved: Sequence[Flat]) -> list[Flat]:
+        """Order these flats as the next step's updates come: the first forward unit first, or the
         last if backward updates.
         """
         units = list(self.units)
@@ -464,7 +499,8 @@ class Saver:
             # Backward updates the last unit first; units that are written first are to be copied
             # first.
             units.reverse()
-        return [flat for unit in units for flat in unit.flats]
+        wanted = set(saved)
+        return [flat for unit in units for flat in unit.flats if flat in wanted]
 
     def _run(self, job: _SaveJob, line: ProgressLine, undo: contextlib.ExitStack) -> None:
         error: BaseException | None = None

@@ -61,7 +61,8 @@ class Generation:
     """A generation of a directory. why_not: why it is not whole, "" if it is; then the rest is what
     its manifests say.
 
-    formats: elements by state format. written_s: when the last manifest was, in seconds since 1970.
+    params, formats: elements, and those by state format. left_out: elements of frozen parameters
+    that were not saved. written_s: when the last manifest was, in seconds since 1970.
     """
 
     number: int
@@ -69,6 +70,7 @@ class Generation:
     step: int | None
     world: int | None
     params: int
+    left_out: int
     state: str
     formats: dict[str, int]
     optimizers: tuple[str, ...]
@@ -146,6 +148,7 @@ def _describe(directory: Path, number: int) -> Generation:
         step=first.step if first is not None else None,
         world=first.world if first is not None else None,
         params=sum(formats.values()),
+        left_out=sum(entry.numel for entry in first.layout.left_out) if first is not None else 0,
         state=str(first.layout.numerics.get("state", "")) if first is not None else "",
         formats=dict(formats),
         optimizers=tuple(entry.title for entry in first.optimizers) if first is not None else (),

@@ -41,6 +41,7 @@ from infinity._src.checkpoint.verify import (
     list_generations,
 )
 from infinity._src.sizes import format_size, parse_size
+from infinity._src.wording import listed
 from infinity.errors import InfinityError
 
 # -- The command -----------------------------------------------------------------------------------
@@ -140,6 +141,12 @@ def _export(options: argparse.Namespace, console: Console) -> int:
         f"{_count(len(written.files), 'file')} in {escape(str(options.out))}",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if checkpoint.left_out:
+        names = listed(entry.name for entry in checkpoint.left_out)
+        console.print(
+            f"note: the checkpoint was saved with frozen=False, so {options.out} lacks {names}",
+            highlight=False, markup=False, soft_wrap=True,
+        )  # fmt: skip
     console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
     return 0
 
@@ -239,7 +246,7 @@ def show_directory(console: Console, directory: Path, generations: Sequence[Gene
             _number(each.step),
             _number(each.world),
             format_size(each.disk_bytes),
-            f"{each.params:,}" if each.params else "-",
+            _params(each),
             escape(_state(each)),
             escape(", ".join(each.optimizers) or "-"),
             _time(each.written_s),
@@ -286,6 +293,13 @@ def _state(generation: Generation) -> str:
     if len(generation.formats) == 1:
         kinds = next(iter(generation.formats))
     return f"{generation.state}: {kinds}" if kinds else "-"
+
+
+def _params(generation: Generation) -> str:
+    if not generation.params:
+        return "-"
+    left_out = f" (and {generation.left_out:,} frozen, left out)" if generation.left_out else ""
+    return f"{generation.params:,}{left_out}"
 
 
 def _number(value: int | None) -> str:

@@ -25,7 +25,12 @@ from infinity._src.distributed.collectives import Collectives, Volume
 from infinity._src.distributed.lanes import Lane, OrderedLane, PendingCollective
 from infinity._src.distributed.names import NameExchange
 from infinity._src.distributed.process_groups import abort_groups, make_group
-from infinity._src.distributed.topology import Topology, default_store
+from infinity._src.distributed.topology import (
+    Topology,
+    check_group,
+    default_store,
+    group_world,
+)
 from infinity._src.distributed.transport import Transport, transport_for
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
@@ -47,6 +52,7 @@ class Comm:
     def __init__(self, topology: Topology | None = None) -> None:
         self.topology = topology or Topology.alone()
         self.world, self.rank = self.topology.world, self.topology.rank
+        self._group_world = group_world()
         self.watchdog: Watchdog | None = None
         self._control: Lane | None = None
         self._control_names: NameExchange | None = None
@@ -368,6 +374,11 @@ class Comm:
         """End the engine on all ranks, and publish why this one cannot go on. Never blocks."""
         if self.watchdog is not None:
             self.watchdog.report_failure(error)
+
+    def check_group(self) -> None:
+        """Raise ProcessGroupChanged if torch.distributed has a default group of another size by
+        now."""
+        check_group(self._group_world, self.world)
 
     def check(self) -> None:
         """Raise RankFailed if a rank is known to have failed."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm, digest
+from infinity._src.distributed.topology import is_own
 from infinity._src.distributed.transport import Transport
 from infinity._src.grads.buffers import GradBuffers, UnreducedGrads
 from infinity._src.grads.reduce import FlagBuffers, ReduceScatter
@@ -49,10 +50,10 @@ class RankSetup:
     ) -> None:
         self._policy = policy
         # Counted for each default group: a second group in the process has a store without old
-        # records.
+        # records. A rank's own engine counts nothing, since the others may have none.
         name = (
             f"engine {next(_ENGINES.setdefault(dist.group.WORLD, itertools.count()))}"
-            if dist.is_initialized()
+            if dist.is_initialized() and not is_own(policy.mesh)
             else ""
         )
         self.comm = Comm.open(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from infinity._src.distributed.heartbeat import Host
-from infinity.errors import RankFailed
+from infinity.errors import ProcessGroupChanged, RankFailed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,60 @@ if TYPE_CHECKING:
 log = logging.getLogger("infinity")
 
 _POLL_S = 0.02
+
+_OWN_MESH = (
+    "for a model of this rank alone, pass Policy(mesh=init_device_mesh(device, (ranks, 1), "
+    "mesh_dim_names=('all', 'own'))['own'])"
+)
+_JOIN = (
+    "build TrainingArguments or Accelerator (which join the ranks), or call "
+    "torch.distributed.init_process_group(), before inf.offload(model, policy); "
+    "infinity.integrations.transformers.embed(trainer, policy) offloads when that is done"
+)
+
+
+def check_launched() -> None:
+    """Check that ranks which a launcher has started have met, before one offloads a model.
+
+    Each would make an engine of one rank, and train a model of its own in silence. Raises:
+    ValueError.
+    """
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdecimal() and int(ranks) > 1 and group_world() is None:
+        raise ValueError(
+            f"WORLD_SIZE={ranks} is in the environment, so {ranks} ranks were started, and "
+            "torch.distributed has no process group yet: each rank would train a model of its own. "
+            f"To train one together, {_JOIN}. For a model of each process, take WORLD_SIZE out of "
+            "the environment"
+        )
+
+
+def group_world() -> int | None:
+    """Return the number of ranks in the default group of torch.distributed; None without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_world_size()
+
+
+def check_group(world: int | None, engine_world: int) -> None:
+    """Check that the default group is as large as it was when an engine was made.
+
+    world: of the group then. engine_world: ranks of the engine. Raises: ProcessGroupChanged.
+    """
+    now = group_world()
+    # Without a group at the end of a program there is nobody to train with.
+    if now is not None and now != (world or 1):
+        raise ProcessGroupChanged(
+            f"torch.distributed has a process group of {now} ranks, and the model was offloaded "
+            f"{'before there was one' if world is None else f'when it had {world}'}, by an engine "
+            f"of {engine_world} rank{'s' if engine_world > 1 else ''}: the ranks would train "
+            f"models that differ. To train one together, {_JOIN}; {_OWN_MESH}"
+        )
+
+
+def is_own(mesh: DeviceMesh | None) -> bool:
+    """Return whether a mesh holds this rank alone."""
+    return mesh is not None and mesh.mesh.flatten().tolist() == [dist.get_rank()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +115,7 @@ class Topology:
 
         Collective; blocks.
         mesh: one-dimensional over all ranks (nodes are found as without a mesh), or
-        two-dimensional: (nodes, ranks of a node).
+        two-dimensional: (nodes, ranks of a node); or of this rank alone, which has no others then.
         Raises: ValueError if the mesh does not hold every rank once, in ascending order; RankFailed
         naming the ranks that have not published their host within `timeout_s`.
         """
@@ -73,6 +127,8 @@ class Topology:
                 )
             return cls.alone()
         rank, world = dist.get_rank(), dist.get_world_size()
+        if is_own(mesh):
+            return cls.alone()
         if mesh is not None:
             _check(mesh, world)
             # Two dimensions say the nodes; they are not looked for.
@@ -106,7 +162,7 @@ def _check(mesh: DeviceMesh, world: int) -> None:
             f"the mesh holds the ranks {ranks}, and there are {world}: it must hold each rank "
             "once, in ascending order, as "
             f'init_device_mesh("cpu", ({world},)) does, or init_device_mesh("cpu", (nodes, {world} '
-            "// nodes))"
+            f"// nodes)); {_OWN_MESH}"
         )
 
 

@@ -1,7 +1,8 @@
 """Gradient accumulators: storage of accumulated gradients, their norms, and the log of scalings.
 
     GradAccumulator   one parameter's gradient (this rank's part) in CPU memory, with a log of
-                      in-place scalings; or, spilled, on NVMe, from where its `GradBacking` reads it
+                      in-place scalings and clamps; or, spilled, on NVMe, from where its
+                      `GradBacking` reads it
     GradRegistry      the accumulators of one model: their scratch, and norms over all ranks
 
 Invariants. The log is replayed with one fp32 operation per entry, so clipping needs no pass over
@@ -37,9 +38,26 @@ LogEntry = tuple[str, float]
 def replay(value: torch.Tensor, log: Sequence[LogEntry]) -> torch.Tensor:
     """Apply the log in place to an fp32 tensor, one rounding per entry."""
     # One operation per entry: factors multiplied first would round differently from the loop.
-    for kind, factor in log:
-        value.mul_(factor) if kind == "mul" else value.div_(factor)
+    for kind, number in log:
+        _REPLAYED[kind](value, number)
     return value
+
+
+_REPLAYED: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "mul": torch.Tensor.mul_,
+    "div": torch.Tensor.div_,
+    "clamp_min": torch.Tensor.clamp_min_,
+    "clamp_max": torch.Tensor.clamp_max_,
+}
+"""Operations in place on an fp32 tensor, by the kind of a log's entry; the kernels replay the same
+by `LogKind`."""
+
+
+def is_exact(entry: LogEntry) -> bool:
+    """Return whether an entry changes no bit of any gradient: a factor of 1, as clipping by norm
+    leaves it where nothing is clipped."""
+    kind, number = entry
+    return kind in ("mul", "div") and number == 1.0
 
 
 def norm_there(gradient: torch.Tensor) -> torch.Tensor:
@@ -62,10 +80,10 @@ def to_fp32(value: float) -> float:
 
 def raise_unsupported(name: str, operation: str) -> NoReturn:
     """Raise the error of an operation that a proxy cannot answer, with the way that works."""
-    if "clamp" in operation or "clip" in operation:
+    if "clamp" in operation or "clip" in operation or "imum" in operation:
         way = (
-            "clip by norm (torch.nn.utils.clip_grad_norm_), or assign "
-            "p.grad.materialize().clamp(...) to p.grad"
+            "clip it in place and by numbers (torch.nn.utils.clip_grad_value_, "
+            "p.grad.clamp_(-1, 1)), or assign p.grad.materialize().clamp(...) to p.grad"
         )
     elif (
         "addc" in operation
@@ -79,8 +97,8 @@ def raise_unsupported(name: str, operation: str) -> NoReturn:
         )
     else:
         way = (
-            "it answers norms, `*=`, `/=`, zero_ and GradScaler; p.grad.materialize() returns its "
-            "values on the CPU, and a tensor assigned to p.grad takes their place"
+            "it answers norms, `*=`, `/=`, clamp_, zero_ and GradScaler; p.grad.materialize() "
+            "returns its values on the CPU, and a tensor assigned to p.grad takes their place"
         )
     raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
 
@@ -140,7 +158,8 @@ def wait_through(ticket: Ticket) -> None:
 
 
 class GradAccumulator:
-    """Accumulated gradient of one parameter, and the log of scalings that the loop applied to it.
+    """Accumulated gradient of one parameter, and the log of scalings and clamps that the loop
+    applied to it.
 
     `tensor` is the accumulator's storage, 1-D CPU, of the gradient dtype: this rank's part of the
     parameter (all of it on one rank, nothing where the shard holds none). `guard` sets the reader
@@ -457,17 +476,28 @@ class GradAccumulator:
         first."""
         self._require_held(kind)
         assert kind in ("mul", "div"), kind
-        if value == 1.0:
-            return  # exact, and the usual case of clipping: the norm stays valid
-        if len(self.log) >= LOG_MAX:
+        if is_exact((kind, value)):
+            return  # the usual case of clipping: the norm stays valid
+        self._note([(kind, value)])
+
+    def clamp(self, minimum: float | None, maximum: float | None) -> None:
+        """Raise smaller elements to `minimum` and lower larger ones to `maximum`, numbers that are
+        rounded to fp32 first; None: no bound. NaN stays NaN."""
+        self._require_held("clamp_")
+        # In torch's order: where the bounds cross, the maximum wins.
+        bounds = (("clamp_min", minimum), ("clamp_max", maximum))
+        self._note([(kind, to_fp32(bound)) for kind, bound in bounds if bound is not None])
+
+    def _note(self, entries: Sequence[LogEntry]) -> None:
+        if len(self.log) + len(entries) > LOG_MAX:
             raise RuntimeError(
-                f"{self.name}.grad was scaled more than {LOG_MAX} times since it was accumulated; "
-                "multiply the factors first and scale once"
+                f"{self.name}.grad was scaled or clamped more than {LOG_MAX} times since it was "
+                "accumulated; multiply the factors first and scale once"
             )
-        # The norm before the first factor: `_bounded` proves finiteness from it without a pass.
+        # The norm before the first entry: `_bounded` proves finiteness from it without a pass.
         if not self.log:
             self._raw_norm = self._known_norm()
-        self.log.append((kind, value))
+        self.log.extend(entries)
         self._forget_norms()
 
     # -- reading -----------------------------------------------------------------------------------
@@ -502,7 +532,11 @@ class GradAccumulator:
         for kind, value in self.log:
             if not math.isfinite(value) or (kind == "div" and value == 0.0):
                 return False
-            bound = to_fp32(abs(bound * value if kind == "mul" else bound / value))
+            if kind in ("clamp_min", "clamp_max"):
+                # An element is what it was, or the clamp's own bound.
+                bound = max(bound, abs(value))
+            else:
+                bound = to_fp32(abs(bound * value if kind == "mul" else bound / value))
             if not math.isfinite(bound):
                 return False
         return True
@@ -544,8 +578,10 @@ class GradAccumulator:
         if self.state is AccumulatorState.CONSUMED:
             raise RuntimeError(
                 f"{operation} on the gradient of {self.name}: with Policy(update='backward') the "
-                "update took it during backward. Clipping by norm, GradScaler and changing "
-                "gradients need update='deferred'; clear gradients with zero_grad(set_to_none=True)"
+                "update took it during backward. Clipping by norm or value, GradScaler and "
+                "changing gradients need update='deferred'; transformers' Trainer takes no norm "
+                "after infinity.integrations.transformers.embed(trainer); clear gradients with "
+                "zero_grad(set_to_none=True)"
             )
         if self.unreduced:
             raise RuntimeError(

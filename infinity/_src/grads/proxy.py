@@ -1,9 +1,11 @@
-"""Gradient proxies in `p.grad`: clipping, unscaling and zeroing of gradients that rest elsewhere.
+"""Gradient proxies in `p.grad`: clipping by norm and by value, unscaling and zeroing of gradients
+that rest elsewhere.
 
     backward -> GradAccumulator.accumulate(grad)   the gradient is copied, or added to the sum
     p.grad   -> GradProxy                          shape, dtype, device, and no storage; one per
                                                    accumulator, reused every step
-    loop     -> clip, unscale, `p.grad *= s`       norms are cached; scalings go into a log
+    loop     -> clip, unscale, `p.grad *= s`       norms are cached; scalings and clamps go into a
+                                                   log
     step     -> raise to fp32, replay the log      the bits of the same loop on fp32 gradients
 
 A proxy answers or raises: no operation on it is ever skipped.
@@ -11,6 +13,7 @@ A proxy answers or raises: no operation on it is ever skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -23,8 +26,8 @@ from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, r
 class GradProxy(torch.Tensor):
     """Tensor in `p.grad`: shape, dtype and device of a gradient that rests in an accumulator.
 
-    Answers norms and in-place scaling, zeroing and GradScaler; everything else raises RuntimeError
-    that names the parameter, the operation and what to do instead.
+    Answers norms and in-place scaling, clamping, zeroing and GradScaler; everything else raises
+    RuntimeError that names the parameter, the operation and what to do instead.
     """
 
     accumulator: GradAccumulator
@@ -69,8 +72,11 @@ class GradProxy(torch.Tensor):
         return GradProxy.of(self.accumulator, self.device)
 
     @data.setter
-    def data(self, _value: torch.Tensor) -> None:
-        raise_unsupported(self.accumulator.name, "`.data =`")
+    def data(self, value: torch.Tensor) -> None:
+        # `Module.to` and `.cpu()` assign what the conversion gave them, which is this gradient
+        # where nothing changes; an at-rest parameter takes that alike.
+        if not (isinstance(value, GradProxy) and value.accumulator is self.accumulator):
+            raise_unsupported(self.accumulator.name, "`.data =`")
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise_unsupported(self.accumulator.name, "pickling")
@@ -203,6 +209,37 @@ def _check_factor_of_plain(value: object) -> None:
         raise_unsupported(value.accumulator.name, "being a factor")
 
 
+def _clamp(
+    grad: GradProxy, minimum: float | None = None, maximum: float | None = None
+) -> GradProxy:
+    for bound in (minimum, maximum):
+        # NaN would make every element NaN.
+        if bound is not None and math.isnan(bound):
+            raise_unsupported(grad.accumulator.name, f"clamping by {bound}")
+    grad.accumulator.clamp(minimum, maximum)
+    return grad
+
+
+def _clamp_max(grad: GradProxy, maximum: float) -> GradProxy:
+    return _clamp(grad, None, maximum)
+
+
+def _foreach_clamp(
+    clamp: Callable[[GradProxy, float], GradProxy], name: str
+) -> Callable[..., None]:
+    """Return the operator on lists that clamps each gradient; ordinary ones by torch's `name`."""
+
+    def foreach(grads: Sequence[torch.Tensor], bound: float | Sequence[float]) -> None:
+        bounds = bound if isinstance(bound, (list, tuple)) else [bound] * len(grads)
+        for grad, each in zip(grads, bounds, strict=True):
+            if isinstance(grad, GradProxy):
+                clamp(grad, each)
+            else:
+                getattr(grad, name)(each)
+
+    return foreach
+
+
 def _zero(grad: GradProxy) -> GradProxy:
     grad.accumulator.zero()
     return grad
@@ -238,6 +275,8 @@ def _alias(grad: GradProxy) -> GradProxy:
     return GradProxy.of(grad.accumulator, grad.device)
 
 
+_foreach_clamp_min = _foreach_clamp(_clamp, "clamp_min_")
+_foreach_clamp_max = _foreach_clamp(_clamp_max, "clamp_max_")
 _aten: Any = torch.ops.aten
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_vector_norm.default: _norm_tensor,
@@ -257,6 +296,17 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _aten._foreach_div_.Scalar: _foreach_scaling("div"),
     _aten._foreach_div_.ScalarList: _foreach_scaling("div"),
     _aten._foreach_div_.List: _foreach_scaling("div"),
+    _aten.clamp_.default: _clamp,
+    _aten.clamp_min_.default: _clamp,
+    _aten.clamp_max_.default: _clamp_max,
+    _aten._foreach_clamp_min_.Scalar: _foreach_clamp_min,
+    _aten._foreach_clamp_min_.ScalarList: _foreach_clamp_min,
+    _aten._foreach_maximum_.Scalar: _foreach_clamp_min,
+    _aten._foreach_maximum_.ScalarList: _foreach_clamp_min,
+    _aten._foreach_clamp_max_.Scalar: _foreach_clamp_max,
+    _aten._foreach_clamp_max_.ScalarList: _foreach_clamp_max,
+    _aten._foreach_minimum_.Scalar: _foreach_clamp_max,
+    _aten._foreach_minimum_.ScalarList: _foreach_clamp_max,
     _aten.zero_.default: _zero,
     _aten._foreach_zero_.default: _foreach_zero,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,

@@ -46,6 +46,7 @@ from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
+from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import (
     EngineHook,
     GradientsInterface,
@@ -101,8 +102,8 @@ class FrameStack(list[Frame]):
 
 
 class Hook(EngineHook):
-    """Module hook that torch.compile does not trace. Pickling a hooked module raises, with the
-    reason."""
+    """Module hook that torch.compile does not trace. Pickling a hooked module, and copying it,
+    raises, with the reason."""
 
     def __init__(self, function: Callable[..., None], units: list[Unit]) -> None:
         self._function = dynamo_disable(function)
@@ -112,10 +113,15 @@ class Hook(EngineHook):
         self._function(*args)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        for unit in self._units:
-            for param in unit.params:
-                param.at_rest.__reduce_ex__(protocol)  # raises, with the name
-        raise AssertionError("a hook without offloaded parameters")
+        self._first.__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        self._first.__deepcopy__(memo)
+
+    @property
+    def _first(self) -> ShardedParameter:
+        """The parameter that refuses, with its name."""
+        return next(param.at_rest for unit in self._units for param in unit.params)
 
 
 class Lifecycle:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -333,8 +333,17 @@ def _replayed(grad: torch.Tensor, row: Any) -> torch.Tensor:
     for index in range(int(row["log_count"])):
         # A tensor, so that a division rounds once (see the module's docstring).
         value = _scalar(row["log_value"][index], g)
-        g = g * value if int(row["log_kind"][index]) == LogKind.MUL else g / value
+        g = _REPLAYED[LogKind(int(row["log_kind"][index]))](g, value)
     return g
+
+
+_REPLAYED: dict[LogKind, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    LogKind.MUL: torch.mul,
+    LogKind.DIV: torch.div,
+    # Not by maximum, which chooses among zeros of both signs as the device likes. NaN stays.
+    LogKind.CLAMP_MIN: lambda g, value: torch.where(g < value, value, g),
+    LogKind.CLAMP_MAX: lambda g, value: torch.where(g > value, value, g),
+}
 
 
 def _adamw(

@@ -13,6 +13,10 @@ So they stay on the heap, and it gives its holes back when they make the process
 to be. Free memory that it needed a moment ago does not: what was in use at once in this step or the
 one before will be again. Given back, it would be faulted in and zeroed anew, activations and
 gradients of a whole step with it: a fifth of the time of that step.
+
+Blocks that go in another order than they came leave holes, too, in the midst of a step, and those
+fill again before it ends. To give them back takes all free memory along. So that waits until most
+of what a step needs is in use, when hardly more than the holes is free.
 """
 
 from __future__ import annotations
@@ -42,6 +46,9 @@ BRIEF_S = 0.5e-3
 """Time of a check that may be made after each use of a unit; ten times of that after a flat that is
 filled, once, from a drive.
 """
+
+LITTLE = 0.1
+"""Share of the rise of memory in use in a step. Nearer to its most, free memory is given back."""
 
 GIVE_BACK_STEPS = 64
 """Steps after which all free memory is given back, so that errors of the estimate end."""
@@ -87,8 +94,10 @@ class Heap:
     """Limit on the freed memory that malloc keeps. For one thread.
 
     The process may be as large as the memory that was in use at once, in this step or the one
-    before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step.
-    repeats: what was needed at once will be again; without it only what is in use now counts.
+    before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step. While
+    little of that is in use, it may be larger for a while, by as much as use rose in the step
+    before. repeats: what was needed at once will be again; without it only what is in use now
+    counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
     went back to the system. So they are estimated, as the growth of the process beyond the growth
@@ -112,8 +121,10 @@ class Heap:
         self._repeats = repeats
         self._brief_s = BRIEF_S if repeats else 10 * BRIEF_S
         self._steps = 0
-        # Bytes of the process with what was in use at most: in this step, and the one before.
-        self._needed = self._needed_before = 0
+        # Bytes of the process with what was in use at least, and at most: in this step, and in the
+        # one before.
+        self._used_now: list[int] = []
+        self._used_before: list[int] = []
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         # The descriptor is the object's: it must not leak with each model.
         weakref.finalize(self, os.close, self._statm)
@@ -134,7 +145,7 @@ class Heap:
         while the kernel takes it."""
         if self._library is None:
             return
-        self._needed_before, self._needed = self._needed, 0
+        self._used_before, self._used_now = self._used_now, []
         if self._steps % GIVE_BACK_STEPS == 0 and time.monotonic() >= self._not_before_s:
             self._restart(self._library)
         self._steps += 1
@@ -152,9 +163,14 @@ class Heap:
         # that went back to the system.
         resident = self._resident()
         in_use = self._used(self._library) + self._base
-        self._needed = max(self._needed, in_use) if self._repeats else in_use
+        kept = self._used_now if self._repeats else []
+        self._used_now = [min([in_use, *kept]), max([in_use, *kept])]
         self._rest_after(began_s)
-        if resident > max(self._needed, self._needed_before) + self.spare_bytes:
+        most = max(self._used_now + self._used_before)
+        # In a whole step: one that is under way has not shown what goes again.
+        rise = max(self._used_before, default=0) - min(self._used_before, default=0)
+        surplus = resident - most - self.spare_bytes
+        if surplus > rise or (surplus > 0 and in_use >= most - rise * LITTLE):
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:

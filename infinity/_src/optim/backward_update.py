@@ -429,7 +429,9 @@ def _second_gradient(param: Param) -> RuntimeError:
     return RuntimeError(
         f"a second gradient of {param.name} before opt.step(): with update='backward' the first "
         "was applied already. Run all micro-batches but the last inside `with "
-        "inf.handle(model).no_sync():`, or use update='deferred'"
+        "inf.handle(model).no_sync():`, as a trainer does after "
+        "infinity.integrations.transformers.embed(trainer) or "
+        "infinity.integrations.accelerate.attach(accelerator); or use update='deferred'"
     )
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.config import Policy
-from infinity._src.grads.accumulator import AccumulatorState
+from infinity._src.grads.accumulator import AccumulatorState, is_exact
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.rounding import rounding_key
 from infinity._src.optim.state_access import States
@@ -25,6 +25,7 @@ from infinity._src.optim.update_jobs import Work
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param
 from infinity._src.params.unshard import Unsharder
+from infinity._src.wording import TRAINERS
 from infinity.aio import Format
 
 MANIFEST_VERSION = 1
@@ -138,7 +139,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 if not isinstance(param, ShardedParameter):
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
-                        "inf.offload(model, policy) before building the optimizer, and give other "
+                        "inf.offload(model, policy) before building the optimizer (and after "
+                        "get_peft_model, so that adapters are offloaded, too), and give other "
                         "parameters to an optimizer of torch"
                     )
                 record = param.infinity_link.param
@@ -262,8 +264,7 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             # A copy: the count advances only when the rows of all parameters could be made.
             state = {**self.state[param.at_rest]}
             state["step"] = state.get("step", 0) + 1
-            # Clipping that had nothing to clip leaves factors of 1.
-            log = [entry for entry in param.grad.log if entry[1] != 1.0]
+            log = [entry for entry in param.grad.log if not is_exact(entry)]
             row = self.hyper(param, state, log)
             # The key names step and parameter, not time or thread: stochastic rounding gives the
             # same bits in every run.
@@ -364,8 +365,10 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             if mine != entry:
                 raise ValueError(
                     f"the manifest says {entry} for parameter {index}, the engine holds {mine}: "
-                    "moments are not in a manifest, so it loads only into the run that wrote it, "
-                    "at the same step"
+                    "moments are not in a manifest, so it loads only at the step at which it was "
+                    "written. inf.save(model, optimizer, directory) keeps them, and after "
+                    "inf.restore(model, optimizer, directory) the manifest loads. A trainer does "
+                    f"both when it saves and resumes, with {TRAINERS}"
                 )
         if len(state_dict["state"]) != len(here["state"]):
             raise ValueError(

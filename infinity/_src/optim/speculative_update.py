@@ -25,7 +25,12 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from infinity._src._torch_compat import NO_TASK, graph_task_id
-from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, wait_through
+from infinity._src.grads.accumulator import (
+    AccumulatorState,
+    GradAccumulator,
+    is_exact,
+    wait_through,
+)
 from infinity._src.memory.constants import LAG_UNITS
 from infinity._src.memory.device import Device
 from infinity._src.optim.step import accumulated_gradients, guard
@@ -309,8 +314,8 @@ def _is_untouched(unit: Unit) -> bool:
     backward would have read the same.
     """
     return all(
-        factor == 1.0
+        is_exact(entry)
         for param in unit.params
         if param.grad is not None
-        for _, factor in param.grad.log
+        for entry in param.grad.log
     )

@@ -57,7 +57,7 @@ def values_of(optimizer: Grouped) -> list[dict[str, Any]]:
 
 def describe_step(optimizer: Grouped, params: Sequence[Param]) -> StepDescription:
     """Describe a step that updates these parameters: the values of their groups, and the factors
-    that the loop applied to their gradients.
+    and bounds that the loop applied to their gradients.
     """
     numbers: list[float] = []
     names: list[str] = []
@@ -74,7 +74,8 @@ def describe_step(optimizer: Grouped, params: Sequence[Param]) -> StepDescriptio
     for param in sorted(params, key=lambda param: param.name):
         for kind, factor in param.grad.log if param.grad is not None else ():
             done.append((param.name, kind))
-            number(f"the gradient of {param.name} times", factor)
+            how = "clamped at" if kind.startswith("clamp") else "times"
+            number(f"the gradient of {param.name} {how}", factor)
     return StepDescription(
         fingerprinted(f"a step of {_title(optimizer, params)}", _digest([held, done])),
         numbers,

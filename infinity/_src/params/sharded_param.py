@@ -19,9 +19,11 @@ import torch
 from infinity._src._torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
+    is_replicating,
     make_wrapper,
     parse_to,
 )
+from infinity._src.wording import TRAINERS
 from infinity.errors import EngineClosed, ParameterReleased
 
 if TYPE_CHECKING:
@@ -157,7 +159,11 @@ class ShardedParameter(torch.nn.Parameter):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise_forbidden(
-            self, "deepcopy", "copy the model before it is offloaded, or copy `model.state_dict()`"
+            self,
+            "deepcopy",
+            "copy the model before it is offloaded, or copy `model.state_dict()`; a trainer makes "
+            "its copies first if infinity.integrations.transformers.embed(trainer, policy) "
+            "offloads the model",
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,10 +179,19 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
         raise EngineClosed(
             f"{operation} on {name}: the engine of its model was closed, and the values with it"
         )
+    where = link.owner.where(link.param)
+    if is_replicating():
+        raise ParameterReleased(
+            f"torch.nn.DataParallel copies {name} to other devices, and it is on {where}: an "
+            "offloaded model computes on one device of a process. Start a process for each device "
+            "(torchrun --nproc-per-node N), or let this one see one (CUDA_VISIBLE_DEVICES=0); "
+            "transformers' Trainer wraps the model where it sees several"
+        )
     raise ParameterReleased(
-        f"{name} is on {link.owner.where(link.param)}, and {operation} wants its values outside of "
-        "the model's forward. Gather it: `with inf.handle(model).gather(parameter): ...` (writes "
-        "inside are kept)"
+        f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
+        "Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are kept). If a "
+        f"trainer does this (DistributedDataParallel, an optimizer of torch): {TRAINERS}; "
+        "infinity.integrations.peft.merge(model) merges adapters"
     )
 
 
@@ -358,7 +373,8 @@ def _to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 parameter,
                 f"`.to({wanted})`",
                 f"its device ({here}) and dtype ({parameter.dtype}) were fixed when the model was "
-                "offloaded; convert the model before `inf.offload`",
+                "offloaded; convert the model before `inf.offload`. If a trainer moves or casts "
+                f"it: {TRAINERS}",
             )
     return _on_values(func, args, kwargs)
 

@@ -545,6 +545,7 @@ class Unsharder:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         # A forward inside of backward recomputes: the phase is still the backward.
         if not self._passes.in_backward:
+            self._access.before_pass()
             self._store.pin()
             self._gradients.free_done()
             trains = torch.is_grad_enabled()

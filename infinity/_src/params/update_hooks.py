@@ -65,6 +65,9 @@ class UpdateHooks(abc.ABC):
 class Access(Protocol):
     """Checks before values are read or written (`infinity._src.access`)."""
 
+    def before_pass(self) -> None:
+        """An outermost forward is about to begin. Raises: ProcessGroupChanged."""
+
     def before_read(self, unit: Unit) -> None:
         """The unit's values are about to be read. Raises: EngineClosed; the fault of an update."""
 

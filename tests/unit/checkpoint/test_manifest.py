@@ -26,6 +26,7 @@ from infinity._src.checkpoint.manifest import (
     FlatEntry,
     Head,
     Layout,
+    LeftOutEntry,
     Manifest,
     OptimizerEntry,
     ParamEntry,
@@ -123,6 +124,19 @@ def edited_row(name: str, value: object) -> dict[str, Any]:
     return {"rows": rows}
 
 
+def test_what_was_left_out_comes_back_and_is_nothing_in_other_manifests() -> None:
+    left_out = (LeftOutEntry(("x", "y"), (7, 0), "float32"), LeftOutEntry(("z",), (), "int8"))
+    given_ = dataclasses.replace(manifest(), layout=Layout((EXACT,), {}, left_out))
+    back = Manifest.decode(encoded(given_), "there").layout
+    assert back.left_out == left_out
+    assert [(entry.name, entry.numel) for entry in back.left_out] == [("x", 0), ("z", 1)]
+    assert b"left_out" not in Layout((EXACT,), {}).encoded
+
+
+def edited_left_out(*values: Any) -> dict[str, Any]:
+    return {"layout": Layout((EXACT,), {}, (LeftOutEntry(*values),))}
+
+
 def edited_flat(**values: Any) -> dict[str, Any]:
     return {"layout": Layout((dataclasses.replace(EXACT, **values),), {})}
 
@@ -160,6 +174,10 @@ def edited_flat(**values: Any) -> dict[str, Any]:
                 ParamEntry(("a",), (3,), -64),
             )
         ),
+        edited_left_out((), (3,), "int8"),
+        edited_left_out((1,), (3,), "int8"),
+        edited_left_out(("a",), (-3,), "int8"),
+        edited_left_out(("a",), ("3",), "int8"),
     ],
     ids=lambda edit: next(iter(edit)),
 )

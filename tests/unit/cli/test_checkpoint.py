@@ -294,6 +294,37 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
     assert f"lo of {manifest.layout.flats[0].params[0].name}[0:" in shown
 
 
+def test_a_checkpoint_without_frozen_parameters_is_listed_verified_resharded_and_exported(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frozen = "transformer.ln_f.bias"
+    model, optimizer = trained(inf.Policy())
+    inf.restore(model, optimizer, saved / "ckpt")
+    inf.save(model, optimizer, tmp_path / "ckpt", frozen=False).wait()
+    inf.handle(model).close()
+    numel = sum(parameter.numel() for parameter in tied().parameters())
+    assert infinity_main(["checkpoint", "ls", str(tmp_path / "ckpt"), "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["checkpoints"][0]["generations"]
+    assert (found["params"], found["left_out"], found["why_not"]) == (numel - 32, 32, "")
+    assert f"{numel - 32:,} (and 32 frozen, left out)" in run("ls", tmp_path / "ckpt")[1]
+    assert run("verify", tmp_path / "ckpt")[0] == 0
+    assert run("reshard", tmp_path / "ckpt", tmp_path / "two", "--world", 2)[0] == 0
+    assert states_in(tmp_path / "two") == states_in(tmp_path / "ckpt")
+    expected, _ = restored(saved / "ckpt")
+    expected[frozen] = tied().state_dict()[frozen]  # that of the model
+    for place in ("ckpt", "two"):
+        ours, result = restored(tmp_path / place)
+        assert any(frozen in note for note in result.notes)
+        assert_same(ours, expected)
+    status, shown = run("export", tmp_path / "two", tmp_path / "values")
+    assert status == 0
+    assert f"saved with frozen=False, so {tmp_path / 'values'} lacks {frozen}" in shown
+    assert "lacks" not in run("export", saved / "ckpt", tmp_path / "whole")[1]
+    values = load_file(saved / "values" / "model.safetensors")
+    del values[frozen]
+    assert_same(load_file(tmp_path / "values" / "model.safetensors"), values)
+
+
 # -- export ----------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity._src.grads import accumulator as grad_accumulator
-from infinity._src.grads.accumulator import AccumulatorState, GradAccumulator, GradRegistry
+from infinity._src.grads.accumulator import (
+    AccumulatorState,
+    GradAccumulator,
+    GradRegistry,
+    to_fp32,
+)
 from infinity._src.grads.proxy import GradProxy
 
 SHAPES = ((5, 7), (130,), (64, 96), (3, 5, 7), (1,))
@@ -256,7 +261,10 @@ def test_a_write_waits_for_the_update_that_reads() -> None:
         lambda grad: grad + 1,
         lambda grad: grad * 2,
         lambda grad: grad.add_(1),
-        lambda grad: grad.clamp_(-1, 1),
+        lambda grad: grad.clamp(-1, 1),
+        lambda grad: grad.clamp_(max=math.nan),
+        lambda grad: grad.clamp_(max=torch.ones(grad.shape)),
+        lambda grad: torch._foreach_clamp_max_([grad], [torch.ones(grad.shape)]),
         lambda grad: grad.mul_(torch.ones(grad.shape)),
         lambda grad: grad.mul_(grad),
         lambda grad: torch.ones(grad.shape).mul_(grad),
@@ -305,15 +313,65 @@ def test_a_torch_optimizer_raises_and_changes_nothing(name: str, foreach: bool) 
         optimizer.step()
 
 
-def test_clip_grad_value_raises_and_says_what_works() -> None:
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_clip_grad_value_equals_clipping_of_fp32_gradients(
+    foreach: bool | None, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    params, accumulators = make_params(dtype)
+    reference = plain(accumulate(params, accumulators))
+    for most in (0.5, 100.0, 1.0, 0.1):  # the second and the third clip nothing
+        torch.nn.utils.clip_grad_value_(params, most, foreach=foreach)
+        torch.nn.utils.clip_grad_value_(reference, most, foreach=foreach)
+        assert_same(accumulators, reference)
+        ours = torch.nn.utils.clip_grad_norm_(params, 1e9, foreach=foreach)
+        theirs = torch.nn.utils.clip_grad_norm_(reference, 1e9, foreach=foreach)
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "clamp",
+    [
+        lambda grads: [grad.clamp_(-0.5, 0.25) for grad in grads],
+        lambda grads: [grad.clamp_(0.5, -0.25) for grad in grads],  # the maximum wins
+        lambda grads: [grad.clamp_(min=0) for grad in grads],
+        lambda grads: [grad.clamp_min_(-0.3) for grad in grads],
+        lambda grads: [grad.clip_(max=0.3) for grad in grads],
+        lambda grads: [grad.data.mul_(0.7).clamp_max_(0.3) for grad in grads],
+        lambda grads: torch._foreach_clamp_min_(grads, [-0.1, -0.2, 0.3, -0.4, -0.5]),
+        lambda grads: torch._foreach_maximum_(grads, -0.2),
+        lambda grads: torch._foreach_minimum_(grads, [0.1, 0.2, -0.3, 0.4, 1.0]),
+    ],
+)
+def test_clamps_are_those_of_fp32_gradients(clamp) -> None:
+    torch.manual_seed(0)
+    params, accumulators = make_params()
+    grads = accumulate(params, accumulators)
+    reference = plain(grads)
+    clamp([param.grad for param in params])
+    clamp([param.grad for param in reference])
+    assert_same(accumulators, reference)
+    assert not torch.equal(accumulators[2].materialize(), grads[2].float())
+    ordinary = torch.ones(3)
+    torch._foreach_clamp_max_([params[0].grad, ordinary], -0.01)
+    assert ordinary.tolist() == [to_fp32(-0.01)] * 3
+    assert accumulators[0].materialize().max() <= to_fp32(-0.01)
+
+
+def test_a_proxy_that_is_its_own_data_stays_and_another_is_refused() -> None:
+    """`Module.cpu()` assigns what the conversion gave it."""
     params, accumulators = make_params()
     accumulate(params, accumulators)
-    for foreach in (True, False):
-        with pytest.raises(RuntimeError, match="clip_grad_norm_"):
-            torch.nn.utils.clip_grad_value_(params, 0.1, foreach=foreach)
-    params[0].grad = params[0].grad.materialize().clamp(-0.1, 0.1).to(params[0].dtype)
-    accumulators[0].reconcile(params[0].grad)
-    assert accumulators[0].materialize().abs().max() <= 0.101
+    grad, before = params[2].grad, accumulators[2].materialize()
+    assert grad is not None
+    for same in (grad, grad.cpu(), grad.data, grad.detach()):
+        grad.data = same
+    assert params[2].grad is grad
+    assert torch.equal(accumulators[2].materialize(), before)
+    for other in (params[1].grad, before):
+        with pytest.raises(RuntimeError, match=r"layer\.2\.weight\.grad .*`\.data =`"):
+            grad.data = other
 
 
 def test_a_stand_in_kept_past_its_gradient_raises() -> None:
@@ -339,6 +397,13 @@ def test_more_scalings_than_the_kernels_replay_raise() -> None:
         params[0].grad *= 0.5
     with pytest.raises(RuntimeError, match="multiply the factors first"):
         params[0].grad *= 0.5
+    params[1].grad.clamp_(max=1.0)
+    for _ in range(grad_accumulator.LOG_MAX - 2):
+        params[1].grad *= 0.5
+    log = list(accumulators[1].log)
+    with pytest.raises(RuntimeError, match="scaled or clamped more than"):
+        params[1].grad.clamp_(-1.0, 1.0)  # the bounds are two, and there is room for one
+    assert accumulators[1].log == log
 
 
 def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
@@ -434,6 +499,9 @@ OPERATIONS = st.lists(
         st.just(("norm", 0.0)),
         st.just(("clip", 0.5)),
         st.tuples(st.sampled_from(["mul", "div"]), st.floats(0.0078125, 128.0, width=32)),
+        st.tuples(
+            st.sampled_from(["clamp_min", "clamp_max"]), st.floats(-2.0, 2.0, width=32)
+        ),
     ),
     max_size=14,
 )
@@ -498,3 +566,20 @@ def test_finiteness_after_scaling_is_that_of_the_scaled_gradient(
     accumulator.scale(kind, factor)
     scaled = grad.float() * factor if kind == "mul" else grad.float() / factor
     assert accumulator.finite() == bool(scaled.isfinite().all())
+
+
+@pytest.mark.parametrize("most", [0.5, float("inf")])
+@pytest.mark.parametrize("value", [1.0, 1e30, float("inf"), float("nan")])
+def test_finiteness_after_clamping_is_that_of_the_clamped_gradient(
+    value: float, most: float
+) -> None:
+    book = GradRegistry(GradProxy.of)
+    accumulator = book.add(
+        "w", torch.Size([64]), torch.zeros(64, dtype=torch.bfloat16), torch.device("cpu")
+    )
+    grad = torch.full((64,), value, dtype=torch.bfloat16)
+    grad[0] = 0.0
+    accumulator.accumulate(grad)
+    accumulator.clamp(None, most)
+    accumulator.scale("mul", 2.0)
+    assert accumulator.finite() == bool((grad.float().clamp(max=most) * 2).isfinite().all())

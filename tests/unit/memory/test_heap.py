@@ -148,6 +148,37 @@ def test_what_is_within_the_allowance_is_used_again() -> None:
     assert said("reuse", "16")[0] < 100  # of the 2048 pages of a block
 
 
+def test_holes_are_given_back_when_most_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Earlier, all that the step is going to use again would go with them."""
+    heap = Heap(10 * MIB)
+    trims: list[int] = []
+    given: dict[str, int] = {"used": 50, "resident": 50}
+    monkeypatch.setattr(heap, "_base", 0)
+    monkeypatch.setattr(heap, "_used", lambda _: given["used"] * MIB)
+    monkeypatch.setattr(heap, "_resident", lambda: given["resident"] * MIB)
+    monkeypatch.setattr(heap, "_restart", lambda _: trims.append(given["used"]))
+    # The process's own heap may be slow to look at.
+    monkeypatch.setattr(heap, "_rest_after", lambda _: None)
+    heap._not_before_s = 0.0
+    heap._steps = 1  # the first gives all back
+
+    def step(*looks: tuple[int, int]) -> list[int]:
+        trims.clear()
+        for used, resident in looks:
+            given.update(used=used, resident=resident)
+            heap.freed()
+        heap.step_begins()
+        return trims
+
+    assert step((50, 60), (100, 110), (50, 110)) == []
+    assert step((50, 120), (80, 120), (100, 120), (60, 105)) == [100]
+    assert step((50, 105), (96, 112), (50, 112)) == [96]
+    assert step((50, 165), (100, 110)) == [50]  # more than the step takes
+    # A step that needs less: its process is smaller, one step later.
+    step((50, 105))
+    assert step((50, 105)) == [50]
+
+
 def test_a_heap_that_is_slow_to_look_at_is_looked_at_seldom() -> None:
     assert said("fragments", "100000")[0] < 10
 

@@ -20,7 +20,17 @@ HYPER_LOGGED = Hyper(
     step=17,
     log=((LogKind.DIV, 65536.0), ("mul", 0.3333), (LogKind.MUL, 1.7), ("div", 3.1)),
 )
-HYPERS = {"plain": HYPER_PLAIN, "late": HYPER_LATE, "logged": HYPER_LOGGED}
+HYPER_CLAMPED = Hyper(
+    lr=1e-3,
+    step=17,
+    log=(("mul", 0.7), ("clamp_min", -0.3), (LogKind.CLAMP_MAX, 0.2), ("div", 3.1)),
+)
+HYPERS = {
+    "plain": HYPER_PLAIN,
+    "late": HYPER_LATE,
+    "logged": HYPER_LOGGED,
+    "clamped": HYPER_CLAMPED,
+}
 
 SPECIAL_BITS = np.array(
     [

@@ -52,7 +52,12 @@ def test_kernels_give_the_bits_of_torch(
     st.floats(1e-8, 1.0),
     st.integers(1, 100_000),
     st.floats(0.0, 1.0),
-    st.lists(st.tuples(st.sampled_from(["mul", "div"]), st.floats(1e-6, 1e6)), max_size=LOG_MAX),
+    st.lists(
+        st.tuples(
+            st.sampled_from(["mul", "div", "clamp_min", "clamp_max"]), st.floats(1e-6, 1e6)
+        ),
+        max_size=LOG_MAX,
+    ),
 )
 def test_all_instruction_sets_agree_with_torch_on_any_length_start_and_scalars(
     state_format: Format,

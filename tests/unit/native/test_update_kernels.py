@@ -21,7 +21,7 @@ from tests.unit.native.states import random_bits as odd_bits
 
 MASTERS = (Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16)
 ENCODINGS = (Moments.FP32, Moments.BF16, Moments.Q8)
-LOG = (("div", 1024.0), ("mul", 0.7))
+LOG = (("div", 1024.0), ("clamp_min", -0.5), ("clamp_max", 0.25), ("mul", 0.7))
 
 ROWS = {
     "adamw": (

@@ -42,6 +42,7 @@ from infinity.aio._records import (
     Format,
     GradDtype,
     HyperFlag,
+    LogKind,
     Master,
     Moments,
 )
@@ -75,6 +76,9 @@ DECAY, STEP_SIZE, EPS, BC2_SQRT, WEIGHT_DECAY = map(
 BETA1, BETA2 = map(_word, ("beta1", "beta2"))
 ONE_MINUS_BETA1, ONE_MINUS_BETA2 = map(_word, ("one_minus_beta1", "one_minus_beta2"))
 FLAGS, LOG_COUNT, LOG_KIND, LOG_VALUE = map(_word, ("flags", "log_count", "log_kind", "log_value"))
+LOG_MUL, LOG_DIV, LOG_CLAMP_MIN = (
+    tl.constexpr(int(k)) for k in (LogKind.MUL, LogKind.DIV, LogKind.CLAMP_MIN)
+)
 # Read as two words by `_block`.
 assert _word("key").value == 0
 
@@ -346,11 +350,17 @@ def _gradient(
     count, index = tl.load(hyper + LOG_COUNT), 0
     while index < count:
         value = tl.load(hyper + LOG_VALUE + index).to(tl.float32, bitcast=True)
-        if tl.load(hyper + LOG_KIND + index) == 0:
+        kind = tl.load(hyper + LOG_KIND + index)
+        if kind == LOG_MUL:
             g = g * value
-        else:
+        elif kind == LOG_DIV:
             # IEEE division, as the reference divides: by a tensor.
             g = tl.div_rn(g, tl.zeros_like(g) + value)
+        elif kind == LOG_CLAMP_MIN:
+            # NaN stays: no comparison with it holds.
+            g = tl.where(g < value, value, g)
+        else:
+            g = tl.where(g > value, value, g)
         index += 1
     return g
 
