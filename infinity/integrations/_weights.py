@@ -161,13 +161,22 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
+SHARD_BYTES_MIN = 64 << 20
+"""Bytes of a file of weights, at least: one is in memory at a time."""
+
+_FILES_MAX = 100
+
+
 def save_pretrained(
-    model: Any, directory: Path, *, max_shard_size: int | str = "2GiB", first: bool = True
+    model: Any, directory: Path, *, max_shard_size: int | str | None = None, first: bool = True
 ) -> None:
     """Write weights, streamed, and what `from_pretrained` reads beside them. All ranks call it.
 
     first: whether this rank writes the files beside the weights.
     """
+    if max_shard_size is None:
+        total = sum(param.numel() * param.dtype.itemsize for param in model.parameters())
+        max_shard_size = max(SHARD_BYTES_MIN, total // _FILES_MAX)
     module = only_engine(model, "save_pretrained")
     if first and isinstance(module, transformers.PreTrainedModel):
         config: Any = module.config

@@ -58,10 +58,13 @@ def from_pretrained(
 
 
 def save_pretrained(
-    model: Any, directory: str | os.PathLike[str], max_shard_size: int | str = "2GiB"
+    model: Any, directory: str | os.PathLike[str], max_shard_size: int | str | None = None
 ) -> None:
     """Write an offloaded model of transformers so that `from_pretrained(directory)` loads it, with
-    the hub's names. Streams one file at a time. On several ranks all call it; the first writes.
+    the hub's names. On several ranks all call it; the first writes.
+
+    max_shard_size: bytes of a file, which is in memory as a whole. None: 64 MiB, or a hundredth of
+    the model where that is more.
 
     Raises: as `inf.export_safetensors`.
     """

@@ -208,3 +208,11 @@ def generates(rank: int, place: Path, shared: Path) -> list[int]:
     run.evaluate(max_new_tokens=5)
     close(run)
     return [int(length) for length in made.shape]
+
+
+def test_one_rank_of_a_launcher(tmp_path: Path) -> None:
+    """`torchrun --nproc-per-node 1` makes a group of one."""
+    job = Job("ends", str(tmp_path), {"name": "launched"})
+    (launched,) = on_ranks(job, tmp_path / "a", 1)
+    alone = end_of(trainer(tmp_path / "alone", policy={}))
+    assert launched.losses == alone.losses

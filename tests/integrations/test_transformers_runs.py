@@ -559,7 +559,7 @@ def lost(run: Any) -> Any:
     """Let the third backward overflow, so that the scaler leaves the step out."""
     calls = []
 
-    def overflow(module: Any, grads: Any) -> Any:  # noqa: ARG001
+    def overflow(module: Any, grads: Any) -> Any:
         calls.append(None)
         return (grads[0] * math.inf,) if len(calls) == 3 else None
 
