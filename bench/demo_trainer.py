@@ -189,28 +189,28 @@ def cells(found: dict[str, Any]) -> dict[str, str]:
         "time per step": f"{found['step_s']:.2f} s",
         "tokens per second": f"{BATCH * LENGTH / found['step_s']:.0f}",
         "parameters trained": f"{found['trained'] / 1e6:.1f} M",
-        "peak RSS in training": format_size(found["rss_training"]),
-        "peak RSS in loading": format_size(found["rss_loading"]),
-        "libraries alone": format_size(found["rss_libraries"]),
+        "peak RSS, training": format_size(found["rss_training"]),
+        "peak RSS, loading": format_size(found["rss_loading"]),
+        "RSS, libraries": format_size(found["rss_libraries"]),
     }
     if "nvme_bytes" not in found:
         return texts
     wait_s = found["io_wait_s"] + found["update_wait_s"]
-    read, written = (f"{found[name] / found['params']:.1f} B per parameter" for name in MOVED)
+    read, written = (f"{found[name] / found['params']:.1f}" for name in MOVED)
     return texts | {
         "held-out loss": f"{found['before']:.4f} → {found['after']:.4f}",
         "waiting on I/O": f"{wait_s / found['step_s']:.0%}",
-        "NVMe read per step": read,
-        "NVMe written per step": written,
+        "B read / parameter": read,
+        "B written / parameter": written,
         "states on NVMe": format_size(found["nvme_bytes"]),
-        "RAM to offload, by plan": format_size(found["ram_bytes"]),
+        "RAM by plan": format_size(found["ram_bytes"]),
     }
 
 
 ROWS = (
     "held-out loss", "time per step", "tokens per second", "parameters trained", "waiting on I/O",
-    "NVMe read per step", "NVMe written per step", "states on NVMe", "RAM to offload, by plan",
-    "peak RSS in training", "peak RSS in loading", "libraries alone",
+    "B read / parameter", "B written / parameter", "states on NVMe", "RAM by plan",
+    "peak RSS, training", "peak RSS, loading", "RSS, libraries",
 )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def show(console: Console, found: dict[str, dict[str, Any]], seconds: float) -> 
         table.add_row(row, *(column.get(row, "") for column in columns))
     console.print(table)
     console.print(
-        f"{seconds:.0f} s in all. Masters and moments are fp32 in each run. Without embed "
+        f"{seconds:.0f} s in all. Bytes are those of a step, on NVMe. Masters and moments are fp32 in each run. Without embed "
         f"({PLAIN_STEPS} steps) the model is fp32, and autocast computes in bf16.",
         soft_wrap=True,
         highlight=False,

@@ -248,6 +248,9 @@ class EmbeddedTrainer:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         directory = Path(resume_from_checkpoint)
         if has_states(directory):
+            if is_adapted(self.model) and len(self.model.peft_config) > 1:
+                # Adapters that do not train (a reference) are in their own files, and in no states.
+                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             # Training restores all states together, once there is an optimizer.
             if not self.is_in_train:  # type: ignore[attr-defined]
                 inf.restore(self._infinity_module, None, directory / STATES)

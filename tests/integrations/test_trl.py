@@ -94,6 +94,22 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     assert_same(resumed, whole)
 
 
+def test_a_reference_adapter_comes_from_the_checkpoint(models: Path, tmp_path: Path) -> None:
+    """It does not train, and no file but the checkpoint's has the values that it was copied from:
+    a process that goes on begins with adapters of its own."""
+    saves = {"save_strategy": "steps", "save_steps": SAVED}
+    whole = embedded("dpo-adapted", models, tmp_path / "whole", **saves)
+    trainer = TASKS["dpo-adapted"].trainer(models, tmp_path / "resumed")
+    with torch.no_grad():
+        for name, param in trainer.model.named_parameters():
+            if "lora_" in name:
+                param.add_(0.01)
+    embed(trainer, nvme(tmp_path / "nvme"))
+    resumed = trl_runs.run(trainer, tmp_path / "whole" / f"checkpoint-{SAVED}")
+    whole.losses[:SAVED] = []
+    assert_same(resumed, whole)
+
+
 def test_a_synchronised_reference_moves(models: Path, tmp_path: Path) -> None:
     moved = embedded("dpo-sync", models, tmp_path / "moved").reference
     stays = embedded("dpo", models, tmp_path / "stays").reference

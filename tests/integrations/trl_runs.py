@@ -155,8 +155,8 @@ def dpo_lora(models: Path, model: Any, given: dict[str, Any]) -> Any:
 
 def dpo_adapted(models: Path, model: Any, given: dict[str, Any]) -> Any:
     """A model with an adapter that has values: TRL copies them into a reference adapter."""
-    adapted = peft.get_peft_model(model, lora())
     torch.manual_seed(1)
+    adapted = peft.get_peft_model(model, lora())
     with torch.no_grad():
         for name, param in adapted.named_parameters():
             if "lora_B" in name:
