@@ -1,4 +1,4 @@
-"""What docs/embedding.md says of the engine, where no other test does."""
+"""Claims of docs/embedding.md about the engine that no other test holds."""
 
 from __future__ import annotations
 

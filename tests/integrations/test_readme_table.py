@@ -33,12 +33,14 @@ _TRL = (
     "test_trl::test_a_run_equals_that_of_the_plain_trainer",
     "test_trl::test_the_trained_model_loads_with_transformers",
 )
+_ACCELERATE_RANKS = (
+    "test_accelerate_ranks::test_two_ranks_resume_bit_for_bit_and_one_rank_takes_up_what_two_saved"
+)
 _ACCELERATE = (
     "test_accelerate::test_losses_are_those_of_the_script_without_the_two_lines",
     "test_accelerate::test_a_resumed_run_is_the_uninterrupted_one",
     "test_accelerate_ranks::test_losses_are_those_of_ddp",
-    "test_accelerate_ranks::"
-    "test_two_ranks_resume_bit_for_bit_and_one_rank_takes_up_what_two_saved",
+    _ACCELERATE_RANKS,
     "test_peft::test_a_resumed_run_of_adapters_is_the_uninterrupted_one_and_kilobytes",
     "test_accelerate::test_weights_come_out_whole_streamed_and_unwrapped",
 )
@@ -76,7 +78,9 @@ _TITAN = (
     "",
     "",
 )
-_OWN_RANKS = "test_example_trainer::test_two_ranks_train_as_ddp_and_one_goes_on_from_their_checkpoint"
+_OWN_RANKS = (
+    "test_example_trainer::test_two_ranks_train_as_ddp_and_one_goes_on_from_their_checkpoint"
+)
 _OWN = (
     "test_example_trainer::test_losses_are_those_of_a_plain_loop",
     "test_example_trainer::test_an_interrupted_run_goes_on_bit_for_bit",

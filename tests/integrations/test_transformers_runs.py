@@ -202,7 +202,7 @@ def test_a_checkpoint_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plain_trainer_does_not_go_on_from_states_of_the_engine(tmp_path: Path) -> None:
-    """It finds an optimizer.pt without moments, and says so at its first step."""
+    """An optimizer.pt without moments is an error at its first step."""
     end_of(trainer(tmp_path / "a", policy={}, save_strategy="steps", save_steps=3))
     run = trainer(tmp_path / "b")
     with pytest.raises((KeyError, ValueError, RuntimeError)) as raised:
