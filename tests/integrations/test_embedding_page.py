@@ -92,9 +92,23 @@ def test_gradients_answer_what_loops_ask(model: torch.nn.Module) -> None:
     assert torch.equal(halved, values * 0.5)
     with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
         param.grad.abs()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+    clipped = handle.full_grad(param)
+    assert clipped is not None
+    assert torch.equal(clipped, halved.clamp(-1e-3, 1e-3))
     param.grad = None
     assert handle.full_grad(param) is None
     model.zero_grad()
+
+
+def test_ranks_without_a_group_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    policy = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min")
+    with pytest.raises(ValueError, match="init_process_group"):
+        inf.offload(models.llama(), policy)
 
 
 def test_a_manifest_loads_after_a_restore(tmp_path: Path, model: torch.nn.Module) -> None:
