@@ -1,5 +1,5 @@
-# make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan | portable |
-#      soak | bench | convergence | rehearsal | hosts | ranks | slow | integrations |
+# make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
+#      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | integrations |
 #      integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 

@@ -214,7 +214,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What a training did. losses: of each micro-batch, unrounded."""
+    """Result of a training. losses: of each micro-batch, unrounded."""
 
     losses: list[float]
     params: dict[str, torch.Tensor]
