@@ -114,7 +114,7 @@ def texts(database: Path) -> tuple[Any, Any]:
 
 
 class Meter(TrainerCallback):  # type: ignore[misc]
-    """Meter of the steps after the first, which traces and fills pools."""
+    """Cost of the steps after the first, which traces, and fills pools."""
 
     def __init__(self, engine: inf.Handle | None) -> None:
         self.engine = engine
@@ -226,8 +226,8 @@ def show(console: Console, found: dict[str, dict[str, Any]], seconds: float) -> 
     console.print(table)
     console.print(
         f"{seconds:.0f} s in all. Bytes are those of a step, on NVMe. Masters and moments are fp32 "
-        f"in each run. Without embed ({PLAIN_STEPS} steps) the model is fp32, and autocast computes "
-        "in bf16.",
+        f"in each run. Without embed ({PLAIN_STEPS} steps) the model is fp32, and autocast "
+        "computes in bf16.",
         soft_wrap=True,
         highlight=False,
     )

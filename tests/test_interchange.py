@@ -96,6 +96,32 @@ def test_an_exported_model_loads_in_transformers_and_gives_the_same_logits(
     assert torch.equal(logits(loaded.eval()), expected)
 
 
+def test_an_export_takes_names_from_a_function_and_leaves_out_what_it_drops(
+    tmp_path: Path,
+) -> None:
+    def name_of(name: str) -> str | None:
+        # Of a tied weight the first name that is kept: the head's, here.
+        dropped = ".h.0." in name or name == "transformer.wte.weight"
+        return None if dropped else name.replace("transformer", "t")
+
+    with opened(models.gpt2, tmp_path, **NVME) as (model, _, _):
+        inf.export_safetensors(model, tmp_path / "out", names=name_of, shard_bytes_max="20KiB")
+        values = model.state_dict()
+        with pytest.raises(ValueError, match="two tensors would get the name w in"):
+            inf.export_safetensors(model, tmp_path / "no", names=lambda _: "w")
+        with pytest.raises(ValueError, match="or a function of a name"):
+            inf.export_safetensors(model, tmp_path / "no", names="hf")  # type: ignore[arg-type]
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    found = {name: value for file in files for name, value in load_file(file).items()}
+    assert len(files) > 1
+    expected = {new: value for name, value in values.items() if (new := name_of(name)) is not None}
+    assert_same(found, expected)
+    assert "lm_head.weight" in found
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == found.keys()
+    assert not (tmp_path / "no").exists()
+
+
 def test_exported_masters_are_the_masters_and_load_back_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with opened(models.gpt2, tmp_path, **NVME) as (model, optimizer, handle):

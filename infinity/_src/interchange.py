@@ -53,7 +53,7 @@ def export_safetensors(
     *,
     shard_bytes_max: int | str = "2GiB",
     masters: bool = False,
-    names: Literal["hub", "modules"] = "hub",
+    names: Literal["hub", "modules"] | Callable[[str], str | None] = "hub",
 ) -> None:
     """Write an offloaded model's parameters and persistent buffers as safetensors, loadable by
     `from_pretrained`. Blocks.
@@ -61,8 +61,9 @@ def export_safetensors(
     names: "hub" gives the tensors of a model of transformers the names and shapes that its
     checkpoints have on the hub (experts apart, say), by transformers' own conversion: those of the
     checkpoint that it was loaded from, else those of its kind. "modules" writes names and shapes of
-    the model's state dict. For other models both are the same. masters: write the fp32 masters of
-    the parameters that an optimizer holds, instead of the rounded values that compute.
+    the model's state dict. For other models both are the same. A function gives the name in the
+    files for each name of the state dict, or None to leave the tensor out. masters: write the fp32
+    masters of the parameters that an optimizer holds, instead of the rounded values that compute.
 
     Streams: one shard is in memory at a time, of `shard_bytes_max`, or one unit if that is larger
     (with the hub's names: one group of tensors that are converted together). Waits for pending
@@ -75,12 +76,15 @@ def export_safetensors(
     that is not offloaded, and for one whose conversion has no way back, or that the release of
     transformers cannot convert.
     """
-    if names not in ("hub", "modules"):
-        raise ValueError(f"names={names!r}: give 'hub' or 'modules'")
+    if not callable(names) and names not in ("hub", "modules"):
+        raise ValueError(f"names={names!r}: give 'hub', 'modules', or a function of a name")
     of = handle(model)
     of.flush()
-    parts_of = hub_parts if names == "hub" and is_hub_model(model) else module_parts
-    parts = parts_of(model, of, masters=masters)
+    if callable(names):
+        parts = module_parts(model, of, masters=masters, rename=names)
+    else:
+        parts_of = hub_parts if names == "hub" and is_hub_model(model) else module_parts
+        parts = parts_of(model, of, masters=masters)
     write_safetensors(parts, of.comm, directory, shard_bytes_max=shard_bytes_max)
 
 

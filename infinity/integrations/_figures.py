@@ -8,7 +8,7 @@ from typing import Any
 import transformers
 
 import infinity as inf
-from infinity.integrations._common import only_engine
+from infinity.integrations._engines import only_engine
 
 
 class DriveFigures(transformers.TrainerCallback):
@@ -30,12 +30,16 @@ class DriveFigures(transformers.TrainerCallback):
         self._seconds = self._waited_s = 0.0
         self._read = self._written = 0
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
         """Begin to count. Raises: ValueError for a model that is not offloaded."""
         self._module = only_engine(kwargs["model"], "DriveFigures")
         self._begin()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
         """Count a step."""
         last, begun = self._last, self._begun
         self._begin()
@@ -46,16 +50,22 @@ class DriveFigures(transformers.TrainerCallback):
         self._waited_s += now.io_wait_s - last.io_wait_s
         self._waited_s += now.update_wait_s - last.update_wait_s
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
         """Leave an evaluation out."""
         if self._module is not None:
             self._begin()
 
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_save(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
         """Leave a save out."""
         self._begin()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+    def on_train_end(
+        self, args: Any, state: Any, control: Any, **kwargs: Any  # noqa: ARG002
+    ) -> None:
         """Let go of the model."""
         self._module = None
 

@@ -29,12 +29,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 import torch.distributed as dist
 import transformers
 
 import infinity as inf
-from infinity.integrations._common import (
+from infinity.integrations._engines import (
     STATES,
     check_methods,
     engine_optimizer,
@@ -44,12 +45,9 @@ from infinity.integrations._common import (
 )
 from infinity.integrations._figures import DriveFigures
 from infinity.integrations._optimizers import optimizer_of
-from infinity.integrations._weights import export_adapters, is_adapted, save_pretrained
+from infinity.integrations._weights import TESTED, export_adapters, is_adapted, save_pretrained
 
 log = logging.getLogger("infinity")
-
-TESTED = "5.23.0"
-"""The release of transformers that the methods below were written against."""
 
 _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
@@ -101,7 +99,9 @@ class EmbeddedTrainer:
         if not inf.offloaded_modules(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
 
-    def _wrap_model(self, model: Any, training: bool = True, dataloader: Any = None) -> Any:  # noqa: ARG002
+    def _wrap_model(
+        self, model: Any, training: bool = True, dataloader: Any = None  # noqa: ARG002
+    ) -> Any:
         if self.accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return model  # compiled, by an earlier call
         if not training and self.accelerator._models:
@@ -385,9 +385,9 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
     of_trl = any(base.__module__.partition(".")[0] == "trl" for base in kind.__mro__)
     if of_trl:
         # Of no use to others, who need not have TRL.
-        from infinity.integrations import trl
+        from infinity.integrations import _trl
 
-        trl.check_trainer(trainer)
+        _trl.check_trainer(trainer)
     offload_for(trainer.model, policy, load)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
@@ -397,7 +397,7 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
     for module in inf.offloaded_modules(trainer.model):
         _take_over(module, trainer)
     trainer._infinity_policy = policy
-    parts = (trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
+    parts = (_trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
     trainer.__class__ = type(f"Infinity{kind.__name__}", (*parts, kind), {})
     return trainer
 
@@ -446,6 +446,12 @@ def _check_trainer(trainer: Any) -> None:
         )
 
 
+check_methods(
+    accelerate.Accelerator,
+    ("prepare_model", "unwrap_model", "wait_for_everyone", "free_memory"),
+    "accelerate",
+    "1.15.0",
+)
 check_methods(
     transformers.Trainer,
     (

@@ -13,7 +13,10 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._common import is_offloaded, only_engine
+from infinity.integrations._engines import check_methods, is_offloaded, only_engine
+
+TESTED = "5.23.0"
+"""The release of transformers that this, and the methods of `_trainer`, were written against."""
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -161,7 +164,7 @@ def is_adapted(model: Any) -> bool:
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
-SHARD_BYTES_MIN = 64 << 20
+SHARD_BYTES_MIN = 128 << 20
 """Bytes of a file of weights, at least: one is in memory at a time."""
 
 _FILES_MAX = 100
@@ -215,3 +218,8 @@ def adapter_values(model: Any) -> dict[str, torch.Tensor]:
     engine = inf.handle(only_engine(model, "adapter_values"))
     with engine.gather([tensor for tensor in wanted.values() if is_offloaded(tensor)]):
         return {name: tensor.detach().cpu().clone() for name, tensor in wanted.items()}
+
+
+check_methods(
+    transformers.PreTrainedModel, ("initialize_weights", "save_pretrained"), "transformers", TESTED
+)

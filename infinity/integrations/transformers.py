@@ -63,8 +63,8 @@ def save_pretrained(
     """Write an offloaded model of transformers so that `from_pretrained(directory)` loads it, with
     the hub's names. On several ranks all call it; the first writes.
 
-    max_shard_size: bytes of a file, which is in memory as a whole. None: 64 MiB, or a hundredth of
-    the model where that is more.
+    max_shard_size: bytes of a file, which is in memory as a whole. None: 128 MiB, or a hundredth
+    of the model where that is more.
 
     Raises: as `inf.export_safetensors`.
     """

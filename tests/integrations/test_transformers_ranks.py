@@ -14,7 +14,8 @@ import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
 
-from infinity.integrations.transformers import embed
+import infinity as inf
+from infinity.integrations.transformers import embed, from_pretrained
 from tests.distributed.ranks import on_ranks
 from tests.integrations.hf_trainers import (
     Ended,
@@ -204,7 +205,8 @@ def generates(rank: int, place: Path, shared: Path) -> list[int]:
     embed(run, policy_in(shared))
     # As many new tokens as the rank's number says: one waits for the other.
     ids = torch.arange(4, 10)[None]
-    made = run.model.generate(input_ids=ids, max_new_tokens=3 + 4 * rank, min_new_tokens=3 + 4 * rank)
+    count = 3 + 4 * rank
+    made = run.model.generate(input_ids=ids, max_new_tokens=count, min_new_tokens=count)
     run.evaluate(max_new_tokens=5)
     close(run)
     return [int(length) for length in made.shape]
@@ -216,3 +218,27 @@ def test_one_rank_of_a_launcher(tmp_path: Path) -> None:
     (launched,) = on_ranks(job, tmp_path / "a", 1)
     alone = end_of(trainer(tmp_path / "alone", policy={}))
     assert launched.losses == alone.losses
+
+
+def heads(rank: int, place: Path, shared: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(rank)
+    model = from_pretrained(
+        transformers.AutoModelForSequenceClassification,
+        shared / "model",
+        policy_in(shared / f"of{rank}"),
+        num_labels=3,
+    )
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    inf.handle(model).close()
+    return weights
+
+
+def test_a_new_head_is_the_same_on_all_ranks(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    found = on_two(tmp_path, "heads", "a")
+    assert_same(found[0], found[1])
+    torch.manual_seed(0)
+    wanted = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "model", num_labels=3
+    )
+    assert_same(found[0], wanted.state_dict())

@@ -1,4 +1,4 @@
-"""What a training script of transformers' Trainer asks for, on an offloaded model: each run against
+"""Options of a training script of transformers' Trainer, on an offloaded model: each run against
 the same one on a plain model. With the AdamW that the engine equals bit for bit losses are equal
 floats; with torch's own they are equal to two ulps.
 """
@@ -16,7 +16,8 @@ import transformers
 from accelerate.state import AcceleratorState
 
 import infinity as inf
-from infinity.integrations.transformers import DriveFigures, embed, from_pretrained
+from infinity.integrations.transformers import DriveFigures, embed, from_pretrained, save_pretrained
+from tests import hub_models
 from tests.integrations.hf_trainers import (
     REFERENCE,
     Ended,
@@ -200,6 +201,26 @@ def test_a_checkpoint_of_a_plain_trainer_is_refused(tmp_path: Path) -> None:
         run.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
 
 
+def test_a_plain_trainer_does_not_go_on_from_states_of_the_engine(tmp_path: Path) -> None:
+    """An optimizer.pt without moments is an error at its first step."""
+    end_of(trainer(tmp_path / "a", policy={}, save_strategy="steps", save_steps=3))
+    run = trainer(tmp_path / "b")
+    with pytest.raises((KeyError, ValueError, RuntimeError)) as raised:
+        run.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert "exp_avg" in str(raised.value)
+
+
+def test_a_second_trainer_takes_the_model_of_the_first(tmp_path: Path) -> None:
+    changes = {"save_strategy": "steps", "save_steps": 3}
+    first = trainer(tmp_path / "a", policy={}, **changes)
+    first.train()
+    losses = [line["loss"] for line in first.state.log_history if "loss" in line]
+    second = embed(trainer(tmp_path / "b", first.model, **changes))
+    ended = end_of(second, resume=str(tmp_path / "a" / "checkpoint-3"))
+    assert ended.losses == losses
+    assert first.optimizer is None
+
+
 def test_batch_size_is_found(tmp_path: Path) -> None:
     """The first size runs out of memory in the second step's backward."""
     ended = []
@@ -374,7 +395,9 @@ MAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", [str(name.value) for name in transformers.training_args.OptimizerNames])
+@pytest.mark.parametrize(
+    "name", [str(name.value) for name in transformers.training_args.OptimizerNames]
+)
 def test_every_name_of_an_optimizer(tmp_path: Path, name: str) -> None:
     run = trainer(tmp_path, policy={}, optim=name)
     if name in MAPPED:
@@ -587,3 +610,35 @@ def test_a_loss_scaler(tmp_path: Path) -> None:
     resumed = end_of(again, resume=str(tmp_path / "a" / "checkpoint-4"))
     assert resumed.losses == whole.losses
     assert again.accelerator.scaler.state_dict() == first.accelerator.scaler.state_dict()
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3_text", "gpt_oss", "qwen2_moe", "qwen3_moe", "deepseek_v3"]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_families_of_the_hub(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """All values, dtypes (some are kept in fp32) and buffers, fused experts among them."""
+    kind, config = hub_models.tiny(family)
+    hub_models.write(kind, config, dtype, tmp_path / "model")
+    truth = kind.from_pretrained(tmp_path / "model")
+    model = from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path))
+    hub_models.assert_alike(model, truth)
+    # Written under the names of the hub.
+    save_pretrained(model, tmp_path / "out")
+    inf.handle(model).close()
+    names = hub_models.stored_names(tmp_path / "out")
+    assert names == hub_models.stored_names(tmp_path / "model")
+    hub_models.assert_alike(kind.from_pretrained(tmp_path / "out"), truth)
+
+
+def test_weights_in_fp8_become_plain_ones(tmp_path: Path) -> None:
+    kind, config = hub_models.tiny("deepseek_v3")
+    hub_models.write(kind, config, torch.bfloat16, tmp_path / "model")
+    hub_models.quantize_fp8(tmp_path / "model")
+    truth = kind.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    model = from_pretrained(AUTO, tmp_path / "model", policy_in(tmp_path), dtype=torch.bfloat16)
+    hub_models.assert_alike(model, truth)
+    inf.handle(model).close()

@@ -95,8 +95,8 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 def test_a_reference_adapter_comes_from_the_checkpoint(models: Path, tmp_path: Path) -> None:
-    """A process that goes on begins with adapters of its own, and copies its reference from them:
-    the values are in the checkpoint alone."""
+    """The reference does not train, and no file but the checkpoint's has the values that it was
+    copied from: a process that goes on begins with adapters of its own."""
     saves = {"save_strategy": "steps", "save_steps": SAVED}
     whole = embedded("dpo-adapted", models, tmp_path / "whole", **saves)
     trainer = TASKS["dpo-adapted"].trainer(models, tmp_path / "resumed")

@@ -214,7 +214,7 @@ TASKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Result of a training. losses: of each micro-batch, unrounded."""
+    """Record of a training. losses: of each micro-batch, unrounded."""
 
     losses: list[float]
     params: dict[str, torch.Tensor]

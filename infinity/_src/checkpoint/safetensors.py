@@ -19,7 +19,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
@@ -29,7 +30,7 @@ import torch
 from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
 from infinity._src.checkpoint.load import has_master
 from infinity._src.checkpoint.manifest import dtype_of
-from infinity._src.checkpoint.metadata import buffers_of, read_buffers
+from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.checkpoint.safetensors_files import DTYPES
@@ -398,30 +399,66 @@ def _check_memory(held: int) -> None:
         )
 
 
-def module_parts(model: torch.nn.Module, of: Exporter, *, masters: bool) -> list[ExportPart]:
+Rename = Callable[[str], "str | None"]
+"""Gives the name that a tensor of the state dict gets in a file; None leaves it out."""
+
+
+def module_parts(
+    model: torch.nn.Module, of: Exporter, *, masters: bool, rename: Rename = str
+) -> list[ExportPart]:
     """Return the tensors of each unit, under the names of the modules; the tiles of a weight, units
     of their own, are one part together. Persistent buffers lie with the first.
+
+    A tensor with several names gets that of the first which `rename` keeps. Raises: ValueError
+    where two tensors would get one name.
     """
     params = [param for unit in of.units for param in unit.params]
+    wholes = wholes_of(params)
+    names = {whole.params[0]: _renamed(whole.keys, rename) for whole in wholes}
+    buffers = {name: rename(name) for name in persistent_buffers(model)}
+    _check_names([*names.values(), *buffers.values()])
     # A weight goes with the unit of its first tile.
-    wholes = {whole.params[0]: whole for whole in wholes_of(params)}
-    units = [[wholes[param] for param in unit.params if param in wholes] for unit in of.units]
+    kept = {whole.params[0]: whole for whole in wholes if names[whole.params[0]] is not None}
+    units = [
+        {str(names[param]): kept[param] for param in unit.params if param in kept}
+        for unit in of.units
+    ]
     parts = [
         ExportPart(
-            sum(whole_bytes(of, whole, masters=masters) for whole in unit),
+            sum(whole_bytes(of, whole, masters=masters) for whole in unit.values()),
             functools.partial(_read_wholes, of, unit, masters=masters),
         )
         for unit in units
         if unit
     ]
     # The buffers add nothing to its size: files are split where they always were.
-    buffers = ExportPart(0, functools.partial(buffers_of, model))
-    return [*parts[:1], buffers, *parts[1:]]
+    beside = ExportPart(0, functools.partial(_read_buffers, model, buffers))
+    return [*parts[:1], beside, *parts[1:]]
 
 
-def _read_wholes(of: Exporter, unit: Sequence[Whole], *, masters: bool) -> dict[str, torch.Tensor]:
+def _renamed(keys: Iterable[str], rename: Rename) -> str | None:
+    return next((name for name in map(rename, keys) if name is not None), None)
+
+
+def _check_names(names: Iterable[str | None]) -> None:
+    counts = Counter(name for name in names if name is not None)
+    twice = sorted(name for name, count in counts.items() if count > 1)
+    if twice:
+        raise ValueError(f"two tensors would get the name {twice[0]} in an export's files")
+
+
+def _read_buffers(
+    model: torch.nn.Module, names: Mapping[str, str | None]
+) -> dict[str, torch.Tensor]:
+    found = buffers_of(model)
+    return {name: found[key] for key, name in names.items() if name is not None}
+
+
+def _read_wholes(
+    of: Exporter, unit: Mapping[str, Whole], *, masters: bool
+) -> dict[str, torch.Tensor]:
     read = functools.partial(read_value, of, masters=masters)
-    return {whole.name: whole.merged(read) for whole in unit}
+    return {name: whole.merged(read) for name, whole in unit.items()}
 
 
 def whole_bytes(of: Exporter, whole: Whole, *, masters: bool) -> int:

@@ -103,3 +103,8 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
             f"{package} {version(package)} has no {owner.__name__}.{', '.join(missing)}, which "
             f"infinity's integration builds on; it is tested with {package} {tested}: install that"
         )
+
+
+def is_peft(model: torch.nn.Module) -> bool:
+    """Return whether a model has adapters of PEFT, which need not be installed."""
+    return any(type(module).__module__.startswith("peft.") for module in model.modules())

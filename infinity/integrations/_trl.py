@@ -19,7 +19,7 @@ import torch
 from trl.trainer.callbacks import BEMACallback, SyncRefModelCallback
 
 import infinity as inf
-from infinity.integrations._common import check_methods, only_engine
+from infinity.integrations._engines import check_methods, only_engine
 
 TESTED = "1.16.0"
 """The release of TRL that this was written against."""

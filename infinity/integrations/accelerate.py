@@ -1,0 +1,363 @@
+"""Accelerate: an Accelerator whose models may be offloaded.
+
+    accelerator = attach(Accelerator(...))
+    model = inf.offload(model, policy)              # after attach: the process group exists then
+    opt = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    model, opt, loader, sched = accelerator.prepare(model, opt, loader, sched)
+
+The rest of a script stays as it is, on one rank and on several. Models that are not offloaded are
+prepared as ever.
+
+    prepare             leaves an offloaded model in its place and out of DDP: the engine reduces
+                        its gradients. Autocast and torch.compile are applied. An optimizer of torch
+                        over its parameters is replaced by the engine's of the same rule
+    no_sync             is handle.no_sync(), so `accumulate` works with every update mode
+    save_state          saves parameters, masters and moments with inf.save, beside accelerate's
+    load_state          files; load_state restores every bit of them, on any number of ranks. Of a
+                        PEFT model what is frozen is left out: the script loads the base as before
+    save_model          streams safetensors
+    free_memory         closes the engines; on several ranks end_training does, too
+
+Each rank calls save_state, load_state, save_model and get_state_dict: they are collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DDPCommunicationHookType, DistributedType
+from torch.optim.lr_scheduler import LRScheduler
+
+import infinity as inf
+from infinity.integrations._engines import (
+    STATES,
+    check_all_offloaded,
+    check_methods,
+    engine_optimizer,
+    is_offloaded,
+    is_peft,
+    only_engine,
+    optimizers_of,
+)
+
+log = logging.getLogger("infinity")
+
+check_methods(
+    Accelerator,
+    (
+        "prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "no_sync",
+        "get_state_dict", "save_state", "load_state", "save_model", "free_memory", "end_training",
+        "unwrap_model",
+        "register_save_state_pre_hook", "register_load_state_pre_hook",
+    ),
+    "accelerate",
+    "1.15",
+)  # fmt: skip
+
+_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+# The engine's optimizers of the same rule, and the settings that they take. What another setting
+# turns on, they do not have.
+_TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {
+    torch.optim.AdamW: (inf.AdamW, ("lr", "betas", "eps", "weight_decay")),
+    torch.optim.SGD: (inf.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
+}
+# They choose between kernels, and change no rule.
+_KERNELS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
+
+
+def attach(accelerator: Accelerator) -> Accelerator:
+    """Make `accelerator` work with offloaded models from here on. Returns it; it gets a subclass of
+    its class.
+
+    Raises: ValueError for what cannot go together with an engine: FSDP, DeepSpeed, Megatron, tensor
+    parallelism, fp8, communication hooks of DDP.
+    """
+    if isinstance(accelerator, _Offloading):
+        return accelerator
+    if accelerator.distributed_type not in _TYPES:
+        raise ValueError(
+            f"attach: an Accelerator of {accelerator.distributed_type} distributes the states "
+            "itself; use one that would take DDP, and the engine shards them (Policy(zero=...))"
+        )
+    if getattr(accelerator, "parallelism_config", None) is not None:
+        raise ValueError(
+            f"attach: parallelism_config={accelerator.parallelism_config}: the engine has its own "
+            "sharding and takes whole models; leave it out"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise ValueError(
+            "attach: mixed_precision='fp8' replaces modules after they were offloaded; "
+            "use 'bf16' or 'no'"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"attach: comm_hook={handler.comm_hook} is one of DDP, which wraps no offloaded model; "
+            "Policy(reduce_dtype=...) and Policy(qgz=True) reduce in fewer bits"
+        )
+    cls = type(accelerator)
+    # On top of any subclass: its methods stay.
+    accelerator.__class__ = type(f"Offloading{cls.__name__}", (_Offloading, cls), {})
+    return accelerator
+
+
+class _States(dict[str, torch.Tensor]):
+    """Stands for the state dict of an offloaded model while a checkpoint is written."""
+
+
+class _Offloading(Accelerator):  # type: ignore[misc]
+    """Methods that differ for offloaded models."""
+
+    # Set while save_state runs: the whole state dict would go to RAM.
+    _offloading_saves = False
+    # Optimizers of torch that were replaced, and what replaced them: schedulers name the former.
+    _offloading_twins: tuple[tuple[torch.optim.Optimizer, torch.optim.Optimizer], ...] = ()
+
+    # -- prepare -----------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        models = [each for each in (*self._models, *args) if isinstance(each, torch.nn.Module)]
+        for each in args:
+            if isinstance(each, torch.optim.Optimizer):
+                _check_params_of(each, models)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: torch.nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        if inf.offloaded_modules(model):
+            whole = self.unwrap_model(model, keep_torch_compile=False)
+            check_all_offloaded(whole, "accelerator.prepare")
+            # Autocast and compile are applied in this mode, too; it leaves DDP out.
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        # Wrapped ones are prepared already.
+        theirs = engine_optimizer(optimizer) is None
+        if theirs and any(is_offloaded(param) for param in _params_of(optimizer)):
+            twin = _twin_of(optimizer)
+            self._offloading_twins += ((optimizer, twin),)
+            optimizer = twin
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        for before, now in self._offloading_twins:
+            _rebind(scheduler, before, now)
+        return super().prepare_scheduler(scheduler)
+
+    # -- training ----------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        engines = inf.offloaded_modules(model)
+        with contextlib.ExitStack() as stack:
+            for engine in engines:
+                stack.enter_context(inf.handle(engine).no_sync())
+            if not engines:
+                stack.enter_context(super().no_sync(model))
+            yield
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> Any:
+        if self._offloading_saves and inf.offloaded_modules(model):
+            return _States()
+        return super().get_state_dict(model, unwrap)
+
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        saves: list[inf.Save] = []
+
+        def save(_models: Any, weights: list[Any], directory: str) -> None:
+            weights[:] = [each for each in weights if not isinstance(each, _States)]
+            for engine, place in self._places(directory):
+                opts = optimizers_of(engine, self._optimizers)
+                # A frozen base comes from where the script takes it.
+                saves.append(inf.save(engine, opts or None, place, frozen=not is_peft(engine)))
+
+        # Registered now, so that it runs after the script's own, which may count on one entry for
+        # each model.
+        hook = self.register_save_state_pre_hook(save)
+        self._offloading_saves = True
+        try:
+            written = super().save_state(output_dir, *args, **kwargs)
+        finally:
+            self._offloading_saves = False
+            hook.remove()
+        # They ran beside accelerate's own files.
+        for each in saves:
+            each.wait()
+        return written
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        def load(models: list[Any], directory: str) -> None:
+            models[:] = [each for each in models if not inf.offloaded_modules(each)]
+            for engine, place in self._places(directory):
+                if not place.is_dir():
+                    raise ValueError(
+                        f"load_state: {directory} has no {place.name}/, so it was saved without an "
+                        "attached Accelerator or with fewer offloaded models; "
+                        "inf.load_safetensors(model, file) takes its weights alone"
+                    )
+                inf.restore(engine, optimizers_of(engine, self._optimizers) or None, place)
+
+        # Before accelerate loads the optimizers' manifests, which must agree with the states.
+        hook = self.register_load_state_pre_hook(load)
+        try:
+            super().load_state(input_dir, *args, **kwargs)
+        finally:
+            hook.remove()
+
+    def _places(self, directory: str | os.PathLike[str]) -> list[tuple[torch.nn.Module, Path]]:
+        """Return the offloaded models and the directories of their states, numbered as accelerate
+        numbers its files."""
+        engines = [engine for model in self._models for engine in inf.offloaded_modules(model)]
+        return [
+            (engine, Path(directory) / (f"{STATES}_{index}" if index else STATES))
+            for index, engine in enumerate(engines)
+        ]
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "512MB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """As accelerate's. Of an offloaded model one file is in memory at a time, so the default of
+        `max_shard_size` is smaller.
+        """
+        if not inf.offloaded_modules(model):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if not safe_serialization:
+            raise ValueError(
+                "save_model(safe_serialization=False): a pickle holds the whole model in memory; "
+                "leave it out, and safetensors are streamed"
+            )
+        engine = only_engine(model, "accelerator.save_model")
+        # The names of the state dict: load_checkpoint_in_model wants them.
+        inf.export_safetensors(
+            engine, save_directory, shard_bytes_max=max_shard_size, names="modules"
+        )
+
+    def free_memory(self, *objects: Any) -> Any:
+        _close((*self._models, *objects))
+        self._offloading_twins = ()
+        return super().free_memory(*objects)
+
+
+    def end_training(self) -> Any:
+        # On several ranks it destroys the process groups, and engines need theirs to end.
+        if self.use_distributed:
+            _close(self._models)
+        return super().end_training()
+
+
+def _close(objects: Iterable[Any]) -> None:
+    for model in objects:
+        if isinstance(model, torch.nn.Module):
+            for engine in inf.offloaded_modules(model):
+                inf.handle(engine).close()
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _check_params_of(
+    optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
+) -> None:
+    """Raise ValueError for an optimizer that was built before its model was offloaded: it would
+    step, and nothing would train."""
+    known = {id(param) for model in models for param in model.parameters()}
+    params = _params_of(optimizer)
+    if not params or any(is_offloaded(param) or id(param) in known for param in params):
+        return
+    shapes = Counter(param.shape for param in params)
+    for engine in (engine for model in models for engine in inf.offloaded_modules(model)):
+        # Offloading has replaced the parameters; shapes tell whose they were.
+        if shapes <= Counter(param.shape for param in engine.parameters()):
+            raise ValueError(
+                f"accelerator.prepare: {type(optimizer).__name__} holds the parameters that "
+                f"{type(engine).__name__} had before inf.offload replaced them, and would train "
+                "nothing; build the optimizer after inf.offload"
+            )
+
+
+def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the engine's optimizer of the same rule over the same groups: schedulers of the one
+    change the other.
+
+    Raises: ValueError for a rule that the engine does not have, and for states that were loaded.
+    """
+    kind, groups = type(optimizer), optimizer.param_groups
+    if optimizer.state:
+        raise ValueError(
+            f"accelerator.prepare: {kind.__name__} has states already, which its replacement would "
+            "not have; prepare first, then accelerator.load_state"
+        )
+    # Without decay Adam is AdamW.
+    adam = kind is torch.optim.Adam and not any(group["weight_decay"] for group in groups)
+    made, named = _TWINS.get(torch.optim.AdamW if adam else kind, (None, ()))
+    others = [
+        (key, value)
+        for group in groups
+        for key, value in group.items()
+        if key not in (*named, *_KERNELS, "params", "initial_lr")
+    ]
+    if made is not None and not any(value for _, value in others):
+        for key in {*_KERNELS, *(key for key, _ in others)}:
+            for group in groups:
+                # The engine's has no such setting; a manifest would name it.
+                group.pop(key, None)
+        twin: Any = made(groups)
+    else:
+        taken = inspect.signature(kind).parameters
+        settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
+        twin = inf.Elementwise(kind, groups, **settings)
+    log.info("prepare: infinity.%s takes the place of %s", twin.title, kind.__name__)
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        _Noted(twin)
+    return twin
+
+
+class _Noted(LRScheduler):
+    """Makes an optimizer note its first step, as the constructor of any scheduler does: one that is
+    rebound looks for that. Changes no rate."""
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _rebind(scheduler: Any, before: torch.optim.Optimizer, now: torch.optim.Optimizer) -> None:
+    """Make a scheduler, and those that it chains, one of the optimizer that was put in place."""
+    if getattr(scheduler, "optimizer", None) is before:
+        scheduler.optimizer = now
+    for inner in getattr(scheduler, "_schedulers", ()):
+        _rebind(inner, before, now)
+
+
+__all__ = ["attach"]

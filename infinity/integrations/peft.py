@@ -1,0 +1,346 @@
+"""PEFT: adapters over a base that is offloaded, and frozen.
+
+    model = get_peft_model(base, LoraConfig(...))
+    model = inf.offload(model, policy)               # after get_peft_model
+    opt = inf.AdamW(model.parameters(), lr=1e-4)     # frozen parameters cost no states
+
+    save_adapters        writes what PeftModel.save_pretrained writes, kilobytes, and reads nothing
+                         but the adapters
+    load_adapter         sets the values of an adapter from such files
+    merge                adds the adapters to the base, one layer in memory at a time
+    export_merged        writes the merged model as the base's class loads it, streamed
+
+The whole model is never in memory. `inf.save(model, opt, directory, frozen=False)` keeps what a run
+goes on from without the base. All functions are collective: each rank calls them.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.utils import load_peft_weights
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+import infinity as inf
+from infinity.integrations._engines import check_all_offloaded, check_methods, is_offloaded
+
+for _owner, _names in (
+    (PeftModel, ("save_pretrained", "get_base_model")),
+    (BaseTuner, ("_check_merge_allowed",)),
+    (BaseTunerLayer, ("merge", "get_base_layer", "_get_available_adapters")),
+    (AuxiliaryTrainingWrapper, ("unload_and_optionally_merge_module",)),
+):
+    check_methods(_owner, _names, "peft", "0.21")
+
+
+def adapter_state_dict(
+    model: torch.nn.Module,
+    adapter_name: str = "default",
+    *,
+    save_embedding_layers: bool | str = "auto",
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter on the CPU, under the names of adapter files: what PEFT's
+    get_peft_model_state_dict gives of a model in memory. Collective.
+
+    save_embedding_layers: as there. Raises: ValueError for a model that is not PEFT's, or not
+    offloaded as a whole, and for prompt learning.
+    """
+    peft_model = _checked(model, "adapter_state_dict")
+    choice = {"adapter_name": adapter_name, "save_embedding_layers": save_embedding_layers}
+    values = _read(peft_model, _chosen(peft_model, **choice).values())
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        peft_model, state_dict=values, **choice
+    )
+    return found
+
+
+def save_adapters(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    adapters: Sequence[str] | None = None,
+    save_embedding_layers: bool | str = "auto",
+) -> None:
+    """Write adapters and their configurations as PeftModel.save_pretrained does:
+    PeftModel.from_pretrained reads them. Collective; rank 0 writes, and all return when it has.
+
+    adapters: their names; None writes all. Raises: as `adapter_state_dict`.
+    """
+    peft_model = _checked(model, "save_adapters")
+    selected = list(peft_model.peft_config) if adapters is None else list(adapters)
+    chosen = [
+        value
+        for name in selected
+        for value in _chosen(
+            peft_model, adapter_name=name, save_embedding_layers=save_embedding_layers
+        ).values()
+    ]
+    peft_model.save_pretrained(
+        os.fspath(directory),
+        selected_adapters=selected,
+        save_embedding_layers=save_embedding_layers,
+        is_main_process=_rank() == 0,
+        state_dict=_read(peft_model, chosen),
+    )
+    _meet()
+
+
+def load_adapter(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    adapter_name: str = "default",
+) -> None:
+    """Set the values of an adapter of the model from the files of one: a directory, or its name on
+    the hub. Masters take them too; moments and step counts stay. Collective.
+
+    Raises: ValueError for an adapter that the model does not have, and for files that lack one of
+    its tensors or have others; RuntimeError for a tensor of another shape. Nothing is set then.
+    """
+    peft_model = _checked(model, "load_adapter")
+    if adapter_name not in peft_model.peft_config:
+        raise ValueError(
+            f"load_adapter: the model has no adapter {adapter_name!r}; call "
+            f"model.add_adapter({adapter_name!r}, config) after get_peft_model and before "
+            "inf.offload"
+        )
+    given = load_peft_weights(os.fspath(directory), device="cpu")
+    here = _chosen(peft_model, adapter_name=adapter_name, save_embedding_layers=False)
+    # Files keep biases and resized embeddings under the model's own names.
+    every = _at_rest(peft_model)
+    unknown = sorted(name for name in given if name not in here and name not in every)
+    missing = sorted(here.keys() - given.keys())
+    if unknown or missing:
+        raise ValueError(
+            f"load_adapter: {directory} is no adapter like {adapter_name!r}: missing "
+            f"{missing[:3] or 'nothing'}, unexpected {unknown[:3] or 'nothing'}"
+        )
+    targets = {name: here[name] if name in here else every[name] for name in given}
+    for name, value in given.items():
+        if targets[name].shape != value.shape:
+            raise RuntimeError(
+                f"load_adapter: {name} is {tuple(value.shape)} in {directory}, "
+                f"{tuple(targets[name].shape)} in the model"
+            )
+    places = _places(peft_model)
+    for name, value in given.items():
+        owner, leaf = places[id(targets[name])]
+        owner.load_state_dict({leaf: value}, strict=False)
+
+
+def merge(
+    model: torch.nn.Module, *, adapters: Sequence[str] | None = None, safe_merge: bool = False
+) -> torch.nn.Module:
+    """Add adapters to the weights of the base, in place, one layer in memory at a time. Returns the
+    model: it stays offloaded, and computes with the merged weights alone. Collective.
+
+    The weights are those of PEFT's merge_and_unload, bit for bit. `export_merged` writes them. The
+    base is another from here on: a checkpoint without it (`inf.save(frozen=False)`) does not fit.
+
+    adapters: their names; None merges those that are active. safe_merge: look for NaN first.
+    Raises: ValueError for a model that is not PEFT's, or not offloaded as a whole, and for adapters
+    that have no merge.
+    """
+    peft_model = _checked(model, "merge")
+    tuner = _tuner(peft_model, "merge")
+    tuner._check_merge_allowed()
+    handle = inf.handle(peft_model)
+    names = None if adapters is None else list(adapters)
+    for module in list(tuner.modules()):
+        if isinstance(module, BaseTunerLayer):
+            with torch.no_grad(), handle.gather(module.parameters()):
+                module.merge(safe_merge=safe_merge, adapter_names=names)
+    return model
+
+
+def export_merged(
+    model: torch.nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    shard_bytes_max: int | str = "2GiB",
+) -> None:
+    """Write a merged model as safetensors with the names of the base, and its configuration:
+    `from_pretrained` of the base's class reads them. Collective; streamed as
+    `inf.export_safetensors`, which also says what is raised.
+
+    Raises: ValueError where `merge` was not called.
+    """
+    peft_model = _checked(model, "export_merged")
+    tuner = _tuner(peft_model, "export_merged")
+    waiting = [
+        name
+        for name, module in tuner.named_modules()
+        if isinstance(module, BaseTunerLayer) and _has_active(module) and not module.merged
+    ]
+    if waiting:
+        raise ValueError(
+            f"export_merged: {waiting[0]} is not merged, as {len(waiting) - 1} others; call "
+            "merge(model) first"
+        )
+    inf.export_safetensors(
+        peft_model,
+        directory,
+        shard_bytes_max=shard_bytes_max,
+        names=lambda name: _merged_name(tuner, name),
+    )
+    if _rank() == 0:
+        _save_config(tuner.model, directory)
+    _meet()
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def _checked(model: torch.nn.Module, call: str) -> Any:
+    """Return the PeftModel, of which each parameter is the engine's. Raises: ValueError."""
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    if not isinstance(inner, PeftModel):
+        raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")
+    check_all_offloaded(inner, call)
+    for name, config in inner.peft_config.items():
+        if config.is_prompt_learning:
+            raise ValueError(
+                f"{call}: adapter {name!r} is of {config.peft_type.value}, which learns a prompt; "
+                "this takes adapters with weights in the base's layers (LoRA and its kin)"
+            )
+    return inner
+
+
+def _tuner(model: Any, call: str) -> Any:
+    if not isinstance(model.base_model, BaseTuner):
+        raise ValueError(f"{call}: {type(model.base_model).__name__} has no adapters to merge")
+    return model.base_model
+
+
+def _has_active(layer: Any) -> bool:
+    """Return whether an active adapter has a part in this layer, so that `merge` merges it."""
+    return bool(set(layer.active_adapters) & set(layer._get_available_adapters()))
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def _at_rest(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict with the parameters themselves: none is read."""
+    return model.state_dict(keep_vars=True)
+
+
+def _chosen(model: torch.nn.Module, **choice: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers that PEFT writes for an adapter, under the names of its
+    files. PEFT chooses by names, so none is read."""
+    found: dict[str, torch.Tensor] = get_peft_model_state_dict(
+        model, state_dict=_at_rest(model), **choice
+    )
+    return found
+
+
+def _read(model: torch.nn.Module, chosen: Any) -> dict[str, torch.Tensor]:
+    """Read the chosen tensors to the CPU, one by one, under all their names in the state dict."""
+    wanted = {id(tensor) for tensor in chosen}
+    places = _places(model)
+    values: dict[int, torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in _at_rest(model).items():
+        if id(tensor) not in wanted:
+            continue
+        if id(tensor) not in values:
+            if is_offloaded(tensor):
+                owner, leaf = places[id(tensor)]
+                # A copy of this module's own parameters; their unit is not gathered.
+                values[id(tensor)] = owner.state_dict()[leaf]
+            else:
+                values[id(tensor)] = tensor.detach().to("cpu", copy=True)
+        found[name] = values[id(tensor)]
+    return found
+
+
+def _places(model: torch.nn.Module) -> Mapping[int, tuple[torch.nn.Module, str]]:
+    """Return the module that has each parameter or buffer, and its name there, by identity."""
+    return {
+        id(tensor): (module, name)
+        for module in model.modules()
+        for found in (module._parameters, module._buffers)
+        for name, tensor in found.items()
+        if tensor is not None
+    }
+
+
+# -- the merged model ------------------------------------------------------------------------------
+
+
+def _merged_name(tuner: Any, name: str) -> str | None:
+    """Return the name that a tensor of the PeftModel has in the merged model; None for adapters and
+    what they replace."""
+    module, path = tuner.model, name.removeprefix("base_model.model.").split(".")
+    merged: list[str] = []
+    while path:
+        step = path.pop(0)
+        if isinstance(module, ModulesToSaveWrapper):
+            active = module.active_adapters
+            if not active and step != "original_module":
+                return None
+            if active and not (step == "modules_to_save" and path.pop(0) == active[0]):
+                return None
+            child = module.modules_to_save[active[0]] if active else module.original_module
+        elif isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
+            if step not in ("base_layer", "token_adapter"):
+                return None
+            child = getattr(module, step)
+        else:
+            merged.append(step)
+            child = module._modules.get(step)
+        module = child
+    return ".".join(merged)
+
+
+def _save_config(base: Any, directory: str | os.PathLike[str]) -> None:
+    """Write the base's configuration, as its save_pretrained does."""
+    if not hasattr(getattr(base, "config", None), "save_pretrained"):
+        return
+    config = copy.deepcopy(base.config)
+    config.architectures = [type(base).__name__]
+    if getattr(config, "tie_word_embeddings", False) and _untied(base):
+        config.tie_word_embeddings = False
+    config.save_pretrained(directory)
+    if getattr(base, "generation_config", None) is not None:
+        base.generation_config.save_pretrained(directory)
+
+
+def _untied(base: Any) -> bool:
+    """Return whether an adapter has replaced the output embedding that was tied to the input's."""
+    embeddings = (base.get_input_embeddings(), base.get_output_embeddings())
+    weights = [_weight_of(module) for module in embeddings if module is not None]
+    return len({id(weight) for weight in weights}) > 1
+
+
+def _weight_of(module: Any) -> Any:
+    while isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
+        if isinstance(module, ModulesToSaveWrapper) and module.active_adapters:
+            module = module.modules_to_save[module.active_adapters[0]]
+        elif isinstance(module, BaseTunerLayer):
+            module = module.get_base_layer()
+        else:
+            module = module.original_module
+    return module._parameters["weight"]
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _meet() -> None:
+    """Return when all ranks have come here."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+__all__ = ["adapter_state_dict", "export_merged", "load_adapter", "merge", "save_adapters"]
