@@ -388,6 +388,7 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
         from infinity.integrations import _trl
 
         _trl.check_trainer(trainer)
+    policy = _on_its_device(policy, trainer.args.device)
     offload_for(trainer.model, policy, load)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
@@ -400,6 +401,15 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
     parts = (_trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
     trainer.__class__ = type(f"Infinity{kind.__name__}", (*parts, kind), {})
     return trainer
+
+
+def _on_its_device(policy: inf.Policy | None, device: torch.device) -> inf.Policy | None:
+    """Return the policy with the device to which the trainer sends its batches, where it names
+    none: a model that the trainer has left on the CPU (or on meta) would compute there.
+    """
+    if device.type == "cpu" or (policy is not None and policy.device is not None):
+        return policy
+    return dataclasses.replace(policy or inf.Policy(), device=device)
 
 
 def _take_over(module: torch.nn.Module, trainer: Any) -> None:

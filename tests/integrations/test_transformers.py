@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import infinity as inf
+from infinity.integrations._trainer import _on_its_device
 from infinity.integrations.transformers import embed, save_pretrained
 from tests.integrations.hf_trainers import REFERENCE, close, end_of, llama, policy_in, trainer
 
@@ -63,3 +64,13 @@ def test_an_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
         embed(run, policy_in(tmp_path))
     # The model is as it was.
     assert not inf.offloaded_modules(model)
+
+
+def test_a_model_that_the_trainer_left_computes_where_its_batches_are() -> None:
+    gpu = torch.device("cuda:0")
+    chosen = _on_its_device(inf.Policy(params="cpu"), gpu)
+    assert chosen == inf.Policy(params="cpu", device=gpu)
+    assert _on_its_device(None, gpu) == inf.Policy(device=gpu)
+    given = inf.Policy(device="cpu")
+    assert _on_its_device(given, gpu) is given
+    assert _on_its_device(None, torch.device("cpu")) is None
