@@ -39,7 +39,9 @@ shrink."""
 
 
 def test_behaviour_is_given_by_constructors() -> None:
-    sites = wiring.late_bound(ROOT)
+    # Integrations change what a trainer made: its constructors are not ours to call.
+    theirs = "infinity/integrations/"
+    sites = [site for site in wiring.late_bound(ROOT) if not str(site.path).startswith(theirs)]
     new = [f"{site.path}:{site.line}: {site.text}" for site in sites if site.attr not in LATE_BOUND]
     assert not new, "give it by the constructor, or by a method that says what it does"
     assert {site.attr for site in sites} == LATE_BOUND.keys(), "the list has what is gone"
