@@ -186,7 +186,8 @@ integrations: $(DEMO) $(TRAINERS)
 
 # The same with the newest versions of the registry, in an environment of its own.
 LATEST := build/integrations-latest
-integrations-latest:
+# The tests import the tree, with the extension that set-up builds in it.
+integrations-latest: $(STAMP)
 	test -x $(LATEST)/bin/python || $(PYTHON) -m venv $(LATEST)
 	$(LATEST)/bin/python -m pip install -q --no-compile -U -c .ci/latest-constraints.txt \
 	    '.[$(EXTRAS)]'

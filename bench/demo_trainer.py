@@ -61,7 +61,10 @@ CHAPTERS = """
 
 def sft_trainer(options: argparse.Namespace, directory: Path) -> Any:
     """Build the trainer of a run, over the model in `directory`."""
-    policy = inf.Policy(params="nvme", optim="nvme", nvme=options.out, ram="min")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    policy = inf.Policy(
+        params="nvme", optim="nvme", nvme=options.out, ram="min", device=device
+    )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     train, held_out = texts(options.text)
     # A path is loaded by TRL, into memory; here it goes from its files straight to the drive.

@@ -23,6 +23,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import shutil
 import time
 import weakref
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ log = logging.getLogger("infinity")
 _TRAINING_ARGS = "training_args.bin"
 _SCHEDULER = "scheduler.pt"
 _OPTIMIZER = "optimizer.pt"
+_MANIFEST_BYTES_MAX = 1 << 30
+"""More than names and step counts of any model take: a larger file has moments."""
 
 _TRAINER = "_infinity_trainer"
 """Attribute of an offloaded module that refers to its trainer."""
@@ -207,6 +210,9 @@ class EmbeddedTrainer:
         out = Path(output_dir if output_dir is not None else self.args.output_dir)
         if self.args.should_save:
             out.mkdir(parents=True, exist_ok=True)
+            # Of an earlier run in the same directory: they would be taken for the states of these
+            # weights. Those of this run are written after.
+            shutil.rmtree(out / STATES, ignore_errors=True)
         if is_adapted(self.model):
             export_adapters(self.model, out, first=self.args.should_save)
         else:
@@ -247,7 +253,7 @@ class EmbeddedTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         directory = Path(resume_from_checkpoint)
-        if has_states(directory):
+        if self._has_states(directory):
             if is_adapted(self.model) and len(self.model.peft_config) > 1:
                 # Adapters that do not train (a reference) are in their own files, and in no states.
                 super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
@@ -259,6 +265,36 @@ class EmbeddedTrainer:
         else:
             self._load_weights(directory)
 
+    def _has_states(self, directory: Path) -> bool:
+        """Return whether a checkpoint has states of the engine, written with its other files.
+
+        Raises: ValueError where they are another run's: a trainer that was not embedded has written
+        over the rest; and for adapters that were added after `inf.offload`, beside states of ones
+        that were offloaded.
+        """
+        if not has_states(directory):
+            return False
+        if self._infinity_plain:
+            raise ValueError(
+                f"{directory} has states of adapters that were offloaded; here they were added "
+                "after inf.offload: embed(trainer, policy) on a model that is not offloaded yet, "
+                "after get_peft_model"
+            )
+        manifest = directory / _OPTIMIZER
+        # All of it, to see that there are no moments; torch's states are refused by their size.
+        kept = (
+            torch.load(manifest, map_location="cpu", weights_only=True)
+            if manifest.is_file() and manifest.stat().st_size < _MANIFEST_BYTES_MAX
+            else {}
+        )
+        if "infinity_manifest" not in kept:
+            raise ValueError(
+                f"{directory / STATES} has states of an earlier run: a trainer that was not "
+                f"embedded has written {directory} since; remove {directory / STATES} to begin "
+                "with the weights that are there"
+            )
+        return True
+
     def _load_weights(self, directory: Path) -> None:
         loaded = inf.load_safetensors(self._infinity_module, directory, strict=False)
         for kind, names in (("missing", loaded.missing), ("unexpected", loaded.unexpected)):
@@ -267,10 +303,13 @@ class EmbeddedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or self._infinity_optimizer is None:
+            # Raises for states of adapters that were offloaded.
+            if checkpoint is not None:
+                self._has_states(Path(checkpoint))
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         directory = Path(checkpoint)
-        if not has_states(directory):
+        if not self._has_states(directory):
             if (directory / _OPTIMIZER).exists():
                 raise ValueError(
                     f"{directory / _OPTIMIZER} has the states of an optimizer of torch, which an "
@@ -287,14 +326,25 @@ class EmbeddedTrainer:
 
     def _load_best_model(self) -> None:
         directory = Path(self.state.best_model_checkpoint)
-        if has_states(directory):
+        if self._has_states(directory):
             log.info("best model: %s (score %s)", directory, self.state.best_metric)
-            # Masters too, which the files beside have rounded; moments stay, as ever.
+            # Parameters, to which masters are set; moments stay, as ever.
             inf.restore(self._infinity_module, None, directory / STATES)
         elif is_adapted(self.model) or not any(directory.glob("model*.safetensors")):
             super()._load_best_model()  # type: ignore[misc]
         else:
             self._load_weights(directory)
+
+
+    def end(self) -> None:
+        """End training. On several ranks this destroys the process groups, so engines, which need
+        theirs to end, are closed before.
+        """
+        if _world() > 1:
+            for model in (self.model, getattr(self, "ref_model", None)):
+                for module in inf.offloaded_modules(model) if model is not None else ():
+                    inf.handle(module).close()
+        super().end()  # type: ignore[misc]
 
 
 def _world() -> int:
@@ -388,19 +438,34 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
         from infinity.integrations import _trl
 
         _trl.check_trainer(trainer)
+    _check_device(trainer)
     policy = _on_its_device(policy, trainer.args.device)
     offload_for(trainer.model, policy, load)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
         own = policy or inf.handle(only_engine(trainer.model, "embed(trainer)")).policy
         # It has no states and takes no step: nothing that a durable run would go on with.
-        inf.offload(reference.requires_grad_(False), dataclasses.replace(own, durable=False))
+        frozen = dataclasses.replace(own, durable=False, durable_every=1)
+        inf.offload(reference.requires_grad_(False), frozen)
     for module in inf.offloaded_modules(trainer.model):
         _take_over(module, trainer)
     trainer._infinity_policy = policy
     parts = (_trl.adapt(trainer), EmbeddedTrainer) if of_trl else (EmbeddedTrainer,)
     trainer.__class__ = type(f"Infinity{kind.__name__}", (*parts, kind), {})
     return trainer
+
+
+def _check_device(trainer: Any) -> None:
+    """Raise ValueError for a model that was offloaded to compute elsewhere than the trainer's
+    batches are."""
+    for module in inf.offloaded_modules(trainer.model):
+        computes = next(module.parameters()).device
+        if computes.type != trainer.args.device.type:
+            raise ValueError(
+                f"the model computes on {computes}, and the trainer's batches are on "
+                f"{trainer.args.device}: give Policy(device={str(trainer.args.device)!r}) when it "
+                "is offloaded"
+            )
 
 
 def _on_its_device(policy: inf.Policy | None, device: torch.device) -> inf.Policy | None:
@@ -435,6 +500,11 @@ def _check_trainer(trainer: Any) -> None:
         raise ValueError(
             f"{'deepspeed' if trainer.is_deepspeed_enabled else 'fsdp'} shards the model already: "
             "leave it out of TrainingArguments, or do not embed"
+        )
+    if getattr(trainer.model, "_hf_peft_config_loaded", False):
+        raise ValueError(
+            "the adapters of model.add_adapter(...) would be saved as a whole model that "
+            "from_pretrained does not read: wrap the model by peft.get_peft_model instead"
         )
     if trainer.args.n_gpu > 1:
         raise ValueError(

@@ -32,6 +32,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import hashlib
+import logging
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -61,6 +63,8 @@ from infinity.integrations._engines import (
     has_states,
     optimizers_of,
 )
+
+log = logging.getLogger("infinity")
 
 __all__ = ["FabricInfinityStrategy", "InfinityStrategy"]
 
@@ -133,6 +137,14 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         """Meet the other ranks, and refuse callbacks that cannot work before any hook runs."""
         super().setup_environment()
         _check_callbacks(self.lightning_module.trainer.callbacks)
+        if getattr(self.cluster_environment, "auto_requeue", False):
+            # Its signal handler would save amid a forward, when no engine can.
+            self.cluster_environment.auto_requeue = False
+            log.warning(
+                "SLURM's auto-requeue is off: it saves in the midst of a step, which an offloaded "
+                "module cannot; save by ModelCheckpoint(train_time_interval=...), and requeue in "
+                "the job's script"
+            )
 
     def setup(self, trainer: Any) -> None:
         """Offload the module, unless it was; build its optimizers when fitting."""
@@ -588,6 +600,8 @@ def _plain_state(module: torch.nn.Module) -> dict[str, Any]:
             return
         if not inside:
             child._save_to_state_dict(found, prefix, False)
+        elif type(child).get_extra_state is not torch.nn.Module.get_extra_state:
+            found[f"{prefix}_extra_state"] = child.get_extra_state()
         for name, grandchild in child.named_children():
             visit(grandchild, f"{prefix}{name}.", inside)
 
@@ -642,8 +656,18 @@ def _write_engines(
 
 
 def _read_engines(module: torch.nn.Module, optimizers: Iterable[Any], directory: Path) -> None:
-    """Restore all engines in `module`; without optimizers their values alone."""
-    for index, engine in enumerate(inf.offloaded_modules(module)):
+    """Restore all engines in `module`; without optimizers their values alone.
+
+    Raises: ValueError for a checkpoint of another number of offloaded modules.
+    """
+    engines = inf.offloaded_modules(module)
+    there = sum(1 for _ in (directory / (STATES if has_states(directory) else _WEIGHTS)).iterdir())
+    if there != len(engines):
+        raise ValueError(
+            f"{directory} has the states of {there} offloaded modules, and "
+            f"{type(module).__name__} has {len(engines)}: offload the same modules"
+        )
+    for index, engine in enumerate(engines):
         if has_states(directory):
             held = optimizers_of(engine, optimizers) or None
             inf.restore(engine, held, directory / STATES / str(index))
@@ -653,14 +677,20 @@ def _read_engines(module: torch.nn.Module, optimizers: Iterable[Any], directory:
 
 def _write_directory(strategy: Any, path: Path, write: Callable[[Path], None]) -> None:
     """Have all ranks write a directory, which takes the place of `path` when it is whole."""
-    # Hidden: a trainer that looks for its last checkpoint must not find this.
-    partial = path.with_name(f".{path.name}.partial")
-    replaced = path.with_name(f".{path.name}.replaced")
+    # A trainer that looks for its last checkpoint, by a part of its name, must not find these.
+    tag = hashlib.sha256(path.name.encode()).hexdigest()[:16]
+    partial, replaced = path.with_name(f".{tag}.partial"), path.with_name(f".{tag}.replaced")
     if strategy.is_global_zero:
         _remove(partial)  # of a run that broke off
         partial.mkdir(parents=True)
     strategy.barrier()
-    write(partial)
+    try:
+        write(partial)
+    except BaseException:
+        # Other checkpoints have other names: nobody would remove it, and it may fill the drive.
+        if strategy.is_global_zero:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
     strategy.barrier()
     if strategy.is_global_zero:
         if path.is_symlink():

@@ -47,9 +47,10 @@ def from_pretrained(
 
     cls: `AutoModelForCausalLM`, another Auto class, or a model's own. path: a directory of
     safetensors on this machine. kwargs: those of `from_pretrained` (dtype, attn_implementation,
-    num_labels, ...) but the ones that place or convert. Tensors that the files lack (a new head)
-    are initialised by the model's own rules, and named in a warning of transformers; those are the
-    same on all ranks. On several ranks all call it.
+    num_labels, ...) but the ones that place or convert. For a GPU give `Policy(device=...)`, the
+    trainer's: the model is built on meta, and would compute on the CPU. Tensors that the files lack
+    (a new head) are initialised by the model's own rules, and named in a warning of transformers;
+    those are the same on all ranks. On several ranks all call it.
 
     Raises: ValueError for arguments that place or convert, and for a directory without config or
     safetensors; as `inf.offload`.

@@ -130,7 +130,7 @@ def test_a_manifest_loads_after_a_restore(tmp_path: Path, model: torch.nn.Module
     inf.handle(again).close()
 
 
-def test_the_best_model_has_masters_and_keeps_moments(
+def test_the_best_model_sets_masters_and_keeps_moments(
     tmp_path: Path, model: torch.nn.Module
 ) -> None:
     optimizer, handle = inf.AdamW(model.parameters(), lr=1e-2), inf.handle(model)

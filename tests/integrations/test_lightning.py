@@ -4,6 +4,7 @@ offloaded module as it does a module in memory."""
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -306,6 +307,30 @@ def test_values_alone(tmp_path: Path) -> None:
     assert other.test(Module(seed=7), batches(), ckpt_path=path, verbose=False) == wanted
     with pytest.raises(KeyError, match="save_weights_only"):
         offloaded_fit(tmp_path / "three", Module(inf.AdamW), ckpt_path=path)
+
+
+def test_a_checkpoint_of_more_modules_is_refused(tmp_path: Path) -> None:
+    kept = saved_each_epoch(tmp_path / "kept")
+    offloaded_fit(tmp_path / "swap", Module(inf.AdamW), callbacks=[kept])
+    path = tmp_path / "kept" / "epoch=1.ckpt"
+    shutil.copytree(path / "infinity" / "0", path / "infinity" / "1")
+    with pytest.raises(ValueError, match="2 offloaded modules, and Module has 1"):
+        offloaded_fit(tmp_path / "two", Module(inf.AdamW), ckpt_path=path)
+
+
+def test_a_save_that_fails_leaves_nothing_on_the_drive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    module = Module(inf.AdamW)
+    made = offloaded_fit(tmp_path / "swap", module)
+    monkeypatch.setattr(inf, "save", full)
+    (tmp_path / "kept").mkdir()
+    with pytest.raises(OSError, match="No space"):
+        made.save_checkpoint(tmp_path / "kept" / "one.ckpt")
+    assert list((tmp_path / "kept").iterdir()) == []
 
 
 def test_evaluation_and_prediction_from_a_checkpoint(tmp_path: Path) -> None:

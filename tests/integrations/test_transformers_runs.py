@@ -210,6 +210,46 @@ def test_a_plain_trainer_does_not_go_on_from_states_of_the_engine(tmp_path: Path
     assert "exp_avg" in str(raised.value)
 
 
+def test_states_of_an_earlier_run_are_not_taken_for_those_of_a_plain_one(tmp_path: Path) -> None:
+    """Both runs write into one directory, and the second one knows nothing of the states."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    end_of(trainer(tmp_path / "a", policy={}, **saving))
+    end_of(trainer(tmp_path / "a", llama(seed=9), **saving))
+    run = trainer(tmp_path / "b", policy={})
+    with pytest.raises(ValueError, match="states of an earlier run"):
+        run.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+
+
+def test_states_of_an_earlier_run_are_not_taken_for_those_of_weights_alone(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {
+        "save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3,
+        "load_best_model_at_end": True,
+    }  # fmt: skip
+    end_of(trainer(tmp_path / "a", policy={}, **saving))
+    saving["save_only_model"] = True
+    again = end_of(trainer(tmp_path / "a", llama(seed=9), policy={}, **saving))
+    alone = end_of(trainer(tmp_path / "b", llama(seed=9), policy={}, **saving))
+    assert_same(again.weights, alone.weights)
+
+
+def test_a_reference_model_takes_no_part_in_a_durable_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.ref_model = llama(seed=9)
+    embed(run, policy_in(tmp_path, durable=True, durable_every=2))
+    reference = inf.handle(run.ref_model)
+    assert not reference.policy.durable
+    reference.close()
+    inf.handle(run.model).close()
+
+
+def test_adapters_of_the_model_itself_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = llama()
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="get_peft_model"):
+        trainer(tmp_path, model, policy={})
+
+
 def test_a_second_trainer_takes_the_model_of_the_first(tmp_path: Path) -> None:
     changes = {"save_strategy": "steps", "save_steps": 3}
     first = trainer(tmp_path / "a", policy={}, **changes)

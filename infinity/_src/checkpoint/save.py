@@ -478,6 +478,9 @@ class Saver:
                 "inf.save(frozen=False) would save no parameter: none requires a gradient or has "
                 "optimizer states; save with frozen=True"
             )
+        # Tiles of one weight go together: some of them would be taken for a smaller weight.
+        whole = {param.keys[0] for flat in flats for param in flat.params}
+        flats = [flat for flat in self.flats if any(p.keys[0] in whole for p in flat.params)]
         held = set(flats)
         left_out = [flat for flat in self.flats if flat not in held]
         layout = metadata.layout_of(flats, self.states.store, self.policy, left_out)

@@ -50,6 +50,8 @@ filled, once, from a drive.
 LITTLE = 0.1
 """Share of the rise of memory in use in a step. Nearer to its most, free memory is given back."""
 
+RISE_BYTES_MAX = 512 << 20
+
 GIVE_BACK_STEPS = 64
 """Steps after which all free memory is given back, so that errors of the estimate end."""
 
@@ -96,7 +98,7 @@ class Heap:
     The process may be as large as the memory that was in use at once, in this step or the one
     before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step. While
     little of that is in use, it may be larger for a while, by as much as use rose in the step
-    before. repeats: what was needed at once will be again; without it only what is in use now
+    before, 512 MiB at most. repeats: what was needed at once will be again; without it only what is in use now
     counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
@@ -170,7 +172,7 @@ class Heap:
         # In a whole step: one that is under way has not shown what goes again.
         rise = max(self._used_before, default=0) - min(self._used_before, default=0)
         surplus = resident - most - self.spare_bytes
-        if surplus > rise or (surplus > 0 and in_use >= most - rise * LITTLE):
+        if surplus > min(rise, RISE_BYTES_MAX) or (surplus > 0 and in_use >= most - rise * LITTLE):
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:
