@@ -98,8 +98,8 @@ class Heap:
     The process may be as large as the memory that was in use at once, in this step or the one
     before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step. While
     little of that is in use, it may be larger for a while, by as much as use rose in the step
-    before, 512 MiB at most. repeats: what was needed at once will be again; without it only what is in use now
-    counts.
+    before, 512 MiB at most. repeats: what was needed at once will be again; without it only what is
+    in use now counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
     went back to the system. So they are estimated, as the growth of the process beyond the growth
