@@ -390,6 +390,11 @@ class Watchdog:
         self._wake_thread()
         # Not for ever: the thread may be in a callback.
         self._thread.join(_LINGER_S)
+        # Here, and not when the thread ends: until now this one has asked whether they live, and a
+        # pidfd that is closed amid the question reads like the end of its process.
+        if not self._thread.is_alive():
+            for process in self._processes.values():
+                process.close()
 
     def _all_acknowledged(self) -> bool:
         assert self._heartbeat is not None
@@ -479,8 +484,6 @@ class Watchdog:
                     # The other callbacks run all the same, and this thread goes on.
                     except Exception:
                         log.exception("%s: after %s", self._name, self._failure)
-        for process in self._processes.values():
-            process.close()
         with self._lock:
             os.close(self._wake)
             self._wake = -1

@@ -246,9 +246,15 @@ def test_rank_0_that_ends_after_a_failure_stays_until_a_late_rank_has_read_it(fa
     watchdog.report_exit()
     exits = threading.Thread(target=watchdog._exits)
     exits.start()
+    if failed:
+        # The thread has ended, and has closed nothing that is still asked whether it lives.
+        watchdog._thread.join(5.0)
+        assert not watchdog._thread.is_alive()
+        assert watchdog._processes[1].fd >= 0
     exits.join(0.7)
     assert exits.is_alive() == failed
     records.set("1", dataclasses.replace(late, read=True).json())
     exits.join(5.0)
     assert not exits.is_alive()
+    assert watchdog._processes[1].fd < 0
     atexit.unregister(watchdog._exits)
