@@ -317,9 +317,10 @@ def show(workload: r1.Workload, summary: dict[str, Any]) -> None:
         ]
         for arm, values in summary["arms"].items()
     ]
+    experts = f"{workload.experts} experts in each, " if workload.experts else ""
     title = (
         f"{workload.parameters / 1e6:.0f}M parameters, hidden {workload.hidden}, {workload.layers} "
-        f"layers, {workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, "
+        f"layers, {experts}{workload.micro_batches} micro-batch(es) of 1 x {workload.tokens}, "
         f"{workload.steps} steps, clipped at {workload.clip:g}"
     )
     harness.print_table(title, columns, rows)

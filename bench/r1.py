@@ -12,21 +12,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralRotaryEmbedding
 
 HEAD_DIM = 64
 INIT_STD = 0.02
+EXPERTS_PER_TOKEN = 2
 
 
 @dataclass(frozen=True)
 class Workload:
     """Model, batch and number of steps of a training. Sizes other than R1's keep its
-    proportions."""
+    proportions. experts: in each layer, fused, of which a token takes two; 0 is R1, which is dense.
+    """
 
     hidden: int = 1024
     layers: int = 12
     vocab: int = 8192
+    experts: int = 0
     tokens: int = 128
     micro_batches: int = 1
     warmup: int = 3
@@ -42,6 +46,7 @@ class Workload:
         for name, least in (
             ("layers", 1),
             ("vocab", 2),
+            ("experts", 0),
             ("tokens", 2),
             ("micro_batches", 1),
             ("steps", 1),
@@ -49,13 +54,17 @@ class Workload:
         ):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least {least}")
+        if 0 < self.experts < EXPERTS_PER_TOKEN:
+            raise ValueError(
+                f"experts={self.experts}: a token takes {EXPERTS_PER_TOKEN}; give more, or 0"
+            )
         if not self.clip > 0:
             raise ValueError(f"clip={self.clip}: give a positive norm")
 
     @property
     def intermediate(self) -> int:
-        """Width of the MLP: 2816 at hidden 1024."""
-        return self.hidden * 11 // 4
+        """Width of the MLP: 2816 at hidden 1024; of an expert: a quarter of the hidden size."""
+        return self.hidden // 4 if self.experts else self.hidden * 11 // 4
 
     @property
     def heads(self) -> int:
@@ -64,32 +73,41 @@ class Workload:
     @property
     def largest_parameter(self) -> int:
         """Elements of the largest parameter."""
-        return self.hidden * max(self.vocab, self.intermediate)
+        experts = self.experts * 2 * self.intermediate
+        return self.hidden * max(self.vocab, self.intermediate, experts)
 
     @property
     def parameters(self) -> int:
         """Elements of all parameters (the input and output embeddings are untied)."""
-        layer = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
+        mlp = 3 * self.hidden * self.intermediate
+        if self.experts:
+            mlp = self.experts * (mlp + self.hidden)  # and a row of the router for each
+        layer = 4 * self.hidden**2 + mlp + 2 * self.hidden
         return 2 * self.vocab * self.hidden + self.layers * layer + self.hidden
 
-    def config(self) -> LlamaConfig:
+    def config(self) -> LlamaConfig | MixtralConfig:
         """The transformers configuration of the model."""
-        return LlamaConfig(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads,
-            max_position_embeddings=max(2048, self.tokens),
-            tie_word_embeddings=False,
-            use_cache=False,
-            dtype="bfloat16",
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.heads,
+            "max_position_embeddings": max(2048, self.tokens),
+            "tie_word_embeddings": False,
+            "use_cache": False,
+            "dtype": "bfloat16",
+        }
+        if not self.experts:
+            return LlamaConfig(**sizes)
+        return MixtralConfig(
+            **sizes, num_local_experts=self.experts, num_experts_per_tok=EXPERTS_PER_TOKEN
         )
 
     def arguments(self) -> list[str]:
         """The arguments from which an arm's `from_arguments` makes this workload."""
-        names = ("hidden", "layers", "tokens", "micro_batches", "steps", "warmup", "clip")
+        names = ("hidden", "layers", "experts", "tokens", "micro_batches", "steps", "warmup", "clip")
         return [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
 
     def describe(self) -> dict[str, Any]:
@@ -105,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers", type=int, default=default.layers, help="layers (R1: %(default)s)"
+    )
+    parser.add_argument(
+        "--experts",
+        type=int,
+        default=default.experts,
+        help="fused experts in each layer, two for a token (R1: none)",
     )
     parser.add_argument(
         "--micro-batches",
@@ -134,6 +158,7 @@ def from_arguments(args: argparse.Namespace) -> Workload:
     return Workload(
         hidden=args.hidden,
         layers=args.layers,
+        experts=args.experts,
         micro_batches=args.micro_batches,
         tokens=args.tokens,
         steps=args.steps,
@@ -142,19 +167,21 @@ def from_arguments(args: argparse.Namespace) -> Workload:
     )
 
 
-def construct(workload: Workload) -> LlamaForCausalLM:
+def construct(workload: Workload) -> LlamaForCausalLM | MixtralForCausalLM:
     """Run the model's constructor in bf16 on whatever device or parameter hooks are current."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        model = LlamaForCausalLM(workload.config())
+        config = workload.config()
+        kind = MixtralForCausalLM if workload.experts else LlamaForCausalLM
+        model = kind(config)
     finally:
         torch.set_default_dtype(before)
     model.train()
     return model
 
 
-def build_on_meta(workload: Workload) -> LlamaForCausalLM:
+def build_on_meta(workload: Workload) -> LlamaForCausalLM | MixtralForCausalLM:
     """The model with bf16 parameters on the meta device (no storage) and its rotary tables in fp32
     on the CPU."""
     with torch.device("meta"):
@@ -163,13 +190,15 @@ def build_on_meta(workload: Workload) -> LlamaForCausalLM:
     return model
 
 
-def renew_rotary(model: LlamaForCausalLM) -> None:
+def renew_rotary(model: LlamaForCausalLM | MixtralForCausalLM) -> None:
     """Give the model rotary tables in fp32 on the CPU.
 
     They are non-persistent buffers: a build on meta leaves them empty, and engines that cast a
     whole module round them to bf16, which would make the arms compute different models.
     """
-    model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
+    mixtral = isinstance(model, MixtralForCausalLM)
+    kind = MixtralRotaryEmbedding if mixtral else LlamaRotaryEmbedding
+    model.model.rotary_emb = kind(model.config)
 
 
 @torch.no_grad()
