@@ -15,8 +15,8 @@ one before will be again. Given back, it would be faulted in and zeroed anew, ac
 gradients of a whole step with it: a fifth of the time of that step.
 
 Blocks that go in another order than they came leave holes, too, in the midst of a step, and those
-fill again before it ends. To give them back takes all free memory along. So that waits until most
-of what a step needs is in use, when hardly more than the holes is free.
+fill again before it ends. To give them back takes all free memory along, so the process may be
+larger than what is in use by as much as use rises in a step: holes are of that size at most.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ BRIEF_S = 0.5e-3
 filled, once, from a drive.
 """
 
-LITTLE = 0.1
-"""Share of the rise of memory in use in a step. Nearer to its most, free memory is given back."""
-
 RISE_BYTES_MAX = 512 << 20
+"""The most that holes of a step may take. To give them back whenever most was in use cost a
+twentieth of the time of a step, for a process up to an eighth smaller (bench/README.md).
+"""
 
 GIVE_BACK_STEPS = 64
 """Steps after which all free memory is given back, so that errors of the estimate end."""
@@ -96,10 +96,9 @@ class Heap:
     """Limit on the freed memory that malloc keeps. For one thread.
 
     The process may be as large as the memory that was in use at once, in this step or the one
-    before, and `spare_bytes` more. `freed` checks it, and `step_begins` moves on by a step. While
-    little of that is in use, it may be larger for a while, by as much as use rose in the step
-    before, 512 MiB at most. repeats: what was needed at once will be again; without it only what is
-    in use now counts.
+    before, and `spare_bytes` more, and more again by as much as use rose in the step before, 512
+    MiB at most. `freed` checks it, and `step_begins` moves on by a step. repeats: what was needed
+    at once will be again; without it only what is in use now counts.
 
     glibc does not report the memory that is free and resident: its free bytes include those that
     went back to the system. So they are estimated, as the growth of the process beyond the growth
@@ -169,10 +168,10 @@ class Heap:
         self._used_now = [min([in_use, *kept]), max([in_use, *kept])]
         self._rest_after(began_s)
         most = max(self._used_now + self._used_before)
-        # In a whole step: one that is under way has not shown what goes again.
+        # In a whole step: one that is under way has not shown what goes and comes again.
         rise = max(self._used_before, default=0) - min(self._used_before, default=0)
         surplus = resident - most - self.spare_bytes
-        if surplus > min(rise, RISE_BYTES_MAX) or (surplus > 0 and in_use >= most - rise * LITTLE):
+        if surplus > min(rise, RISE_BYTES_MAX):
             self._restart(self._library)
 
     def _restart(self, library: ctypes.CDLL) -> None:
