@@ -7,8 +7,8 @@ freed once per use of a unit. Both ways in which glibc can treat them are bad:
   cores a seventh of the step of a 171 M model whose states rest in RAM.
 - Blocks on the heap, which glibc ends with by itself (it raises the size from which it maps, up to
   32 MiB, each time such a block is freed): flats lie among small blocks that outlive them, and the
-  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB. What is
-  free at the heap's end glibc gives back by itself, in the midst of a step.
+  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB. And
+  glibc gives free memory at the heap's end back by itself, in the midst of a step.
 
 So they stay on the heap, glibc gives nothing back by itself, and the heap's holes are given back
 when they make the process larger than it has to be. Free memory that it needed a moment ago does
