@@ -373,7 +373,10 @@ BATCHES = _flat((
         "`managed_accumulation`: the engine counts micro-batches, or every `step()` is one", True,
     ),
     mapped("dataloader_drop_last", FLAG, "`drop_last`, of a loader that the engine makes", False),
-    mapped("gradient_clipping", number(0), "`clip_norm`, by `clip_grad_norm_` before the step", 0.0),
+    mapped(
+        "gradient_clipping", number(0),
+        "`clip_norm`, by `clip_grad_norm_` before the step; 1.0 without it, 0 for none", 1.0,
+    ),
     ignored("prescale_gradients", FLAG, _NOT_A_SUM),
     ignored("gradient_predivide_factor", number(0, above=True), _NOT_A_SUM),
     refused(
@@ -502,8 +505,8 @@ ZERO = below(
         "offload_optimizer",
         mapped(
             "device", choice("none", "cpu", "nvme"),
-            '`optim`; "none": "cpu", since the engine keeps no optimizer states on the device; with '
-            "stages 1 and 2 DeepSpeed takes CPU memory for \"nvme\"", "none", policy=True,
+            '`optim`; "none": "cpu", since the engine keeps no optimizer states on the device; '
+            'with stages 1 and 2 DeepSpeed takes CPU memory for "nvme"', "none", policy=True,
         ),
         mapped("nvme_path", ANY_TEXT, "`nvme`", policy=True),
         ignored("buffer_count", COUNT, _CHUNKS),
@@ -530,8 +533,8 @@ ZERO = below(
     ),
     refused(
         "zero_quantized_nontrainable_weights", off_at(False),
-        "frozen weights rest as they are: set false; a model that is quantised itself (bitsandbytes) "
-        "is offloaded as it is",
+        "frozen weights rest as they are: set false; a model that is quantised itself "
+        "(bitsandbytes) is offloaded as it is",
     ),
     mapped(
         "cpu_offload", FLAG, 'deprecated: offload_optimizer.device="cpu" when true', policy=True
