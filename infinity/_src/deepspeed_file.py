@@ -19,6 +19,7 @@ from typing import Any
 from infinity._src.deepspeed_keys import (
     AUTO,
     KEYS,
+    LEFT_OUT,
     MAPPED,
     NO_MEANING,
     REFUSED,
@@ -33,7 +34,11 @@ from infinity._src.wording import listed
 
 @dataclasses.dataclass(frozen=True)
 class KeyMeaning:
-    """One key of a configuration as it was written, its value, its fate, and what became of it."""
+    """One key of a configuration as it was written, its value, its fate, and what became of it.
+
+    fate: "mapped", "no meaning", "refused" (its value asks for nothing), or "left out": its default
+    is another one here.
+    """
 
     key: str
     value: Any
@@ -203,6 +208,7 @@ class Given:
     def __init__(self, entries: dict[str, _Entry], untouched: Mapping[str, Any]) -> None:
         self.untouched = untouched
         self._entries = entries
+        self._open: set[str] = set()
         self._became: dict[str, str] = {}
         self._differs: dict[str, str] = {}
 
@@ -224,11 +230,9 @@ class Given:
             if name in values:
                 entry.value = values[name]
             elif entry.key.fate == NO_MEANING or (keep_auto and not entry.key.policy):
-                self._became[name] = (
-                    "left to the engine"
-                    if entry.key.fate == NO_MEANING
-                    else "as the trainer fills it"
-                )
+                self._open.add(name)
+                known = entry.key.fate == NO_MEANING
+                self._became[name] = entry.key.to if known else "as the trainer fills it"
             else:
                 lacking.append(entry.written)
         if lacking:
@@ -253,8 +257,7 @@ class Given:
                 raise ValueError(f"{self.show(name)}: give {key.check.text}") from None
 
     def _is_auto(self, name: str) -> bool:
-        entry = self._entries[name]
-        return entry.value == AUTO and name in self._became
+        return name in self._open
 
     def has(self, name: str) -> bool:
         """Tell whether a key was given a value."""
@@ -284,19 +287,27 @@ class Given:
         return f"{entry.written}={shown(entry.value)}"
 
     def became(self, name: str, text: str) -> None:
-        """Note what a key became."""
-        self._became[name] = text
+        """Note what a key became, unless its value is still open."""
+        if name in self._entries and not self._is_auto(name):
+            self._became[name] = text
 
     def differs(self, name: str, text: str) -> None:
         """Note that a key, or its default, means something else here."""
         self._differs[name] = text
 
     def meanings(self) -> tuple[KeyMeaning, ...]:
-        """Return all keys in the order of the configuration."""
-        return tuple(
+        """Return all keys in the order of the configuration, then those that were left out and
+        whose default is not the same here."""
+        given = [
             KeyMeaning(entry.written, entry.value, entry.key.fate, self._text(entry))
             for entry in self._entries.values()
-        )
+        ]
+        absent = [
+            KeyMeaning(name, KEYS[name].default, LEFT_OUT, text)
+            for name, text in self._differs.items()
+            if name not in self._entries
+        ]
+        return (*given, *absent)
 
     def _text(self, entry: _Entry) -> str:
         name = entry.key.name
@@ -308,14 +319,11 @@ class Given:
 
     def notes(self) -> tuple[str, ...]:
         """Return a line for each key that means nothing here, or something else."""
-        found = [
-            f"{self.show(name)}: {self._text(entry)}"
-            for name, entry in self._entries.items()
-            if entry.key.fate == NO_MEANING or name in self._differs or self._is_auto(name)
-        ]
-        found += [
-            f"{self.show(name)}: {text}"
-            for name, text in self._differs.items()
-            if name not in self._entries
-        ]
-        return tuple(found)
+        return tuple(
+            f"{self.show(SPELLINGS[found.key].name)}: {found.became}"
+            for found in self.meanings()
+            if self._is_noted(SPELLINGS[found.key].name, found.fate)
+        )
+
+    def _is_noted(self, name: str, fate: str) -> bool:
+        return fate in (NO_MEANING, LEFT_OUT) or name in self._differs or self._is_auto(name)

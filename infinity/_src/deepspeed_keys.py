@@ -17,7 +17,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-MAPPED, NO_MEANING, REFUSED = "mapped", "no meaning", "refused"
+MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
 AUTO = "auto"
 LARGEST = (1 << 63) - 1
 """Largest whole number of a configuration: sys.maxsize, which DeepSpeed has as a default."""
