@@ -266,6 +266,10 @@ class Policy:
         for name in ("grad_dtype", "reduce_dtype"):
             if isinstance(fields.get(name), str):
                 fields[name] = getattr(torch, fields[name], fields[name])
+        # Where the CPU computes they are in its memory already, in DeepSpeed too.
+        on_cpu = str(fields.get("device")).partition(":")[0] == "cpu"
+        if on_cpu and fields.get("activations") == "cpu" and "activations" not in overrides:
+            fields["activations"] = "device"
         # A part of it in RAM is of the tier that the configuration had.
         if fields.get("params") != "nvme" and "resident" not in overrides:
             fields.pop("resident", None)

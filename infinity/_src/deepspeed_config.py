@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinity._src.deepspeed_file import Given, KeyMeaning, collected, load
-from infinity._src.deepspeed_keys import AUTO, KEYS, TORCH_SCHEDULES
+from infinity._src.deepspeed_keys import AUTO, KEYS, TORCH_SCHEDULES, shown
 from infinity._src.wording import listed
 from infinity.aio import IoSettings
 
@@ -87,13 +87,15 @@ def read_deepspeed(
 
     world_size: ranks, for the batch sizes. ranks_per_node: for zero_hpz_partition_size; None:
     not checked. auto: values in place of "auto", by dotted key, as a trainer fills them
-    ({"optimizer.params.lr": 1e-4}). keep_auto: an "auto" that the policy does not depend on is
-    noted and counts as left out; without it, it is an error.
+    ({"optimizer.params.lr": 1e-4}). keep_auto: for a policy alone; an "auto" that no field of it
+    depends on is noted, and counts as left out. Without it, it is an error.
 
     Raises: ValueError naming key, value and fix.
     """
     where, values = load(config)
     try:
+        # Before the arguments of an optimizer that is not there.
+        _check_optimizer(values)
         given = collected(values)
         given.fill(auto, keep_auto=keep_auto)
         given.check()
@@ -367,9 +369,8 @@ def _check_hpz(given: Given, size: int, world_size: int, ranks_per_node: int | N
     node = min(ranks_per_node or size, world_size)
     if node != size:
         raise ValueError(
-            f"{text}: a secondary shard is kept by the ranks of a node, and a node has {node}; set "
-            f"{node}, or give mesh= a DeviceMesh of ({world_size // size}, {size}) and leave the "
-            "key out with hpz='device'"
+            f"{text}: a secondary shard is split over the ranks of a node, and a node has {node}; "
+            f"give {node}, or mesh= a DeviceMesh of ({world_size // size}, {size}) to the policy"
         )
 
 
@@ -461,6 +462,19 @@ _KERNELS = ("AdamW", "Lion", "SGD")
 _PARAMS = "optimizer.params."
 
 
+def _check_optimizer(config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that the engine has not."""
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    if not isinstance(kind, str) or not kind or kind in OPTIMIZERS or kind.lower() in OPTIMIZERS:
+        return
+    raise ValueError(
+        f"optimizer.type={shown(kind)} is refused: there is no such optimizer here; take one of "
+        f"{', '.join(sorted({name for name, _, _ in OPTIMIZERS.values()}))}, or leave it out and "
+        "give an optimizer of infinity's own"
+    )
+
+
 def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
     kind = given["optimizer.type"]
     arguments = given.below(_PARAMS)
@@ -471,14 +485,7 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
                 "optimizer, such as 'AdamW'"
             )
         return None
-    found = OPTIMIZERS.get(kind) or OPTIMIZERS.get(kind.lower())
-    if found is None:
-        raise ValueError(
-            f"{given.show('optimizer.type')} is refused: there is no such optimizer here; take one "
-            f"of {', '.join(sorted({name for name, _, _ in OPTIMIZERS.values()}))}, or leave it "
-            "out and give an optimizer of infinity's own"
-        )
-    name, defaults, more = found
+    name, defaults, more = OPTIMIZERS.get(kind) or OPTIMIZERS[kind.lower()]
     for key in arguments:
         if key not in defaults and key not in more:
             raise ValueError(

@@ -81,14 +81,21 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
         raise ValueError(f"{path}: it is no text in UTF-8; write it as JSON") from None
     except (OSError, ValueError) as error:
         # Launchers hand configurations over as base64.
-        try:
-            return "DeepSpeed configuration", base64.b64decode(
-                os.fspath(config).encode(), altchars=b"-_", validate=True
-            ).decode()
-        except (binascii.Error, UnicodeError):
-            text = getattr(error, "strerror", None) or str(error)
-            name = shown(os.fspath(config))
-            raise ValueError(f"{name}: {text}; give a mapping or the path of a JSON file") from None
+        if (text := _decoded(os.fspath(config))) is not None:
+            return "DeepSpeed configuration", text
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"{shown(os.fspath(config))}: {reason}; give a mapping or the path of a JSON file"
+        ) from None
+
+
+def _decoded(text: str) -> str | None:
+    """Decode an object in base64; None for any other text."""
+    try:
+        found = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        return None
+    return found if found.lstrip().startswith("{") else None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,8 +133,13 @@ def collected(config: Mapping[str, Any]) -> Given:
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with what old versions and Hugging Face's pages write elsewhere in its
-    place."""
-    found = dict(config)
+    place, and without comments."""
+    # DeepSpeed does not look at them either.
+    found = {
+        name: value
+        for name, value in config.items()
+        if not (isinstance(name, str) and name.startswith("_"))
+    }
     old = found.pop("bfloat16", None)
     if old is not None and found.get("bf16") is None:
         found["bf16"] = old
@@ -182,21 +194,22 @@ def _walk(
 
 
 def _unknown(written: str, value: Any) -> str:
-    """Say that a key is not known, with the nearest that is: in its section, else anywhere."""
+    """Say that a key is not known, with the nearest that is: in another section under the same
+    name, in its section, anywhere."""
     known = sorted({*SPELLINGS, *SECTIONS})
-    section = written[: written.rfind(".") + 1]
+    section, _, last = written[:200].rpartition(".")
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     beside = [name for name in known if name.startswith(section)]
-    last = written.rpartition(".")[2]
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
     near = (
-        difflib.get_close_matches(written[:200], beside, 1, 0.75)
-        or [by_last[one] for one in difflib.get_close_matches(last[:200], by_last, 1, 0.75)]
+        (elsewhere if len(elsewhere) == 1 else [])
+        or difflib.get_close_matches(written[:200], beside, 1, 0.75)
+        or [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.75)]
         or difflib.get_close_matches(written[:200], known, 1, 0.5)
     )
     fix = f'write "{near[0]}", the nearest that is' if near else "leave it out"
-    return (
-        f"{shown(written)}={shown(value)}: there is no such key; {fix} (docs/deepspeed-config.md)"
-    )
+    name = written if len(written) <= 80 and written.isprintable() else shown(written)
+    return f"{name}={shown(value)}: there is no such key; {fix} (docs/deepspeed-config.md)"
 
 
 class Given:

@@ -533,7 +533,7 @@ ZERO = below(
     ),
     refused(
         "zero_quantized_nontrainable_weights", off_at(False),
-        "frozen weights rest as they are: set false; a model that is quantised itself "
+        "frozen weights rest as they are: set false; a model that is quantized itself "
         "(bitsandbytes) is offloaded as it is",
     ),
     mapped(
@@ -862,7 +862,7 @@ OTHERS = _flat((
     ),
     refused(
         "weight_quantization", SWITCH,
-        "leave it out; a model that is quantised itself (bitsandbytes) is offloaded as it is",
+        "leave it out; a model that is quantized itself (bitsandbytes) is offloaded as it is",
     ),
     refused("msamp", DEFAULT_OFF, "leave it out: it is of accelerate with fp8, in place of ZeRO"),
     refused("amp", DEFAULT_OFF, f"{_GONE}; bf16, fp16 or torch_autocast are instead of it"),
