@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from infinity._src.deepspeed_config import OPTIMIZERS, SCHEDULES
-from infinity._src.deepspeed_keys import GROUPS, MAPPED, REFUSED, TORCH_SCHEDULES, Key
+from infinity._src.deepspeed_keys import GROUPS, MAPPED, REFUSED, TORCH_SCHEDULES, ConfigKey
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "deepspeed-config.md"
 HEAD = '''# DeepSpeed configurations
@@ -63,14 +63,14 @@ def render() -> str:
     return "".join(parts)
 
 
-def _cells(key: Key) -> tuple[str, str, str]:
+def _cells(key: ConfigKey) -> tuple[str, str, str]:
     """Return the cells that neighbours may share."""
     takes = f"{key.off.text} only" if key.fate == REFUSED and key.off else key.check.text
     default = f"; {_json(key.default)} without it" if key.default is not None else ""
     return takes + (default if key.fate == MAPPED else ""), key.fate, key.to
 
 
-def _row(keys: list[Key]) -> str:
+def _row(keys: list[ConfigKey]) -> str:
     takes, fate, here = _cells(keys[0])
     names = []
     for key in keys:
@@ -164,8 +164,7 @@ READERS = {
     },
     "profiling/config.py": {"flops_profiler_dict": "flops_profiler"},
     "runtime/model_checkpointing/config.py": {
-        "param_dict": "checkpoint", "checkpoint_dict": "checkpoint",
-        "writer_dict": "checkpoint.writer",
+        "checkpoint_dict": "checkpoint", "writer_dict": "checkpoint.writer",
     },
     "datastates/config.py": {"param_dict": ""},
     "autotuning/config.py": {"autotuning_dict": "autotuning"},

@@ -249,8 +249,8 @@ class Policy:
         of "auto", by dotted key; others stay open where no field depends on them. overrides: fields
         that replace those of the configuration, such as nvme= and ram=, of which it says nothing.
 
-        What means nothing here, or not the same, is logged once (INFO). Raises: ValueError naming
-        key, value and fix.
+        Keys that mean nothing here, or not the same, are logged once (INFO). Raises: ValueError
+        naming key, value and fix.
         """
         run = config
         if not isinstance(run, DeepSpeedRun):

@@ -26,7 +26,7 @@ from infinity._src.deepspeed_keys import (
     SECTIONS,
     SPELLINGS,
     TORCH_SCHEDULES,
-    Key,
+    ConfigKey,
     shown,
 )
 from infinity._src.wording import listed
@@ -111,7 +111,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _Entry:
     """One key that was given: its row, its name as written, its value."""
 
-    key: Key
+    key: ConfigKey
     written: str
     value: Any
 
@@ -174,7 +174,7 @@ def _torch_schedule(config: Mapping[str, Any]) -> str | None:
 
 def _walk(
     values: Mapping[Any, Any], section: str, untouched: str | None
-) -> Iterator[tuple[Key, str, Any]]:
+) -> Iterator[tuple[ConfigKey, str, Any]]:
     for name, value in values.items():
         if not isinstance(name, str):
             raise ValueError(f"{section}{shown(name)}: names of keys are texts")
@@ -226,8 +226,8 @@ class Given:
         self._differs: dict[str, str] = {}
 
     def fill(self, auto: Mapping[str, Any], *, keep_auto: bool) -> None:
-        """Put the values of `auto` in place of "auto". What it lacks is left out where nothing
-        depends on it, or with keep_auto; else it is an error."""
+        """Put the values of `auto` in place of "auto". Others are left out where nothing depends
+        on them, or with keep_auto; else they are an error."""
         for name in auto:
             if name not in SPELLINGS:
                 raise ValueError(f"auto: {_unknown(str(name), auto[name])}")

@@ -1160,7 +1160,7 @@ def test_every_subset_of_sound_keys_is_a_policy_or_says_why(
     found = read_or_say(value, world_size=world)
     if isinstance(found, str):
         # Each is sound by itself, so they exclude each other, or one needs another.
-        assert re.search(r"[a-z_.]+=", found), "it names no key"
+        assert re.search(r"[a-z_.0-9]+=", found), "it names no key"
         assert "there is no such key" not in found
         return
     assert isinstance(inf.Policy.from_deepspeed(found, nvme="/a"), inf.Policy)
@@ -1190,8 +1190,8 @@ def test_every_field_of_deepspeed_s_models_has_its_row() -> None:
         pytest.skip("DEEPSPEED_SOURCE names no package deepspeed")
     found = dict(deepspeed_page.fields_of_models(Path(SOURCE)))
     assert len(found) > 120, "the models are elsewhere now"
-    lacking = [name for name in found if not has_row(name)]
-    assert not lacking
+    # An old name of bf16, which is read as that.
+    assert {name for name in found if not has_row(name)} == {"bfloat16"}
     # Defaults that are written as numbers or texts are those of the rows.
     wrong = {
         name: (default, KEYS[name].default)
@@ -1205,6 +1205,7 @@ def test_every_field_of_deepspeed_s_models_has_its_row() -> None:
 
 
 def has_row(name: str) -> bool:
-    """Whether a key has a row, is a section of such, or lies in an object that has one."""
+    """Tell whether a key has a row, is a section of such, or lies in an object that has one."""
     parts = name.split(".")
-    return name in SECTIONS or any(".".join(parts[:count]) in SPELLINGS for count in range(1, len(parts) + 1))
+    above = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+    return name in SECTIONS or any(one in SPELLINGS for one in above)

@@ -209,8 +209,8 @@ def _dtype(options: argparse.Namespace, run: DeepSpeedRun | None) -> torch.dtype
 
 
 def read_policy(options: argparse.Namespace, run: DeepSpeedRun | None) -> inf.Policy:
-    """Make the policy of the arguments. What they leave out is the DeepSpeed configuration's, else
-    the plan's own: states on NVMe.
+    """Make the policy of the arguments. Fields that they leave out are the DeepSpeed
+    configuration's, else the plan's own: states on NVMe.
     """
     given: dict[str, Any] = {
         field: getattr(options, name)
