@@ -88,8 +88,8 @@ def _integer(value: Any) -> int:
     return int(number)
 
 
-def whole(least: int, most: int = LARGEST, *, more: str = "") -> Check:
-    """Whole numbers of a range; 5e8 is one. more: what the range is for, after its bounds."""
+def whole(least: int, most: int = LARGEST) -> Check:
+    """Whole numbers of a range; 5e8 is one."""
 
     def read(value: Any) -> int:
         number = _integer(value)
@@ -101,7 +101,7 @@ def whole(least: int, most: int = LARGEST, *, more: str = "") -> Check:
         bounds = f"{least} or more" if least > -LARGEST else "of any sign"
     else:
         bounds = f"from {least} to {most}"
-    return Check(f"a whole number, {bounds}{more}", read)
+    return Check(f"a whole number, {bounds}", read)
 
 
 def number(least: float = -math.inf, most: float = math.inf, *, above: bool = False) -> Check:
