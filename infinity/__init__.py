@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity._src.config import Policy
+    from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
     from infinity._src.engine import Handle, handle, offload, offloaded_modules
     from infinity._src.interchange import (
         export_dcp,
@@ -34,6 +35,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Policy": "infinity._src.config",
+    "DeepSpeedRun": "infinity._src.deepspeed_config",
+    "read_deepspeed": "infinity._src.deepspeed_config",
     "offload": "infinity._src.engine",
     "offloaded_modules": "infinity._src.engine",
     "handle": "infinity._src.engine",
@@ -63,6 +66,7 @@ _HOMES = {
 __all__ = [
     "SGD",
     "AdamW",
+    "DeepSpeedRun",
     "Elementwise",
     "Handle",
     "Lion",
@@ -81,6 +85,7 @@ __all__ = [
     "microbatched",
     "offload",
     "offloaded_modules",
+    "read_deepspeed",
     "restore",
     "save",
     "slices_of",

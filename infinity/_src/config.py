@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 
 import torch
 
+from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
 from infinity._src.sizes import parse_size
 from infinity.aio import IoSettings
 from infinity.aio._swap_file import check_directory_pattern, is_directory_pattern
+
+log = logging.getLogger("infinity")
 
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
@@ -227,6 +231,59 @@ class Policy:
                 "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
         self._check_together()
+
+    @classmethod
+    def from_deepspeed(
+        cls,
+        config: str | os.PathLike[str] | Mapping[str, Any] | DeepSpeedRun,
+        *,
+        world_size: int | None = None,
+        auto: Mapping[str, Any] | None = None,
+        **overrides: Any,
+    ) -> Policy:
+        """Make the policy that a DeepSpeed configuration asks for; docs/deepspeed-config.md tells
+        what becomes of each key.
+
+        config: a mapping, the path of a JSON file, or what `inf.read_deepspeed` made of one.
+        world_size: ranks; None: of the process group, else of the launcher. auto: values in place
+        of "auto", by dotted key; others stay open where no field depends on them. overrides: fields
+        that replace those of the configuration, such as nvme= and ram=, of which it says nothing.
+
+        Keys that mean nothing here, or not the same, are logged once (INFO). Raises: ValueError
+        naming key, value and fix.
+        """
+        run = config
+        if not isinstance(run, DeepSpeedRun):
+            node = None if "mesh" in overrides else _launched("LOCAL_WORLD_SIZE")
+            run = read_deepspeed(
+                run,
+                world_size=_world_size() if world_size is None else world_size,
+                ranks_per_node=node,
+                auto=auto or {},
+                keep_auto=True,
+            )
+        fields = {**run.policy, **overrides}
+        for name in ("grad_dtype", "reduce_dtype"):
+            if isinstance(fields.get(name), str):
+                fields[name] = getattr(torch, fields[name], fields[name])
+        # Where the CPU computes they are in its memory already, in DeepSpeed too.
+        on_cpu = str(fields.get("device")).partition(":")[0] == "cpu"
+        if on_cpu and fields.get("activations") == "cpu" and "activations" not in overrides:
+            fields["activations"] = "device"
+        # A part of it in RAM is of the tier that the configuration had.
+        if fields.get("params") != "nvme" and "resident" not in overrides:
+            fields.pop("resident", None)
+        if "nvme" in (fields.get("params"), fields.get("optim")) and not (
+            fields.get("nvme") or os.environ.get("INFINITY_NVME_DIR")
+        ):
+            section = "offload_param" if fields["params"] == "nvme" else "offload_optimizer"
+            raise ValueError(
+                f'zero_optimization.{section}.device="nvme" without nvme_path: name a directory '
+                "there, in nvme=, or in $INFINITY_NVME_DIR"
+            )
+        policy = cls(**fields)
+        _log_once(run.notes)
+        return policy
 
     def _check_ranks(self) -> None:
         """Check the settings of ranks: their split, and their exchange."""
@@ -490,3 +547,28 @@ class Policy:
             return
         known = " or ".join(repr(choice) for choice in choices)
         raise ValueError(f"{field}={value!r} is not known; use {known}")
+
+
+_logged: set[str] = set()
+
+
+def _log_once(notes: Sequence[str]) -> None:
+    """Log notes on a configuration that this process has not logged yet."""
+    for note in notes:
+        if note not in _logged:
+            _logged.add(note)
+            log.info("DeepSpeed configuration: %s", note)
+
+
+def _launched(variable: str) -> int | None:
+    """Read a number of ranks that a launcher has put into the environment; None without one."""
+    text = os.environ.get(variable, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _world_size() -> int:
+    """Return the ranks of the process group, else those that a launcher starts, else 1."""
+    group = torch.distributed
+    if group.is_available() and group.is_initialized():
+        return group.get_world_size()
+    return _launched("WORLD_SIZE") or 1
