@@ -1,0 +1,73 @@
+"""Memory in a file, for the values of a model that is built before it is offloaded.
+
+Tensors are mapped from a file without a name, in a directory on a drive. They are ordinary tensors.
+Their pages are written out and dropped when some have been made, so a model of any size is built in
+bounded memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+
+DIRTY_BYTES_MAX = 64 << 20
+"""Bytes of new tensors after which pages are written out."""
+
+
+class FileMemory:
+    """A file that tensors are mapped from; it goes with the last of them.
+
+    directory: made if it is not there. Raises: OSError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        # No name: a killed process leaves nothing, and no other user can open it.
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - it lives as long
+        self._size_bytes = 0
+        self._mapped: list[tuple[weakref.ref[mmap.mmap], int, int]] = []
+        self._dirty_bytes = 0
+
+    def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return a mapped tensor with the values of `tensor`, cast to `dtype`. May block while
+        pages are written out. Raises: OSError where the drive is full.
+        """
+        wanted = tensor.dtype if dtype is None else dtype
+        out = self._empty(tensor.shape, wanted)
+        with torch.no_grad():
+            out.copy_(tensor)
+        self._dirty_bytes += out.nbytes
+        if self._dirty_bytes >= DIRTY_BYTES_MAX:
+            self.write_out()
+        return out
+
+    def write_out(self) -> None:
+        """Write changed pages, and drop all. Blocks."""
+        kept = []
+        for reference, offset, size_bytes in self._mapped:
+            mapping = reference()
+            if mapping is None:
+                continue
+            mapping.flush()
+            # Of a file's pages, which are read again when they are wanted.
+            mapping.madvise(mmap.MADV_DONTNEED)
+            os.posix_fadvise(self._file.fileno(), offset, size_bytes, os.POSIX_FADV_DONTNEED)
+            kept.append((reference, offset, size_bytes))
+        self._mapped, self._dirty_bytes = kept, 0
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        numel = shape.numel()
+        size_bytes = max(1, numel * dtype.itemsize)
+        pages = -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        offset, self._size_bytes = self._size_bytes, self._size_bytes + pages
+        # With its blocks: a write to a hole of a full drive would end the process (SIGBUS).
+        os.posix_fallocate(self._file.fileno(), offset, pages)
+        mapping = mmap.mmap(self._file.fileno(), size_bytes, offset=offset)
+        self._mapped.append((weakref.ref(mapping), offset, pages))
+        # The tensor holds the mapping.
+        return torch.frombuffer(mapping, dtype=dtype, count=numel).view(shape)
