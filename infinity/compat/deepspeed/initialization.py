@@ -211,6 +211,7 @@ def _offloaded(
         if plan is None:
             # States that nobody uses would take room.
             model.requires_grad_(False)
+        _make_directories(policy)
         _cast(settings, model)
         broadcast_module(model)
         attributes = _attributes_of(model)
@@ -233,6 +234,13 @@ def _offloaded(
         clip_norm=settings.run.clip_norm,
         skips=policy.on_nonfinite == "skip" or scaler.dynamic,
     )
+
+
+def _make_directories(policy: inf.Policy) -> None:
+    """Make the directories on NVMe, as DeepSpeed does. Those of single ranks have to be there."""
+    for path in policy.directories:
+        if "{" not in str(path):
+            path.mkdir(parents=True, exist_ok=True)
 
 
 def _cast(settings: Settings, model: torch.nn.Module) -> None:
