@@ -21,7 +21,6 @@ from infinity.compat.deepspeed import DeepSpeedRefusal, ops
 from tests.integrations.deepspeed_runs import (
     ROWS,
     WIDTH,
-    Net,
     alone,
     assert_same,
     batches,

@@ -92,8 +92,8 @@ def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
             copied[key] = _mapped(each, change)
         return copied
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        copied = copy.copy(value)
+        made: Any = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(copied, field.name, _mapped(getattr(value, field.name), change))
-        return copied
+            object.__setattr__(made, field.name, _mapped(getattr(value, field.name), change))
+        return made
     return value

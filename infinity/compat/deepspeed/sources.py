@@ -69,6 +69,7 @@ class _ModelValues:
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor."""
         if name in self._own:
-            return self._own[name].detach()
+            own: torch.Tensor = self._own[name].detach()
+            return own
         source, inner = self._sources[name]
         return source.read(inner)
