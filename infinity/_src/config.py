@@ -249,8 +249,8 @@ class Policy:
         of "auto", by dotted key; others stay open where no field depends on them. overrides: fields
         that replace those of the configuration, such as nvme= and ram=, of which it says nothing.
 
-        What means nothing here, or not the same, is logged once (INFO). Raises: ValueError naming
-        key, value and fix.
+        Keys that mean nothing here, or not the same, are logged once (INFO). Raises: ValueError
+        naming key, value and fix.
         """
         run = config
         if not isinstance(run, DeepSpeedRun):
@@ -266,6 +266,10 @@ class Policy:
         for name in ("grad_dtype", "reduce_dtype"):
             if isinstance(fields.get(name), str):
                 fields[name] = getattr(torch, fields[name], fields[name])
+        # Where the CPU computes they are in its memory already, in DeepSpeed too.
+        on_cpu = str(fields.get("device")).partition(":")[0] == "cpu"
+        if on_cpu and fields.get("activations") == "cpu" and "activations" not in overrides:
+            fields["activations"] = "device"
         # A part of it in RAM is of the tier that the configuration had.
         if fields.get("params") != "nvme" and "resident" not in overrides:
             fields.pop("resident", None)

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from infinity._src.deepspeed_file import Given, KeyMeaning, collected, load
-from infinity._src.deepspeed_keys import AUTO, KEYS, TORCH_SCHEDULES
+from infinity._src.deepspeed_keys import AUTO, KEYS, TORCH_SCHEDULES, shown
 from infinity._src.wording import listed
 from infinity.aio import IoSettings
 
@@ -87,13 +87,15 @@ def read_deepspeed(
 
     world_size: ranks, for the batch sizes. ranks_per_node: for zero_hpz_partition_size; None:
     not checked. auto: values in place of "auto", by dotted key, as a trainer fills them
-    ({"optimizer.params.lr": 1e-4}). keep_auto: an "auto" that the policy does not depend on is
-    noted and counts as left out; without it, it is an error.
+    ({"optimizer.params.lr": 1e-4}). keep_auto: for a policy alone; an "auto" that no field of it
+    depends on is noted, and counts as left out. Without it, it is an error.
 
     Raises: ValueError naming key, value and fix.
     """
     where, values = load(config)
     try:
+        # Before the arguments of an optimizer that is not there.
+        _check_optimizer(values)
         given = collected(values)
         given.fill(auto, keep_auto=keep_auto)
         given.check()
@@ -108,6 +110,7 @@ def _run(given: Given, world_size: int, ranks_per_node: int | None) -> DeepSpeed
     autocast = _autocast(given)
     policy = _policy(given, dtype, world_size, ranks_per_node)
     micro, steps, whole = _batches(given, world_size)
+    given.became("gradient_clipping", f"clip_norm={given['gradient_clipping']}")
     optimizer, scheduler = _optimizer(given), _scheduler(given)
     kept = given["data_types.keep_in_fp32_modules"]
     return DeepSpeedRun(
@@ -145,6 +148,11 @@ def _precision(given: Given) -> tuple[str | None, LossScaling | None]:
         dtype = "bfloat16"
     if given["fp16.enabled"]:
         dtype, scaling = "float16", _loss_scaling(given)
+    for section, name in (("bf16.", "bfloat16"), ("fp16.", "float16")):
+        for key in given.below(section) if dtype != name else ():
+            given.became(section + key, f"nothing: {section}enabled is off")
+    if dtype is not None:
+        given.became(f"{'bf' if dtype == 'bfloat16' else 'fp'}16.enabled", f"dtype={dtype!r}")
     wanted = given["data_types.param_dtype"]
     if wanted is not None and wanted != (dtype or "float32"):
         raise ValueError(
@@ -164,6 +172,10 @@ def _loss_scaling(given: Given) -> LossScaling:
                 f"{given.show(name)}: give a whole number, {limit} or more, with dynamic loss "
                 "scaling (fp16.loss_scale=0)"
             )
+    for key, value in given.below("fp16.").items():
+        dynamic = key not in ("enabled", "auto_cast", "loss_scale")
+        unused = "nothing: the scale is static"
+        given.became(f"fp16.{key}", unused if dynamic and static else f"{key}={value!r}")
     return LossScaling(
         static=static,
         initial_scale=2.0 ** given["fp16.initial_scale_power"],
@@ -214,15 +226,32 @@ def _policy(
     fields |= _tiers(given, stage)
     fields |= _drives(given, fields, dtype)
     fields |= _exchange(given, stage, dtype, world_size, ranks_per_node)
-    if given["bf16.bf16_optimizer_states"]:
-        fields["state"] = "bf16"
     if dtype == "float16":
         fields["on_nonfinite"] = "skip"
     elif dtype == "bfloat16":
-        fields["on_nonfinite"] = "skip" if given["bf16.check_grad_overflow"] else "ignore"
+        fields |= _bfloat16(given, stage)
     if given["activation_checkpointing.cpu_checkpointing"]:
         fields["activations"] = "cpu"
+        given.differs(
+            "activation_checkpointing.cpu_checkpointing",
+            "activations='cpu': of every checkpointed call, not of DeepSpeed's own only",
+        )
     fields |= _io(given)
+    return fields
+
+
+def _bfloat16(given: Given, stage: int) -> dict[str, Any]:
+    """Return the state and the answer to gradients that are not finite, of bf16."""
+    check, states = "bf16.check_grad_overflow", "bf16.bf16_optimizer_states"
+    fields: dict[str, Any] = {"on_nonfinite": "skip" if given[check] else "ignore"}
+    given.became(check, f"on_nonfinite={fields['on_nonfinite']!r}")
+    if stage == 3 and given[check]:
+        given.differs(
+            check, "on_nonfinite='skip'; with stage 3 DeepSpeed takes the step all the same"
+        )
+    if given[states]:
+        fields["state"] = "bf16"
+        given.differs(states, "state='bf16': masters keep 32 bits, where DeepSpeed's have 16")
     return fields
 
 
@@ -302,8 +331,10 @@ def _exchange(
     """Return the dtypes of gradients, and the settings of ZeRO++."""
     fields: dict[str, Any] = {}
     waits, travels = given["data_types.grad_accum_dtype"], given["communication_data_type"]
+    given.became("communication_data_type", f"reduce_dtype={travels!r}")
     if waits is not None:
         fields["grad_dtype"] = waits
+        given.became("data_types.grad_accum_dtype", f"grad_dtype={waits!r}")
         # The engine's default is the dtype in which they wait, DeepSpeed's that of parameters.
         travels = travels or dtype
     if travels is not None:
@@ -338,9 +369,8 @@ def _check_hpz(given: Given, size: int, world_size: int, ranks_per_node: int | N
     node = min(ranks_per_node or size, world_size)
     if node != size:
         raise ValueError(
-            f"{text}: a secondary shard is kept by the ranks of a node, and a node has {node}; set "
-            f"{node}, or give mesh= a DeviceMesh of ({world_size // size}, {size}) and leave the "
-            "key out with hpz='device'"
+            f"{text}: a secondary shard is split over the ranks of a node, and a node has {node}; "
+            f"give {node}, or mesh= a DeviceMesh of ({world_size // size}, {size}) to the policy"
         )
 
 
@@ -384,6 +414,10 @@ def _batches(given: Given, world_size: int) -> tuple[int | None, int, int | None
             "train_micro_batch_size_per_gpu x gradient_accumulation_steps x ranks, and these give "
             f"{micro} x {steps} x {world_size}; correct one of them, or leave it out"
         )
+    for name, field in zip(
+        names, ("train_batch_size", "micro_batch_size", "accumulation_steps"), strict=True
+    ):
+        given.became(name, f"{field}={given[name]}")
     return micro, steps, whole
 
 
@@ -428,6 +462,19 @@ _KERNELS = ("AdamW", "Lion", "SGD")
 _PARAMS = "optimizer.params."
 
 
+def _check_optimizer(config: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that the engine has not."""
+    section = config.get("optimizer")
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    if not isinstance(kind, str) or not kind or kind in OPTIMIZERS or kind.lower() in OPTIMIZERS:
+        return
+    raise ValueError(
+        f"optimizer.type={shown(kind)} is refused: there is no such optimizer here; take one of "
+        f"{', '.join(sorted({name for name, _, _ in OPTIMIZERS.values()}))}, or leave it out and "
+        "give an optimizer of infinity's own"
+    )
+
+
 def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
     kind = given["optimizer.type"]
     arguments = given.below(_PARAMS)
@@ -438,14 +485,7 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
                 "optimizer, such as 'AdamW'"
             )
         return None
-    found = OPTIMIZERS.get(kind) or OPTIMIZERS.get(kind.lower())
-    if found is None:
-        raise ValueError(
-            f"{given.show('optimizer.type')} is refused: there is no such optimizer here; take one "
-            f"of {', '.join(sorted({name for name, _, _ in OPTIMIZERS.values()}))}, or leave it "
-            "out and give an optimizer of infinity's own"
-        )
-    name, defaults, more = found
+    name, defaults, more = OPTIMIZERS.get(kind) or OPTIMIZERS[kind.lower()]
     for key in arguments:
         if key not in defaults and key not in more:
             raise ValueError(

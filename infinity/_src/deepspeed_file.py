@@ -19,13 +19,14 @@ from typing import Any
 from infinity._src.deepspeed_keys import (
     AUTO,
     KEYS,
+    LEFT_OUT,
     MAPPED,
     NO_MEANING,
     REFUSED,
     SECTIONS,
     SPELLINGS,
     TORCH_SCHEDULES,
-    Key,
+    ConfigKey,
     shown,
 )
 from infinity._src.wording import listed
@@ -33,7 +34,11 @@ from infinity._src.wording import listed
 
 @dataclasses.dataclass(frozen=True)
 class KeyMeaning:
-    """One key of a configuration as it was written, its value, its fate, and what became of it."""
+    """One key of a configuration as it was written, its value, its fate, and what became of it.
+
+    fate: "mapped", "no meaning", "refused" (its value asks for nothing), or "left out": its default
+    is another one here.
+    """
 
     key: str
     value: Any
@@ -76,14 +81,21 @@ def _text_of(config: str | os.PathLike[str]) -> tuple[str, str]:
         raise ValueError(f"{path}: it is no text in UTF-8; write it as JSON") from None
     except (OSError, ValueError) as error:
         # Launchers hand configurations over as base64.
-        try:
-            return "DeepSpeed configuration", base64.b64decode(
-                os.fspath(config).encode(), altchars=b"-_", validate=True
-            ).decode()
-        except (binascii.Error, UnicodeError):
-            text = getattr(error, "strerror", None) or str(error)
-            name = shown(os.fspath(config))
-            raise ValueError(f"{name}: {text}; give a mapping or the path of a JSON file") from None
+        if (text := _decoded(os.fspath(config))) is not None:
+            return "DeepSpeed configuration", text
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"{shown(os.fspath(config))}: {reason}; give a mapping or the path of a JSON file"
+        ) from None
+
+
+def _decoded(text: str) -> str | None:
+    """Decode an object in base64; None for any other text."""
+    try:
+        found = base64.b64decode(text.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, UnicodeError):
+        return None
+    return found if found.lstrip().startswith("{") else None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -99,7 +111,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 class _Entry:
     """One key that was given: its row, its name as written, its value."""
 
-    key: Key
+    key: ConfigKey
     written: str
     value: Any
 
@@ -121,8 +133,13 @@ def collected(config: Mapping[str, Any]) -> Given:
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with what old versions and Hugging Face's pages write elsewhere in its
-    place."""
-    found = dict(config)
+    place, and without comments."""
+    # DeepSpeed does not look at them either.
+    found = {
+        name: value
+        for name, value in config.items()
+        if not (isinstance(name, str) and name.startswith("_"))
+    }
     old = found.pop("bfloat16", None)
     if old is not None and found.get("bf16") is None:
         found["bf16"] = old
@@ -157,7 +174,7 @@ def _torch_schedule(config: Mapping[str, Any]) -> str | None:
 
 def _walk(
     values: Mapping[Any, Any], section: str, untouched: str | None
-) -> Iterator[tuple[Key, str, Any]]:
+) -> Iterator[tuple[ConfigKey, str, Any]]:
     for name, value in values.items():
         if not isinstance(name, str):
             raise ValueError(f"{section}{shown(name)}: names of keys are texts")
@@ -177,21 +194,22 @@ def _walk(
 
 
 def _unknown(written: str, value: Any) -> str:
-    """Say that a key is not known, with the nearest that is: in its section, else anywhere."""
+    """Say that a key is not known, with the nearest that is: in another section under the same
+    name, in its section, anywhere."""
     known = sorted({*SPELLINGS, *SECTIONS})
-    section = written[: written.rfind(".") + 1]
+    section, _, last = written[:200].rpartition(".")
+    elsewhere = [name for name in known if name.rpartition(".")[2] == last]
     beside = [name for name in known if name.startswith(section)]
-    last = written.rpartition(".")[2]
     by_last = {name.rpartition(".")[2]: name for name in reversed(known)}
     near = (
-        difflib.get_close_matches(written[:200], beside, 1, 0.75)
-        or [by_last[one] for one in difflib.get_close_matches(last[:200], by_last, 1, 0.75)]
+        (elsewhere if len(elsewhere) == 1 else [])
+        or difflib.get_close_matches(written[:200], beside, 1, 0.75)
+        or [by_last[one] for one in difflib.get_close_matches(last, by_last, 1, 0.75)]
         or difflib.get_close_matches(written[:200], known, 1, 0.5)
     )
     fix = f'write "{near[0]}", the nearest that is' if near else "leave it out"
-    return (
-        f"{shown(written)}={shown(value)}: there is no such key; {fix} (docs/deepspeed-config.md)"
-    )
+    name = written if len(written) <= 80 and written.isprintable() else shown(written)
+    return f"{name}={shown(value)}: there is no such key; {fix} (docs/deepspeed-config.md)"
 
 
 class Given:
@@ -203,12 +221,13 @@ class Given:
     def __init__(self, entries: dict[str, _Entry], untouched: Mapping[str, Any]) -> None:
         self.untouched = untouched
         self._entries = entries
+        self._open: set[str] = set()
         self._became: dict[str, str] = {}
         self._differs: dict[str, str] = {}
 
     def fill(self, auto: Mapping[str, Any], *, keep_auto: bool) -> None:
-        """Put the values of `auto` in place of "auto". What it lacks is left out where nothing
-        depends on it, or with keep_auto; else it is an error."""
+        """Put the values of `auto` in place of "auto". Others are left out where nothing depends
+        on them, or with keep_auto; else they are an error."""
         for name in auto:
             if name not in SPELLINGS:
                 raise ValueError(f"auto: {_unknown(str(name), auto[name])}")
@@ -224,11 +243,9 @@ class Given:
             if name in values:
                 entry.value = values[name]
             elif entry.key.fate == NO_MEANING or (keep_auto and not entry.key.policy):
-                self._became[name] = (
-                    "left to the engine"
-                    if entry.key.fate == NO_MEANING
-                    else "as the trainer fills it"
-                )
+                self._open.add(name)
+                known = entry.key.fate == NO_MEANING
+                self._became[name] = entry.key.to if known else "as the trainer fills it"
             else:
                 lacking.append(entry.written)
         if lacking:
@@ -253,8 +270,7 @@ class Given:
                 raise ValueError(f"{self.show(name)}: give {key.check.text}") from None
 
     def _is_auto(self, name: str) -> bool:
-        entry = self._entries[name]
-        return entry.value == AUTO and name in self._became
+        return name in self._open
 
     def has(self, name: str) -> bool:
         """Tell whether a key was given a value."""
@@ -284,19 +300,27 @@ class Given:
         return f"{entry.written}={shown(entry.value)}"
 
     def became(self, name: str, text: str) -> None:
-        """Note what a key became."""
-        self._became[name] = text
+        """Note what a key became, unless its value is still open."""
+        if name in self._entries and not self._is_auto(name):
+            self._became[name] = text
 
     def differs(self, name: str, text: str) -> None:
         """Note that a key, or its default, means something else here."""
         self._differs[name] = text
 
     def meanings(self) -> tuple[KeyMeaning, ...]:
-        """Return all keys in the order of the configuration."""
-        return tuple(
+        """Return all keys in the order of the configuration, then those that were left out and
+        whose default is not the same here."""
+        given = [
             KeyMeaning(entry.written, entry.value, entry.key.fate, self._text(entry))
             for entry in self._entries.values()
-        )
+        ]
+        absent = [
+            KeyMeaning(name, KEYS[name].default, LEFT_OUT, text)
+            for name, text in self._differs.items()
+            if name not in self._entries
+        ]
+        return (*given, *absent)
 
     def _text(self, entry: _Entry) -> str:
         name = entry.key.name
@@ -308,14 +332,11 @@ class Given:
 
     def notes(self) -> tuple[str, ...]:
         """Return a line for each key that means nothing here, or something else."""
-        found = [
-            f"{self.show(name)}: {self._text(entry)}"
-            for name, entry in self._entries.items()
-            if entry.key.fate == NO_MEANING or name in self._differs or self._is_auto(name)
-        ]
-        found += [
-            f"{self.show(name)}: {text}"
-            for name, text in self._differs.items()
-            if name not in self._entries
-        ]
-        return tuple(found)
+        return tuple(
+            f"{self.show(SPELLINGS[found.key].name)}: {found.became}"
+            for found in self.meanings()
+            if self._is_noted(SPELLINGS[found.key].name, found.fate)
+        )
+
+    def _is_noted(self, name: str, fate: str) -> bool:
+        return fate in (NO_MEANING, LEFT_OUT) or name in self._differs or self._is_auto(name)

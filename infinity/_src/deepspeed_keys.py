@@ -17,7 +17,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-MAPPED, NO_MEANING, REFUSED = "mapped", "no meaning", "refused"
+MAPPED, NO_MEANING, REFUSED, LEFT_OUT = "mapped", "no meaning", "refused", "left out"
 AUTO = "auto"
 LARGEST = (1 << 63) - 1
 """Largest whole number of a configuration: sys.maxsize, which DeepSpeed has as a default."""
@@ -298,7 +298,7 @@ ONE_STAGE = Off('an object with `"stages"` of 1 or "auto"', _one_stage)
 
 
 @dataclasses.dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key: its dotted name, its fate, the values that it takes, and what becomes of it.
 
     to: a mapped key's field; else why it has no meaning, or what to do instead. default: the value
@@ -333,30 +333,30 @@ class Key:
 
 def mapped(
     name: str, check: Check, to: str, default: Any = None, *, policy: bool = False
-) -> tuple[Key, ...]:
+) -> tuple[ConfigKey, ...]:
     """One mapped key."""
-    return (Key(name, MAPPED, check, to, default, policy=policy),)
+    return (ConfigKey(name, MAPPED, check, to, default, policy=policy),)
 
 
-def ignored(names: str, check: Check, why: str, *, also: str = "") -> tuple[Key, ...]:
+def ignored(names: str, check: Check, why: str, *, also: str = "") -> tuple[ConfigKey, ...]:
     """Keys without meaning, for one reason. also: a second name of the one."""
     others = (also,) if also else ()
-    return tuple(Key(name, NO_MEANING, check, why, also=others) for name in names.split())
+    return tuple(ConfigKey(name, NO_MEANING, check, why, also=others) for name in names.split())
 
 
-def refused(name: str, off: Off, fix: str) -> tuple[Key, ...]:
+def refused(name: str, off: Off, fix: str) -> tuple[ConfigKey, ...]:
     """One refused key."""
-    return (Key(name, REFUSED, ANYTHING, fix, off=off),)
+    return (ConfigKey(name, REFUSED, ANYTHING, fix, off=off),)
 
 
-def below(section: str, *groups: tuple[Key, ...]) -> tuple[Key, ...]:
+def below(section: str, *groups: tuple[ConfigKey, ...]) -> tuple[ConfigKey, ...]:
     """Keys of a section."""
     return tuple(
         dataclasses.replace(key, name=f"{section}.{key.name}") for group in groups for key in group
     )
 
 
-def _flat(groups: Iterable[tuple[Key, ...]]) -> tuple[Key, ...]:
+def _flat(groups: Iterable[tuple[ConfigKey, ...]]) -> tuple[ConfigKey, ...]:
     return tuple(key for group in groups for key in group)
 
 
@@ -533,7 +533,7 @@ ZERO = below(
     ),
     refused(
         "zero_quantized_nontrainable_weights", off_at(False),
-        "frozen weights rest as they are: set false; a model that is quantised itself "
+        "frozen weights rest as they are: set false; a model that is quantized itself "
         "(bitsandbytes) is offloaded as it is",
     ),
     mapped(
@@ -862,7 +862,7 @@ OTHERS = _flat((
     ),
     refused(
         "weight_quantization", SWITCH,
-        "leave it out; a model that is quantised itself (bitsandbytes) is offloaded as it is",
+        "leave it out; a model that is quantized itself (bitsandbytes) is offloaded as it is",
     ),
     refused("msamp", DEFAULT_OFF, "leave it out: it is of accelerate with fp8, in place of ZeRO"),
     refused("amp", DEFAULT_OFF, f"{_GONE}; bf16, fp16 or torch_autocast are instead of it"),
@@ -878,7 +878,7 @@ OTHERS = _flat((
     refused("nebula", DEFAULT_OFF, f"{_GONE}; `inf.save` writes checkpoints"),
 ))  # fmt: skip
 
-GROUPS: dict[str, tuple[Key, ...]] = {
+GROUPS: dict[str, tuple[ConfigKey, ...]] = {
     "ZeRO and offload": (*ZERO, *ZERO_OLD),
     "Precision": PRECISION,
     "Batches and gradients": BATCHES,
@@ -888,8 +888,8 @@ GROUPS: dict[str, tuple[Key, ...]] = {
     "Other ways to train": OTHERS,
 }
 """All rows, by the heading that the page gives them."""
-KEYS: dict[str, Key] = {key.name: key for keys in GROUPS.values() for key in keys}
-SPELLINGS: dict[str, Key] = {name: key for key in KEYS.values() for name in key.spellings}
+KEYS: dict[str, ConfigKey] = {key.name: key for keys in GROUPS.values() for key in keys}
+SPELLINGS: dict[str, ConfigKey] = {name: key for key in KEYS.values() for name in key.spellings}
 SECTIONS: frozenset[str] = frozenset(
     name.rsplit(".", count)[0] for name in KEYS for count in range(1, name.count(".") + 1)
 )

@@ -495,7 +495,18 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     # None by default, since the number that fits depends on the model.
     job.add_argument("--seq", type=int, help="tokens of a sequence (4096, or what the model has)")
-    job.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    job.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of the parameters that compute (bfloat16)",
+    )
+    job.add_argument(
+        "--ds-config",
+        type=Path,
+        metavar="FILE",
+        help="a DeepSpeed configuration (JSON): the plan is of what it asks for, and shows what "
+        "each key became; options that are given replace it",
+    )
     _add_updates(job)
     job.add_argument(
         "--durable",
@@ -521,6 +532,11 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="the head and its loss in N tiles: inf.tile_loss (whole)",
     )
     add_ranks(parser)
+    # None is "left out", where a DeepSpeed configuration may say it; `infinity train` shares these.
+    parser.set_defaults(
+        grads=None, activations=None, state=None, update=None, generations=None, update_on=None,
+        durable=None, zero=None, qwz=None, qgz=None, error_feedback=None,
+    )  # fmt: skip
 
 
 def _add_tiers(job: argparse._ArgumentGroup) -> None:
@@ -534,7 +550,6 @@ def _add_tiers(job: argparse._ArgumentGroup) -> None:
     job.add_argument(
         "--optim",
         choices=TIERS[1:],
-        default="nvme",
         help="the lowest tier of optimizer states (nvme)",
     )
     _add_waiting(job)

@@ -26,6 +26,8 @@ from rich.table import Table
 import infinity as inf
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
+from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
+from infinity._src.deepspeed_keys import shown
 from infinity._src.perf.plan.changes import (
     Change,
     faster_update,
@@ -49,6 +51,14 @@ from infinity.aio import IoSettings
 SEQUENCE = 4096
 """Tokens of a sequence where neither arguments nor model nor the step have fewer."""
 DTYPES = ("bfloat16", "float16", "float32")
+POLICY_OPTIONS = {
+    "params": "params", "optim": "optim", "grads": "grads", "activations": "activations",
+    "resident": "resident", "state": "state", "update": "update", "update_on": "update_on",
+    "generations": "generations", "durable": "durable", "grad_dtype": "grad_dtype",
+    "zero": "zero", "accumulate_in": "accumulate", "qwz": "qwz", "hpz": "hpz", "qgz": "qgz",
+    "error_feedback": "error_feedback",
+}  # fmt: skip
+"""Arguments that are fields of the policy. Each is None where it is left out."""
 
 
 def run_plan(options: argparse.Namespace, console: Console | None = None) -> int:
@@ -58,9 +68,10 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
     console = console or Console(stderr=to_stdout)
     try:
         machine = read_machine(options)
+        run = read_ds_config(options, machine)
         # On one rank the engine also finds nested units; on several it does not.
-        shape = read_shape(options.model, getattr(torch, options.dtype), nested=machine.world == 1)
-        job = read_job(options, shape, machine)
+        shape = read_shape(options.model, _dtype(options, run), nested=machine.world == 1)
+        job = read_job(options, shape, machine, run)
         prediction = predict(shape, machine, job)
         changes = (
             []
@@ -75,6 +86,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         return 2
     if options.json is not None:
         record = as_record(shape, prediction, changes, sides, ranks, faster=faster)
+        record |= {"deepspeed": None if run is None else deepspeed_record(run)}
         text = json.dumps(record, indent=2) + "\n"
         if to_stdout:
             sys.stdout.write(text)
@@ -85,6 +97,8 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
             text = f"--json {escape(str(options.json))}: {error.strerror}"
             console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
             return 2
+    if run is not None:
+        console.print(deepspeed_table(run, options.ds_config))
     show_plan(console, shape, prediction, changes, sides, ranks, faster=faster)
     return 0 if prediction.fits else 1
 
@@ -167,8 +181,61 @@ def read_machine(options: argparse.Namespace) -> Machine:
     )
 
 
-def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -> Job:
-    """Describe the job of the arguments, by default with the fewest micro-batches that fit."""
+def read_ds_config(options: argparse.Namespace, machine: Machine) -> DeepSpeedRun | None:
+    """Read the DeepSpeed configuration of the arguments, for the ranks of a machine; None without
+    one. Raises: ValueError naming key, value and fix.
+    """
+    if options.ds_config is None:
+        return None
+    # A trainer fills these from its own arguments. Without --dtype the one that is there counts.
+    for dtype in [options.dtype] if options.dtype else ["bfloat16", "float16"]:
+        run = read_deepspeed(
+            options.ds_config,
+            world_size=machine.world,
+            ranks_per_node=machine.ranks,
+            auto={"bf16.enabled": dtype == "bfloat16", "fp16.enabled": dtype == "float16"},
+            keep_auto=True,
+        )
+        if run.dtype is not None:
+            break
+    return run
+
+
+def _dtype(options: argparse.Namespace, run: DeepSpeedRun | None) -> torch.dtype:
+    """The dtype that computes: given, of the DeepSpeed configuration, or bfloat16."""
+    name = options.dtype or (run.dtype if run is not None else None) or DTYPES[0]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def read_policy(options: argparse.Namespace, run: DeepSpeedRun | None) -> inf.Policy:
+    """Make the policy of the arguments. Fields that they leave out are the DeepSpeed
+    configuration's, else the plan's own: states on NVMe.
+    """
+    given: dict[str, Any] = {
+        field: getattr(options, name)
+        for name, field in POLICY_OPTIONS.items()
+        if getattr(options, name) is not None
+    }
+    # A tier on NVMe must name a directory. A plan opens none, so any will do.
+    given["nvme"] = ["."]
+    if (resident := parse_resident(given.pop("resident", None))) is not None:
+        given["resident"] = resident
+    if "grad_dtype" in given:
+        given["grad_dtype"] = getattr(torch, given["grad_dtype"])
+    if run is not None:
+        return inf.Policy.from_deepspeed(run, **given)
+    # Stages 1 and 2 keep whole parameters on every device.
+    tiers = {"params": "nvme" if given.get("zero", 3) == 3 else "device", "optim": "nvme"}
+    return inf.Policy(**{**tiers, **given})
+
+
+def read_job(
+    options: argparse.Namespace, shape: ModelShape, machine: Machine, run: DeepSpeedRun | None
+) -> Job:
+    """Describe the job of the arguments, and of the DeepSpeed configuration where they leave it
+    open; by default with the fewest micro-batches that fit.
+    """
     if options.tokens_per_step < 1:
         raise ValueError(f"--tokens-per-step {options.tokens_per_step} must be at least 1")
     if options.micro_batches is not None and options.micro_batches < 1:
@@ -188,37 +255,17 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         raise ValueError(
             f"--seq {sequence}: the model has {shape.positions} positions; give at most that"
         )
-    _check_passes(options, machine)
+    policy = read_policy(options, run)
+    _check_passes(options, policy, machine)
     _check_tiles(options, shape)
-    tiers = {
-        # Stages 1 and 2 keep whole parameters on every device.
-        "params": options.params or ("nvme" if options.zero == 3 else "device"),
-        "optim": options.optim,
-    }
-    ranks = {
-        name: getattr(options, name) for name in ("zero", "qwz", "hpz", "qgz", "error_feedback")
-    }
-    ranks["accumulate"] = options.accumulate_in
-    policy = inf.Policy(
-        **tiers,
-        **ranks,
-        # A tier on NVMe must name a directory. A plan opens none, so any will do.
-        nvme=["."],
-        resident=parse_resident(options.resident),
-        grads=options.grads,
-        activations=options.activations,
-        state=options.state,
-        grad_dtype=getattr(torch, options.grad_dtype) if options.grad_dtype else None,
-        update=options.update,
-        update_on=options.update_on,
-        generations=options.generations,
-        durable=options.durable,
-    )
+    micro_batches = options.micro_batches
+    if micro_batches is None and run is not None and run.micro_batch_size is not None:
+        micro_batches = run.accumulation_steps
     job = Job(
         policy,
         tokens=options.tokens_per_step,
         sequence=sequence,
-        micro_batches=1 if options.micro_batches is None else options.micro_batches,
+        micro_batches=micro_batches or 1,
         checkpointing=not options.no_checkpointing,
         # A job has numbers for what is whole.
         tiles=options.tile_linears or 1,
@@ -226,15 +273,15 @@ def read_job(options: argparse.Namespace, shape: ModelShape, machine: Machine) -
         expert_tile=options.tile_experts or 0,
         schedule=options.schedule,
     )
-    if options.micro_batches is not None:
+    if micro_batches is not None:
         return job
     return fewest_micro_batches(shape, machine, job)
 
 
-def _check_passes(options: argparse.Namespace, machine: Machine) -> None:
-    if options.activations != "device" and options.no_checkpointing:
+def _check_passes(options: argparse.Namespace, policy: inf.Policy, machine: Machine) -> None:
+    if policy.activations != "device" and options.no_checkpointing:
         raise ValueError(
-            f"--activations {options.activations} moves the inputs of checkpointed blocks; leave "
+            f"--activations {policy.activations} moves the inputs of checkpointed blocks; leave "
             "--no-checkpointing out"
         )
     if options.schedule == "vertical" and options.no_checkpointing:
@@ -242,12 +289,12 @@ def _check_passes(options: argparse.Namespace, machine: Machine) -> None:
             "--schedule vertical checkpoints each block for each micro-batch; leave "
             "--no-checkpointing out"
         )
-    if options.activations == "cpu" and not machine.gpus:
+    if policy.activations == "cpu" and not machine.gpus:
         raise ValueError(
             "--activations cpu with --gpus 0: they are in CPU memory already; use 'nvme', or "
             "'device' (they stay)"
         )
-    if options.update_on == "device" and not machine.gpus:
+    if policy.update_on == "device" and not machine.gpus:
         raise ValueError(
             "--update-on device with --gpus 0: there is no other device than the CPU; leave it out"
         )
@@ -377,6 +424,32 @@ def show_plan(
         "forecast: nothing was measured.",
         highlight=False,
     )
+
+
+def deepspeed_table(run: DeepSpeedRun, path: Path) -> Table:
+    """Format what each key of a DeepSpeed configuration became."""
+    table = Table(
+        title=f"{path}, as the engine takes it (options of the command replace it)",
+        title_justify="left",
+        title_style="bold",
+    )
+    for column in ("key", "value", "fate", "became"):
+        table.add_column(column, overflow="fold")
+    section = ""
+    for found in run.keys:
+        above, _, last = found.key.rpartition(".")
+        if above and above != section:
+            table.add_row(f"[bold]{above}[/bold]")
+        section = above
+        cells = ("  " * bool(above) + last, shown(found.value), found.fate, found.became)
+        table.add_row(*(escape(cell) for cell in cells))
+    return table
+
+
+def deepspeed_record(run: DeepSpeedRun) -> dict[str, Any]:
+    """Make the record of what each key of a DeepSpeed configuration became; values are text."""
+    keys = [{**dataclasses.asdict(found), "value": shown(found.value)} for found in run.keys]
+    return {"keys": keys, "notes": list(run.notes), "policy": dict(run.policy)}
 
 
 def _head(shape: ModelShape, found: Prediction) -> str:

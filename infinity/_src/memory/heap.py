@@ -7,12 +7,14 @@ freed once per use of a unit. Both ways in which glibc can treat them are bad:
   cores a seventh of the step of a 171 M model whose states rest in RAM.
 - Blocks on the heap, which glibc ends with by itself (it raises the size from which it maps, up to
   32 MiB, each time such a block is freed): flats lie among small blocks that outlive them, and the
-  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB.
+  holes they leave grow with the number of layers, 125 MiB for 24 more layers of 10 MiB. And
+  glibc gives free memory at the heap's end back by itself, in the midst of a step.
 
-So they stay on the heap, and it gives its holes back when they make the process larger than it has
-to be. Free memory that it needed a moment ago does not: what was in use at once in this step or the
-one before will be again. Given back, it would be faulted in and zeroed anew, activations and
-gradients of a whole step with it: a fifth of the time of that step.
+So they stay on the heap, glibc gives nothing back by itself, and the heap's holes are given back
+when they make the process larger than it has to be. Free memory that it needed a moment ago does
+not: what was in use at once in this step or the one before will be again. Given back, it would be
+faulted in and zeroed anew, activations and gradients of a whole step with it: a fifth of the time
+of that step.
 
 Blocks that go in another order than they came leave holes, too, in the midst of a step, and those
 fill again before it ends. To give them back takes all free memory along, so the process may be
@@ -28,13 +30,13 @@ import time
 import weakref
 from collections.abc import Iterable
 
-SPARE_UNITS = 8
+SPARE_UNITS = 16
 """Free memory that the heap may keep, in sizes of the largest unit. Holes are not all of the right
-size: with 2, a use of a unit still faults in most of its memory; with 8 it hardly does (measured,
-with flats and gradients of 26 MB).
+size: with 2, a use of a unit still faults in most of its memory; with 8 one in six of the flats of
+eight micro-batches; with 16 hardly any (measured, with flats and gradients of 26 MB).
 """
 
-SPARE_BYTES_MAX = 256 << 20
+SPARE_BYTES_MAX = 384 << 20
 
 SHARE_MAX = 0.02
 """Share of the time for checks that take longer than BRIEF_S. glibc walks every free block: some 80
@@ -50,6 +52,16 @@ filled, once, from a drive.
 RISE_BYTES_MAX = 512 << 20
 """The most that holes of a step may take. To give them back whenever most was in use cost a
 twentieth of the time of a step, for a process up to an eighth smaller (bench/README.md).
+"""
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+
+MAPPED_FROM_BYTES = 32 << 20
+"""Size of blocks from which glibc maps each by itself: the largest that it allows."""
+
+ORDINARY_TRIM_BYTES = 2 * MAPPED_FROM_BYTES
+"""Free memory at the heap's end from which glibc gives it back: where its own rule ends, twice the
+size from which it maps. In force again when no heap is limited here any more.
 """
 
 GIVE_BACK_STEPS = 64
@@ -129,6 +141,9 @@ class Heap:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         # The descriptor is the object's: it must not leak with each model.
         weakref.finalize(self, os.close, self._statm)
+        _LIMITED.add(self)
+        _keep_free_memory(self._library)
+        weakref.finalize(self, _ordinary_again, self._library)
         self._restart(self._library)
 
     @classmethod
@@ -194,6 +209,22 @@ class Heap:
 
     def _resident(self) -> int:
         return int(os.pread(self._statm, 128, 0).split()[1]) * mmap.PAGESIZE
+
+
+_LIMITED: weakref.WeakSet[Heap] = weakref.WeakSet()
+"""Heaps of this process that look after the memory that malloc keeps."""
+
+
+def _keep_free_memory(library: ctypes.CDLL) -> None:
+    # Its own rules would give the heap's end back in the midst of a step, and map blocks until one
+    # of their size was freed. Twice what any heap keeps: the limit here comes first.
+    library.mallopt(_M_TRIM_THRESHOLD, 2 * (SPARE_BYTES_MAX + RISE_BYTES_MAX))
+    library.mallopt(_M_MMAP_THRESHOLD, MAPPED_FROM_BYTES)
+
+
+def _ordinary_again(library: ctypes.CDLL) -> None:
+    if next(iter(_LIMITED), None) is None:
+        library.mallopt(_M_TRIM_THRESHOLD, ORDINARY_TRIM_BYTES)
 
 
 def give_back(address: int, size_bytes: int) -> int:

@@ -763,3 +763,94 @@ def test_deepseek_v3_has_the_documented_answer(machine: str, tmp_path: Path) -> 
         status, shown = plan(*given, "--tile-experts", experts)
     assert status == 0, shown
     assert "It fits." in shown
+
+
+# -- from DeepSpeed --------------------------------------------------------------------------------
+
+DS_CONFIG = {
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_param": {"device": "nvme", "nvme_path": "/local_nvme", "max_in_cpu": 1000},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+    },
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+}
+
+
+@pytest.fixture
+def ds_config(tmp_path: Path) -> Path:
+    """A DeepSpeed configuration as Hugging Face's trainer has it."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(DS_CONFIG))
+    return path
+
+
+def test_a_deepspeed_configuration_is_shown_and_planned(small: Path, ds_config: Path) -> None:
+    record = ds_config.with_name("plan.json")
+    status, shown = plan(
+        small, *MACHINE, "--ds-config", ds_config, "--no-changes", "--json", record
+    )
+    assert status == 0, shown
+    for wanted in (
+        "ds.json, as the engine takes it",
+        "zero=3",
+        "params='nvme'",
+        "resident={'params': 2000}",
+        "communication always runs beside computation",
+        "as the trainer fills it",
+        "inf.AdamW",
+        "in 2 micro-batches",
+    ):
+        assert wanted in shown, wanted
+    found = json.loads(record.read_text())
+    job = found["plan"]["job"]
+    assert (job["params"], job["optim"], job["micro_batches"]) == ("nvme", "cpu", 2)
+    assert job["resident"] == {"params": 2000}
+    keys = {key["key"]: (key["fate"], key["became"]) for key in found["deepspeed"]["keys"]}
+    assert keys["zero_optimization.stage"] == ("mapped", "zero=3")
+    assert keys["zero_optimization.overlap_comm"][0] == "no meaning"
+    assert keys["bf16.enabled"] == ("mapped", "dtype='bfloat16'")
+    assert found["deepspeed"]["policy"]["nvme"] == ["/local_nvme"]
+    assert any("overlap_comm=true" in note for note in found["deepspeed"]["notes"])
+
+
+def test_options_replace_a_deepspeed_configuration(small: Path, ds_config: Path) -> None:
+    record = ds_config.with_name("plan.json")
+    given = ["--params", "cpu", "--optim", "nvme", "--state", "compact", "--micro-batches", "1"]
+    arguments = [small, *MACHINE, "--ds-config", ds_config, "--no-changes", "--json", record]
+    assert plan(*arguments, *given)[0] == 0
+    job = json.loads(record.read_text())["plan"]["job"]
+    assert (job["params"], job["optim"], job["state"]) == ("cpu", "nvme", "compact")
+    assert (job["micro_batches"], job["resident"]) == (1, None)
+
+
+def test_a_plan_without_a_deepspeed_configuration_has_none(small: Path, tmp_path: Path) -> None:
+    record = tmp_path / "plan.json"
+    assert plan(small, *MACHINE, "--no-changes", "--json", record)[0] == 0
+    found = json.loads(record.read_text())
+    assert found["deepspeed"] is None
+    assert (found["plan"]["job"]["params"], found["plan"]["job"]["optim"]) == ("nvme", "nvme")
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage=0 splits"),
+        ({"train_batch_size": 3}, "train_batch_size must be"),
+        ({"amp": {"enabled": True}}, "amp={'enabled': True} is refused"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "auto"}}}, '"auto" is for'),
+    ],
+)
+def test_a_mistake_in_a_deepspeed_configuration_is_one_line(
+    small: Path, ds_config: Path, change: dict[str, Any], wanted: str
+) -> None:
+    ds_config.write_text(json.dumps({**DS_CONFIG, **change}))
+    status, shown = plan(small, *MACHINE, "--ds-config", ds_config)
+    assert status == 2
+    assert wanted in shown
+    assert "ds.json: " in shown
+    assert plan(small, *MACHINE, "--ds-config", ds_config.with_name("none.json"))[0] == 2

@@ -100,6 +100,27 @@ def reuse(mode: str) -> None:
     print((faults() - first) // 10)
 
 
+def at_the_end(mode: str) -> None:
+    """Three blocks at the heap's end, again and again. Prints page faults a round, and MiB that are
+    given back when eight are freed and nothing is limited any more."""
+    blocks = Blocks()
+    heap = Heap(int(mode) * MIB)
+    first = 0
+    for number in range(20):
+        if number == 10:
+            first = faults()
+        for address in [blocks.take(24 * MIB) for _ in range(3)][::-1]:
+            blocks.free(address)
+        heap.freed()
+    count = (faults() - first) // 10
+    several = [blocks.take(24 * MIB) for _ in range(8)]
+    del heap
+    before = resident()
+    for address in several[::-1]:
+        blocks.free(address)
+    print(count, (before - resident()) // MIB)
+
+
 def fragments(mode: str) -> None:
     """A heap full of small free blocks. Prints how many looks are cut short by the time that the
     first of them took."""
@@ -138,6 +159,12 @@ def test_holes_are_given_back_when_the_process_is_larger_than_it_has_to_be() -> 
 def test_without_a_watch_holes_stay() -> None:
     _needed, _largest, after = said("holes", "0")
     assert after > 64  # what this is for
+
+
+def test_free_memory_at_the_end_is_used_again_until_nothing_is_limited() -> None:
+    faulted, given_back = said("at_the_end", "100")
+    assert faulted < 100  # of the 18432 pages of three blocks
+    assert given_back > 100  # of 192 MiB
 
 
 def test_what_was_needed_in_the_last_step_is_used_again() -> None:
@@ -203,5 +230,5 @@ def test_the_allowance_follows_the_units_up_to_a_limit() -> None:
 
 
 if __name__ == "__main__":
-    kinds = {"holes": holes, "again": again, "reuse": reuse, "fragments": fragments}
-    kinds[sys.argv[1]](sys.argv[2])
+    kinds = (holes, again, reuse, at_the_end, fragments)
+    {kind.__name__: kind for kind in kinds}[sys.argv[1]](sys.argv[2])
