@@ -434,7 +434,9 @@ def test_nothing_is_half_built_after_a_refusal(name: str) -> None:
     model = net()
     before, values = _params(model), values_of(model)
     with pytest.raises(DeepSpeedRefusal, match=says):
-        deepspeed.initialize(**{"model": model, "config": config(bf16={"enabled": True})} | arguments)
+        deepspeed.initialize(
+            **{"model": model, "config": config(bf16={"enabled": True}), **arguments}
+        )
     assert not dist.is_initialized()
     assert inf.offloaded_modules(model) == []
     assert _params(model) == before

@@ -75,7 +75,8 @@ def test_warmup_then_half_a_cosine() -> None:
         warmup_type="linear",
     )  # fmt: skip
     warm = [0.5 * (0.2 + 0.8 * step / 4) for step in range(4)]
-    fall = [0.5 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 3) / 8)) / 2) for step in range(4, 12)]
+    cosine = [math.cos(math.pi * (step - 3) / 8) for step in range(4, 12)]
+    fall = [0.5 * (0.1 + 0.9 * (1 + each) / 2) for each in cosine]
     assert rates(schedule, 14) == near([0.0, *warm, *fall, 0.05, 0.05])
 
 
@@ -109,7 +110,8 @@ def test_one_cycle_in_stairs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("staircase", "of"), [(False, lambda step: (step + 1) / 4), (True, lambda step: (step + 1) // 4)]
+    ("staircase", "of"),
+    [(False, lambda step: (step + 1) / 4), (True, lambda step: (step + 1) // 4)],
 )
 def test_the_range_test(staircase: bool, of: Callable[[int], float]) -> None:
     schedule = LRRangeTest(optimizer(), 0.1, 4, 2.0, lr_range_test_staircase=staircase)

@@ -16,7 +16,7 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 
 class Accelerator:
-    """A kind of device: "cpu" or "cuda". What is not a method here is torch's module of the kind
+    """A kind of device: "cpu" or "cuda". Further attributes are those of torch's module of the kind
     (`torch.cuda`, `torch.cpu`).
     """
 
@@ -168,8 +168,11 @@ class Accelerator:
         if self._name == "cuda":
             torch.cuda.nvtx.range_pop()
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:  # noqa: ARG002
-        """Return the tensor in pinned memory; as it is where the CPU computes."""
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return the tensor in pinned memory; as it is where the CPU computes. align_bytes: torch
+        aligns to more.
+        """
+        del align_bytes
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     # -- random numbers ----------------------------------------------------------------------------

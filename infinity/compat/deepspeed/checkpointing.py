@@ -1,7 +1,7 @@
 """`deepspeed.checkpointing`: activation checkpointing, by torch's.
 
-Where the inputs of checkpointed blocks wait is the policy's (`activation_checkpointing` in the
-configuration, or `inf.Policy(activations=)`).
+The policy says on which tier the inputs of checkpointed blocks wait (`activation_checkpointing` in
+the configuration, or `inf.Policy(activations=)`).
 """
 
 from __future__ import annotations

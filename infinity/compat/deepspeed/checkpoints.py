@@ -1,8 +1,8 @@
 """Checkpoints of an engine: a directory of `inf.save` for each tag, and a file "latest".
 
     save_dir/latest            the tag of the newest checkpoint
-    save_dir/<tag>/            parameters, masters, moments, buffers (`inf.save`); its extra state is
-                               counts, loss scale, schedule and the script's own state
+    save_dir/<tag>/            parameters, masters, moments, buffers (`inf.save`), with counts, loss
+                               scale, schedule and the script's own state
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,14 +20,24 @@ import torch.distributed as dist
 import infinity as inf
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
-
-if TYPE_CHECKING:
-    from infinity.compat.deepspeed.engine import DeepSpeedEngine
+from infinity.compat.deepspeed.optimizers import ZeROOptimizer
 
 log = logging.getLogger("infinity")
 
 LATEST = "latest"
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Checkpointed(Protocol):
+    """An engine, as its checkpoints see it."""
+
+    module: torch.nn.Module
+    optimizer: ZeROOptimizer | None
+    basic_optimizer: Any
+    lr_scheduler: Any
+    world_size: int
+    global_rank: int
+    global_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Wanted:
 
 
 def save(
-    engine: DeepSpeedEngine,
+    engine: Checkpointed,
     directory: str | os.PathLike[str],
     tag: Any,
     client_state: dict[str, Any],
@@ -73,7 +83,7 @@ def save(
     comm.barrier(comm.cpu_group())
 
 
-def _check_tag(engine: DeepSpeedEngine, tag: str) -> None:
+def _check_tag(engine: Checkpointed, tag: str) -> None:
     """Compare the tags of all ranks, as checkpoint.tag_validation says: "ignore", "warn", "fail".
 
     All ranks write into one directory here, so different tags are an error in any case.
@@ -90,7 +100,7 @@ def _check_tag(engine: DeepSpeedEngine, tag: str) -> None:
 
 
 def load(
-    engine: DeepSpeedEngine,
+    engine: Checkpointed,
     directory: str | os.PathLike[str],
     tag: Any,
     wanted: Wanted,
@@ -102,8 +112,8 @@ def load(
         newest = home / LATEST
         if not newest.is_file():
             log.warning(
-                "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load another "
-                "checkpoint",
+                "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load "
+                "another checkpoint",
                 newest,
             )
             return None, None

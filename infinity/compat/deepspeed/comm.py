@@ -194,7 +194,7 @@ has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tenso
 
 
 def configure(*_args: Any, **_settings: Any) -> None:
-    """Take settings of a log of communication, which there is not: `handle.stats()` counts bytes."""
+    """Take settings of a log of communication, which there is not; `handle.stats()` counts."""
     log.info("deepspeed.comm.configure: handle.stats() counts what the engine sends (comm_*)")
 
 

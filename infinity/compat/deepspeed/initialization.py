@@ -76,7 +76,7 @@ def initialize(
     name. mpu, mesh_param: refused unless every rank has whole layers.
 
     Raises: DeepSpeedRefusal (a ValueError) naming the value and the fix; then nothing was changed.
-    What `inf.offload` and the engine's optimizer raise; then the model may have been cast.
+    Errors of `inf.offload` and of the engine's optimizer come later: the model may be cast by then.
     """
     if model is None:
         raise DeepSpeedRefusal("deepspeed.initialize requires a model: give model=")
@@ -185,7 +185,9 @@ def _check_client(optimizer: Any, lr_scheduler: Any) -> None:
 
 def _world_size() -> int:
     """The ranks that there will be, before the group is joined."""
-    return comm.get_world_size() if comm.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if comm.is_initialized():
+        return comm.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _local_device(device: torch.device) -> torch.device:
@@ -237,7 +239,7 @@ def _offloaded(
 
 
 def _make_directories(policy: inf.Policy) -> None:
-    """Make the directories on NVMe, as DeepSpeed does. Those of single ranks have to be there."""
+    """Make the directories on NVMe, as DeepSpeed does, but for those of single ranks."""
     for path in policy.directories:
         if "{" not in str(path):
             path.mkdir(parents=True, exist_ok=True)
@@ -281,7 +283,8 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None) -> None:
     try:
         scheduler_class(name)(plan.rehearsal, **arguments)
     except (TypeError, ValueError, KeyError) as error:
-        raise DeepSpeedRefusal(f"scheduler.params={dict(arguments)!r} of {name}: {error}") from error
+        given = dict(arguments)
+        raise DeepSpeedRefusal(f"scheduler.params={given!r} of {name}: {error}") from error
 
 
 def _schedule(
@@ -306,7 +309,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
     group.add_argument(
-        "--deepspeed", default=False, action="store_true", help="for the script; read by nobody else"
+        "--deepspeed", default=False, action="store_true", help="of the script alone"
     )
     group.add_argument("--deepspeed_config", default=None, type=str, help="JSON configuration file")
     group.add_argument(

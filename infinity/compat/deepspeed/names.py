@@ -1,7 +1,7 @@
 """The modules of `deepspeed` that scripts import, and the homes of their names here.
 
-Each row: a module, and (home, names) pairs. A home is a module of this package, unless it is torch's
-(`torch...`); a name may be given another one (`theirs=ours`).
+Each row: a module, and (home, names) pairs. A home is a module of this package, unless it is of
+torch (`torch...`); a name may be given another one (`theirs=ours`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _ZERO = (
     "unregister_external_parameter"
 )
 _SCHEDULES = (
-    "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES LR_RANGE_TEST "
-    "ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_MIN_LR WARMUP_MAX_LR "
-    "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO "
-    "TOTAL_NUM_STEPS CYCLE_MIN_LR CYCLE_MAX_LR CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE "
-    "CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_STEP_SIZE "
-    "DECAY_LR_RATE DECAY_MOM_RATE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE "
-    "LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE add_tuning_arguments"
+    "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES "
+    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_MIN_LR "
+    "WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE "
+    "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS CYCLE_MIN_LR CYCLE_MAX_LR "
+    "CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE CYCLE_FIRST_STAIR_COUNT "
+    "CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE "
+    "DECAY_MOM_RATE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+    "LR_RANGE_TEST_STAIRCASE add_tuning_arguments"
 )
 _CHECKPOINTING = "checkpoint configure is_configured reset get_cuda_rng_tracker"
 _MEMORY = (

@@ -215,9 +215,9 @@ class ZeROOptimizer:
     """The optimizer that `initialize` returns: the engine's own in `optimizer`, with loss scale,
     overflow and clipping.
 
-    `step()` takes the norm of all gradients. Where it is not finite, and the configuration skips
-    such steps (fp16, or bf16.check_grad_overflow), the step is skipped on all ranks and `overflow`
-    is True. Else gradients are divided by the loss scale and clipped by the norm, and the engine's
+    `step()` takes the norm of all gradients. If it is not finite, and the configuration skips such
+    steps (fp16, or bf16.check_grad_overflow), the step is skipped on all ranks and `overflow` is
+    True. Else gradients are divided by the loss scale and clipped by the norm, and the engine's
     optimizer takes its step.
     """
 
@@ -242,7 +242,7 @@ class ZeROOptimizer:
 
     @property
     def state(self) -> Any:
-        """What the engine's optimizer keeps for each parameter beside the states at rest."""
+        """Step counts, and the like, of each parameter; its states are at rest."""
         return self.optimizer.state
 
     @property

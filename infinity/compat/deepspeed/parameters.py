@@ -15,7 +15,7 @@ import infinity as inf
 
 
 class ZeroParamStatus(enum.Enum):
-    """Whether a parameter's values can be read now."""
+    """Readability of a parameter's values."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -23,7 +23,7 @@ class ZeroParamStatus(enum.Enum):
 
 
 class ZeroParamType(enum.Enum):
-    """Kinds of parameters. Those of the engine are PARTITIONED."""
+    """Kinds of parameters. The engine's are PARTITIONED."""
 
     NORMAL = 1
     PARTITIONED = 2

@@ -200,7 +200,9 @@ class OneCycle(Schedule):
         super().__init__(optimizer, last_batch_iteration)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         if cycle_first_step_size <= 0:
-            raise DeepSpeedRefusal(f"cycle_first_step_size={cycle_first_step_size!r}: give 1 or more")
+            raise DeepSpeedRefusal(
+                f"cycle_first_step_size={cycle_first_step_size!r}: give 1 or more"
+            )
         if second < 0:
             raise DeepSpeedRefusal(f"cycle_second_step_size={second!r}: give 0 or more")
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)

@@ -1,6 +1,6 @@
 """`zero.Init`: building a model of any size before it is offloaded.
 
-Constructors and initialisers run as ever, and their values are kept. Where the configuration has
+Constructors and initialisers run as ever, and their values are kept. If the configuration has
 parameters on NVMe, a parameter moves to a file there as soon as a module registers it, so the model
 is never in memory as a whole:
 
@@ -115,8 +115,7 @@ class Init(contextlib.ContextDecorator):
             self._take(param)
 
     def _take(self, param: torch.nn.Parameter) -> None:
-        """Move a parameter's values to the file. Those of another context, and of an engine, stay
-        where they are."""
+        """Move a parameter's values to the file, unless another context or an engine has them."""
         if is_zero_param(param) or hasattr(param, "infinity_link"):
             return
         note_zero_param(param)
