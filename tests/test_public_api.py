@@ -1,7 +1,8 @@
 """The public API is the short list in docs/guide.md, and nothing else.
 
 The rule is that of PEP 8: a dotted path with a part that begins with an underscore is private.
-`infinity.aio` is one namespace besides: of the modules in it, only NAMED_IN_AIO are public.
+`infinity.aio` and `infinity.compat.deepspeed` are one namespace each besides: of the modules in
+them, only NAMED_INSIDE are public.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import infinity
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "docs" / "guide.md"
-NAMED_IN_AIO = {"infinity.aio.testing"}
+NAMESPACES = ("infinity.aio.", "infinity.compat.deepspeed.")
+NAMED_INSIDE = {"infinity.aio.testing"}
 
 
 def public_section() -> str:
@@ -54,8 +56,8 @@ def public_modules() -> set[str]:
                 inside.parts if file == "__init__.py" else (*inside.parts, file.removesuffix(".py"))
             )
             module = ".".join(parts)
-            in_aio = module.startswith("infinity.aio.") and module not in NAMED_IN_AIO
-            if not in_aio and not any(part.startswith("_") for part in parts):
+            inside_one = module.startswith(NAMESPACES) and module not in NAMED_INSIDE
+            if not inside_one and not any(part.startswith("_") for part in parts):
                 found.add(module)
     return found
 
@@ -89,7 +91,7 @@ def test_every_public_name_resolves() -> None:
 def test_public_names_of_submodules_are_declared() -> None:
     """`infinity.aio`, its testing tools, `infinity.ops` and integrations say in `__all__` what they
     offer."""
-    without = {"infinity.bench", "infinity.errors", "infinity.integrations"}
+    without = {"infinity.bench", "infinity.compat", "infinity.errors", "infinity.integrations"}
     for module_name in importable(documented_modules() - without):
         assert importlib.import_module(module_name).__all__, module_name
 

@@ -24,7 +24,6 @@ Each rank calls save_state, load_state, save_model and get_state_dict: they are 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 from collections import Counter
@@ -35,7 +34,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedType
-from torch.optim.lr_scheduler import LRScheduler
 
 import infinity as inf
 from infinity.integrations._engines import (
@@ -48,6 +46,7 @@ from infinity.integrations._engines import (
     only_engine,
     optimizers_of,
 )
+from infinity.integrations._twins import note_steps_as, rebind, twin_of
 
 log = logging.getLogger("infinity")
 
@@ -64,15 +63,6 @@ check_methods(
 )  # fmt: skip
 
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-
-# The engine's optimizers of the same rule, and the settings that they take. What another setting
-# turns on, they do not have.
-_TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {
-    torch.optim.AdamW: (inf.AdamW, ("lr", "betas", "eps", "weight_decay")),
-    torch.optim.SGD: (inf.SGD, ("lr", "momentum", "dampening", "weight_decay", "nesterov")),
-}
-# They choose between kernels, and change no rule.
-_KERNELS = ("foreach", "fused", "capturable", "decoupled_weight_decay")
 
 
 def attach(accelerator: Accelerator) -> Accelerator:
@@ -151,14 +141,14 @@ class _Offloading(Accelerator):  # type: ignore[misc]
         # Wrapped ones are prepared already.
         theirs = engine_optimizer(optimizer) is None
         if theirs and any(is_offloaded(param) for param in _params_of(optimizer)):
-            twin = _twin_of(optimizer)
+            twin = _replacement_of(optimizer)
             self._offloading_twins += ((optimizer, twin),)
             optimizer = twin
         return super().prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         for before, now in self._offloading_twins:
-            _rebind(scheduler, before, now)
+            rebind(scheduler, before, now)
         return super().prepare_scheduler(scheduler)
 
     # -- training ----------------------------------------------------------------------------------
@@ -307,57 +297,18 @@ def _check_params_of(
             )
 
 
-def _twin_of(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the engine's optimizer of the same rule over the same groups: schedulers of the one
-    change the other.
+def _replacement_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return the engine's optimizer of the same rule over the same groups.
 
     Raises: ValueError for a rule that the engine does not have, and for states that were loaded.
     """
-    kind, groups = type(optimizer), optimizer.param_groups
-    if optimizer.state:
-        raise ValueError(
-            f"accelerator.prepare: {kind.__name__} has states already, which its replacement would "
-            "not have; prepare first, then accelerator.load_state"
-        )
-    # Without decay Adam is AdamW.
-    adam = kind is torch.optim.Adam and not any(group["weight_decay"] for group in groups)
-    made, named = _TWINS.get(torch.optim.AdamW if adam else kind, (None, ()))
-    others = [
-        (key, value)
-        for group in groups
-        for key, value in group.items()
-        if key not in (*named, *_KERNELS, "params", "initial_lr")
-    ]
-    if made is not None and not any(value for _, value in others):
-        for key in {*_KERNELS, *(key for key, _ in others)}:
-            for group in groups:
-                # The engine's has no such setting; a manifest would name it.
-                group.pop(key, None)
-        twin: Any = made(groups)
-    else:
-        taken = inspect.signature(kind).parameters
-        settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
-        twin = inf.Elementwise(kind, groups, **settings)
-    log.info("prepare: infinity.%s takes the place of %s", twin.title, kind.__name__)
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        _Noted(twin)
+    try:
+        twin = twin_of(optimizer).build(optimizer.param_groups)
+    except ValueError as error:
+        raise ValueError(f"accelerator.prepare: {error}") from error
+    log.info("prepare: infinity.%s takes the place of %s", twin.title, type(optimizer).__name__)
+    note_steps_as(optimizer, twin)
     return twin
-
-
-class _Noted(LRScheduler):
-    """Makes an optimizer note its first step, as the constructor of any scheduler does: one that is
-    rebound looks for that. Changes no rate."""
-
-    def get_lr(self) -> list[Any]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-
-def _rebind(scheduler: Any, before: torch.optim.Optimizer, now: torch.optim.Optimizer) -> None:
-    """Make a scheduler, and those that it chains, one of the optimizer that was put in place."""
-    if getattr(scheduler, "optimizer", None) is before:
-        scheduler.optimizer = now
-    for inner in getattr(scheduler, "_schedulers", ()):
-        _rebind(inner, before, now)
 
 
 __all__ = ["attach"]

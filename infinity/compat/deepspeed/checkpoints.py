@@ -1,0 +1,196 @@
+"""Checkpoints of an engine: a directory of `inf.save` for each tag, and a file "latest".
+
+    save_dir/latest            the tag of the newest checkpoint
+    save_dir/<tag>/            parameters, masters, moments, buffers (`inf.save`), with counts, loss
+                               scale, schedule and the script's own state
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+import infinity as inf
+from infinity.compat.deepspeed import comm
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.optimizers import ZeROOptimizer
+
+log = logging.getLogger("infinity")
+
+LATEST = "latest"
+_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class Checkpointed(Protocol):
+    """An engine, as its checkpoints see it."""
+
+    module: torch.nn.Module
+    optimizer: ZeROOptimizer | None
+    basic_optimizer: Any
+    lr_scheduler: Any
+    world_size: int
+    global_rank: int
+    global_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Parts of a checkpoint to go on from, beside the parameters."""
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counts: bool
+
+
+def save(
+    engine: Checkpointed,
+    directory: str | os.PathLike[str],
+    tag: Any,
+    client_state: dict[str, Any],
+    *,
+    latest: bool,
+    frozen: bool,
+) -> None:
+    """Do the work of `engine.save_checkpoint`."""
+    if not str(directory):
+        raise DeepSpeedRefusal(f"save_dir must be a non-empty string, not {directory!r}")
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    _check_tag(engine, name)
+    optimizer, scheduler = engine.optimizer, engine.lr_scheduler
+    extra = {
+        "client_state": client_state,
+        "counts": {key: getattr(engine, key) for key in _COUNTS},
+        "scale": None if optimizer is None else optimizer.scale_state(),
+        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "dp_world_size": engine.world_size,
+    }
+    home = Path(directory)
+    home.mkdir(parents=True, exist_ok=True)
+    inf.save(engine.module, engine.basic_optimizer, home / name, extra=extra, frozen=frozen).wait()
+    if latest and engine.global_rank == 0:
+        # Whole or not at all: a reader may come at any time.
+        written = home / f".{LATEST}.partial"
+        written.write_text(name)
+        written.replace(home / LATEST)
+    comm.barrier(comm.cpu_group())
+
+
+def _check_tag(engine: Checkpointed, tag: str) -> None:
+    """Compare the tags of all ranks, as checkpoint.tag_validation says: "ignore", "warn", "fail".
+
+    All ranks write into one directory here, so different tags are an error in any case.
+    """
+    if engine.world_size == 1:
+        return
+    tags: list[Any] = [None] * engine.world_size
+    dist.all_gather_object(tags, tag, group=comm.cpu_group())
+    if len(set(tags)) > 1:
+        raise DeepSpeedRefusal(
+            f"The checkpoint tag name '{tag}' is not consistent across all ranks ({tags}): give "
+            "the same tag on all"
+        )
+
+
+def load(
+    engine: Checkpointed,
+    directory: str | os.PathLike[str],
+    tag: Any,
+    wanted: Wanted,
+    custom_load_fn: Callable[..., Any] | None,
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Do the work of `engine.load_checkpoint`."""
+    home = Path(directory)
+    if tag is None:
+        newest = home / LATEST
+        if not newest.is_file():
+            log.warning(
+                "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load "
+                "another checkpoint",
+                newest,
+            )
+            return None, None
+        tag = newest.read_text().strip()
+    path = home / str(tag)
+    # The module as it is, for a function that decides itself what it takes.
+    mine = None if custom_load_fn is None else _copied(engine.module)
+    restored = inf.restore(
+        engine.module, engine.basic_optimizer if wanted.optimizer else None, path
+    )
+    if mine is not None:
+        saved = _copied(engine.module)
+        load_module(engine.module, mine, True, None)
+        load_module(engine.module, saved, wanted.strict, custom_load_fn)
+    extra = restored.extra or {}
+    if wanted.counts:
+        for key, value in extra.get("counts", {}).items():
+            setattr(engine, key, value)
+        if engine.optimizer is not None and extra.get("scale") is not None:
+            engine.optimizer.load_scale_state(extra["scale"])
+    scheduler = engine.lr_scheduler
+    if wanted.scheduler and scheduler is not None and extra.get("lr_scheduler") is not None:
+        scheduler.load_state_dict(extra["lr_scheduler"])
+    return str(path), extra.get("client_state", {})
+
+
+def load_module(
+    module: torch.nn.Module,
+    state: dict[str, Any],
+    strict: bool,
+    custom_load_fn: Callable[..., Any] | None,
+) -> None:
+    """Set a module's values from a state dict in memory, or by the script's function. Collective.
+    """
+    if custom_load_fn is None:
+        module.load_state_dict(state, strict=strict)
+        return
+    with inf.handle(module).gather(module.parameters()):
+        custom_load_fn(src=state, dst=module)
+
+
+def _copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Tensor] | None:
+    """Return a module's state dict on the CPU of rank 0, gathered one submodule at a time; None on
+    other ranks. Tied parameters are one tensor. Collective.
+    """
+    handle, first = inf.handle(module), comm.get_rank() == 0
+    state: dict[str, torch.Tensor] = {}
+    copies: dict[int, torch.Tensor] = {}
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        params = {
+            name: param
+            for name, param in each.named_parameters(recurse=False, remove_duplicate=False)
+            if frozen or param.requires_grad
+        }
+        with handle.gather(params.values()):
+            for name, param in params.items() if first else ():
+                if id(param) not in copies:
+                    copies[id(param)] = param.detach().to("cpu", copy=True)
+                state[start + name] = copies[id(param)]
+        for name, buffer in each.named_buffers(recurse=False, remove_duplicate=False):
+            if first and name not in each._non_persistent_buffers_set:
+                state[start + name] = buffer.detach().to("cpu", copy=True)
+    return state if first else None
+
+
+def save_weights(
+    module: torch.nn.Module, directory: str | os.PathLike[str], name: str, *, frozen: bool
+) -> None:
+    """Write a module's state dict by torch.save, from rank 0. Collective."""
+    state = consolidated(module, frozen=frozen)
+    if state is not None:
+        path = Path(directory) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
+    comm.barrier(comm.cpu_group())

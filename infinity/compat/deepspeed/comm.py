@@ -1,0 +1,234 @@
+"""`deepspeed.comm`: torch.distributed by the names of DeepSpeed.
+
+Collectives of a script's own are those of torch, on the group that `init_distributed` makes. (On
+GPUs give them CPU tensors and a group of gloo: docs/guide-ranks.md says why.)
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import (
+    P2POp,
+    ReduceOp,
+    all_gather,
+    all_gather_into_tensor,
+    all_gather_object,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    batch_isend_irecv,
+    broadcast,
+    broadcast_object_list,
+    gather,
+    irecv,
+    is_available,
+    isend,
+    monitored_barrier,
+    recv,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_tensor,
+    scatter,
+    send,
+)
+
+from infinity.compat.deepspeed.accelerator import get_accelerator
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+
+log = logging.getLogger("infinity")
+
+DEFAULT_PORT = 29500
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+__all__ = [
+    "P2POp", "ReduceOp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "allgather_fn", "barrier",
+    "batch_isend_irecv", "broadcast", "broadcast_object_list", "configure",
+    "destroy_process_group", "gather", "get_all_ranks_from_group", "get_global_rank",
+    "get_local_rank", "get_rank", "get_world_group", "get_world_size",
+    "has_all_gather_into_tensor", "has_all_reduce_coalesced", "has_reduce_scatter_tensor",
+    "inference_all_reduce", "init_distributed", "irecv", "is_available", "is_initialized", "isend",
+    "log_summary", "monitored_barrier", "new_group", "recv", "reduce", "reduce_scatter",
+    "reduce_scatter_fn", "reduce_scatter_tensor", "scatter", "send",
+]  # fmt: skip
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,  # noqa: ARG001 - launchers set the environment
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,  # noqa: ARG001
+    timeout: datetime.timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,  # noqa: ARG001 - of a communication log
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Join the process group of the launcher, unless there is one; without a launcher, a group of
+    this process alone. Blocks until all ranks have come.
+
+    dist_backend: of torch.distributed; None: nccl where a GPU computes, else gloo. init_method,
+    rank, world_size: as in `torch.distributed.init_process_group`. dist_init_required: False: only
+    check that there is a group.
+
+    Raises: DeepSpeedRefusal where a launcher's environment is there in part.
+    """
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise DeepSpeedRefusal(
+            "dist_init_required=False, and there is no process group: call "
+            "torch.distributed.init_process_group first, or leave it out"
+        )
+    settings: dict[str, Any] = {
+        "backend": dist_backend or get_accelerator().communication_backend_name()
+    }
+    if timeout is not None:
+        settings["timeout"] = timeout
+    if init_method is not None or rank >= 0:
+        dist.init_process_group(
+            **settings, init_method=init_method, rank=rank, world_size=world_size
+        )
+        return
+    missing = [name for name in _LAUNCHED if name not in os.environ]
+    if "WORLD_SIZE" in missing and "RANK" in missing:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(**settings, store=store, rank=0, world_size=1)
+        return
+    if missing == ["MASTER_PORT"]:
+        os.environ["MASTER_PORT"] = str(distributed_port)
+    elif missing:
+        raise DeepSpeedRefusal(
+            f"the launcher has set no {', '.join(missing)}: start the script by torchrun"
+        )
+    dist.init_process_group(**settings)
+
+
+def is_initialized() -> bool:
+    """Return whether there is a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank; 0 before there is a group."""
+    return dist.get_rank(group) if is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of ranks; 1 before there is a group."""
+    return dist.get_world_size(group) if is_initialized() else 1
+
+
+def get_local_rank() -> int:
+    """Return this process's rank within its node."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """Return the rank in the world of a rank in a group."""
+    return group_rank if group is None else dist.get_global_rank(group, group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """Return the ranks in the world of a group's members."""
+    return [get_global_rank(group, index) for index in range(get_world_size(group))]
+
+
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return dist.group.WORLD
+
+
+def new_group(ranks: Sequence[int] | None = None) -> Any:
+    """Make a group of some ranks. All ranks call it."""
+    return dist.new_group(ranks)
+
+
+def destroy_process_group(group: Any = None) -> None:
+    """Leave a group, or all."""
+    dist.destroy_process_group(group)
+
+
+def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+    """Wait until all ranks have come. Nothing before there is a group."""
+    return dist.barrier(group, async_op, device_ids) if is_initialized() else None
+
+
+def allgather_fn(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None,
+    async_op: bool = False,
+) -> Any:  # fmt: skip
+    """Gather tensors of all ranks into one."""
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+def reduce_scatter_fn(
+    output_tensor: torch.Tensor, tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None,
+    async_op: bool = False,
+) -> Any:  # fmt: skip
+    """Reduce tensors of all ranks, and keep this rank's part."""
+    return dist.reduce_scatter_tensor(output_tensor, tensor, op, group, async_op)
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) -> Any:
+    """Reduce a tensor over all ranks."""
+    return dist.all_reduce(tensor, op, group)
+
+
+def has_all_gather_into_tensor() -> bool:
+    """Return True: torch has it."""
+    return True
+
+
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_all_gather_into_tensor
+
+
+def configure(*_args: Any, **_settings: Any) -> None:
+    """Take settings of a log of communication, which there is not; `handle.stats()` counts."""
+    log.info("deepspeed.comm.configure: handle.stats() counts what the engine sends (comm_*)")
+
+
+def log_summary(*_args: Any, **_settings: Any) -> None:
+    """Log where counts of communication are."""
+    log.info("deepspeed.comm.log_summary: print(inf.handle(engine.module).stats()) counts (comm_*)")
+
+
+_CPU_GROUPS: dict[int, tuple[Any, Any]] = {}
+"""The group of gloo beside a world group of another backend, by the identity of the latter."""
+
+
+def cpu_group() -> Any:
+    """Return a group of all ranks that takes CPU tensors; None for the world's own. All ranks call
+    it the first time.
+    """
+    world = dist.group.WORLD
+    if not is_initialized() or dist.get_backend() == "gloo":
+        return None
+    # The world itself is kept beside it: its identity must not be given out again.
+    if id(world) not in _CPU_GROUPS:
+        _CPU_GROUPS.clear()
+        _CPU_GROUPS[id(world)] = world, dist.new_group(backend="gloo")
+    return _CPU_GROUPS[id(world)][1]
+
+
+def broadcast_values(tensor: torch.Tensor, src: int) -> None:
+    """Give a tensor the values that it has on rank `src`, by way of the CPU. All ranks call it."""
+    if get_world_size() == 1:
+        return
+    # Never over NCCL: the engine's own collectives may be under way there.
+    there = tensor if tensor.device.type == "cpu" and tensor.is_contiguous() else tensor.cpu()
+    there = there.contiguous()
+    dist.broadcast(there, src, group=cpu_group())
+    if there is not tensor:
+        with torch.no_grad():
+            tensor.copy_(there)

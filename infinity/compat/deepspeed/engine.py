@@ -1,0 +1,470 @@
+"""The engine that `initialize` returns: DeepSpeed's methods over an offloaded model.
+
+    loss = engine(batch)          forward of the module, under autocast if the configuration has it
+    engine.backward(loss)         the loss over the micro-batches of a step, times the loss scale
+    engine.step()                 at the last micro-batch of a step: overflow, clipping, the
+                                  optimizer's step, gradients dropped, the schedule's step
+
+`inf.handle(engine.module)` is the engine below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import infinity as inf
+from infinity.compat.deepspeed import checkpoints, comm
+from infinity.compat.deepspeed.accelerator import get_accelerator
+from infinity.compat.deepspeed.backward import OutputHooks
+from infinity.compat.deepspeed.data import DeepSpeedDataLoader, check_dataset
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.optimizers import ZeROOptimizer
+from infinity.compat.deepspeed.settings import ConfigNames, Settings
+
+log = logging.getLogger("infinity")
+
+Client = dict[str, Any]
+
+
+class DeepSpeedEngine(ConfigNames, torch.nn.Module):
+    """A model that trains by DeepSpeed's calls. `initialize` makes it.
+
+    module: the offloaded model. optimizer, lr_scheduler: None where there is none.
+    training_dataloader: of `initialize(training_data=)`. global_steps: steps taken and skipped;
+    skipped_steps: those skipped; micro_steps: calls of `step()`; global_samples: samples of all
+    steps. Attributes that it has not are the module's.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        settings: Settings,
+        optimizer: ZeROOptimizer | None,
+        lr_scheduler: Any,
+        *,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.settings = settings
+        self.config = settings.config
+        self.optimizer = optimizer
+        self.basic_optimizer = None if optimizer is None else optimizer.optimizer
+        self.lr_scheduler = lr_scheduler
+        self.collate_fn = collate_fn
+        self.device = get_accelerator().device()
+        self.world_size = self.dp_world_size = self.seq_dp_world_size = comm.get_world_size()
+        self.mp_world_size = 1
+        self.global_rank = comm.get_rank()
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        assert settings.run.micro_batch_size is not None, "Settings.read sees to it"
+        self.micro_batch_size = settings.run.micro_batch_size
+        self.accumulation_steps = settings.run.accumulation_steps
+        self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
+        self.inside_no_sync_ctxt = False
+        self._boundary: bool | None = None
+        self._stepping = False
+        self._micro_batches = 0
+        self._step_applied = False
+        self._hooks = OutputHooks(
+            self.gradient_accumulation_steps,
+            lambda: self.optimizer is not None and self.optimizer.needs_scaler(),
+        )
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(
+            training_data
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Before the constructor has set it there is no module to ask.
+            modules = self.__dict__.get("_modules", {})
+            if name == "module" or "module" not in modules:
+                raise
+            return getattr(modules["module"], name)
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module's forward."""
+        if self.fp16_auto_cast():
+            inputs, kwargs = _as_half(inputs), _as_half(kwargs)
+        autocast = self.settings.autocast
+        with (
+            contextlib.nullcontext()
+            if autocast is None
+            else torch.autocast(self.device.type, autocast)
+        ):
+            outputs = self.module(*inputs, **kwargs)
+        return self._hooks.attach(outputs)
+
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Run the backward of a loss of one element.
+
+        scale_wrt_gas: whether the loss is divided by the micro-batches of a step first. Returns the
+        loss so divided, without the loss scale. Collective on several ranks. Raises:
+        DeepSpeedRefusal without an optimizer, and for a loss that is none.
+        """
+        optimizer = self._trained("backward")
+        _check_loss(loss)
+        if scale_wrt_gas:
+            loss = loss / self.gradient_accumulation_steps()
+        scaled = optimizer.scale_if_loss(loss)
+        self._micro_batches += 1
+        with self._hooks.inside(), self._reduction():
+            scaled.backward(retain_graph=retain_graph)
+        return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return a loss times the loss scale, for a backward of its own: `scale(loss).backward()`.
+        The micro-batches of a step are counted in by the engine's outputs.
+        """
+        optimizer = self._trained("scale")
+        _check_loss(loss)
+        self._hooks.note_scaled()
+        scaled: torch.Tensor = optimizer.scale_if_loss(loss)
+        return scaled
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; the last one of a step takes the step. lr_kwargs: of the schedule's
+        `step`. Collective on several ranks.
+
+        Raises: what `ZeROOptimizer.step` raises; DeepSpeedRefusal inside `no_sync`.
+        """
+        if self.inside_no_sync_ctxt:
+            raise DeepSpeedRefusal(
+                "It is illegal to call Engine.step() inside no_sync context manager: leave it first"
+            )
+        self._trained("step")
+        self._step_applied = False
+        self._stepping = True
+        try:
+            if self.is_gradient_accumulation_boundary():
+                self._take_step(lr_kwargs or {})
+        finally:
+            self._stepping = False
+        self.micro_steps += 1
+
+    def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
+        optimizer = self._trained("step")
+        optimizer.step()
+        optimizer.zero_grad()
+        if optimizer.overflow:
+            self.skipped_steps += 1
+        else:
+            self._step_applied = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        if self.managed_gradient_accumulation():
+            self.global_samples += self.train_batch_size()
+        else:
+            self.global_samples += self.micro_batch_size * self.world_size * self._micro_batches
+        self._micro_batches = 0
+        every = self.steps_per_print()
+        if every and math.isfinite(every) and self.global_steps % every == 0:
+            self._report_progress(self.global_steps)
+
+    def _report_progress(self, step: int) -> None:
+        if self.global_rank == 0:
+            log.info(
+                "step=%s, skipped=%s, lr=%s, mom=%s",
+                step,
+                self.skipped_steps,
+                self.get_lr(),
+                self.get_mom(),
+            )
+
+    def _trained(self, call: str) -> ZeROOptimizer:
+        if self.optimizer is None:
+            raise DeepSpeedRefusal(
+                f"engine.{call}: must provide optimizer during init in order to use {call}: name "
+                "one in the configuration, or give it to initialize"
+            )
+        return self.optimizer
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002
+        """Drop the gradients of all parameters."""
+        for param in self.module.parameters():
+            param.grad = None
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last `step()` changed parameters: it was the last micro-batch of a
+        step, and the step was not skipped."""
+        return self._step_applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last step's gradients, before clipping and without the loss scale;
+        infinity for a step that was skipped, None before the first.
+        """
+        return None if self.optimizer is None else self.optimizer._global_grad_norm
+
+    # -- accumulation ------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether this micro-batch is the last one of a step."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.managed_gradient_accumulation():
+            return self._stepping
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether this micro-batch, and those after it, are the last one of a step each."""
+        if not self.managed_gradient_accumulation():
+            raise DeepSpeedRefusal(
+                "set_gradient_accumulation_boundary with managed_gradient_accumulation=false: "
+                "step() is the boundary"
+            )
+        self._boundary = is_boundary
+
+    def _reduction(self) -> contextlib.AbstractContextManager[None]:
+        """The context of a backward: of micro-batches that are not the last, `handle.no_sync`."""
+        last = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
+        if last and not self.inside_no_sync_ctxt:
+            return contextlib.nullcontext()
+        return inf.handle(self.module).no_sync()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Enter a context in which gradients are not reduced, with stages 0 and 1.
+
+        Raises: DeepSpeedRefusal with stages 2 and 3, and inside of itself.
+        """
+        if self.zero_optimization_partition_gradients():
+            raise DeepSpeedRefusal(
+                "no_sync context manager is incompatible with gradient partitioning logic of ZeRO "
+                f"stage {self.zero_optimization_stage()}: leave it out, gradients go to their shard"
+            )
+        with self._without_step("no_sync"):
+            yield
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Enter a context of all backwards of one step, with ZeRO. Gradients are the same without
+        it. Raises: DeepSpeedRefusal without ZeRO, and inside of `no_sync`.
+        """
+        if not self.zero_optimization():
+            raise NotImplementedError(
+                "coalesce_grad_reduction requires ZeRO stage 1/2/3: set zero_optimization.stage"
+            )
+        with self._without_step("coalesce_grad_reduction"):
+            yield
+
+    @contextlib.contextmanager
+    def _without_step(self, name: str) -> Iterator[None]:
+        if self.inside_no_sync_ctxt:
+            raise DeepSpeedRefusal(f"{name} context manager reentry is unsupported: leave it first")
+        self.inside_no_sync_ctxt = True
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = False
+
+    # -- what scripts read -------------------------------------------------------------------------
+
+    def _of_groups(self, name: str) -> list[Any]:
+        if self.optimizer is None:
+            return []
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def get_lr(self) -> list[Any]:
+        """Return the rate of each parameter group."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return the momentum of each parameter group, or its betas."""
+        momentum = self.optimizer_name() in ("SGD", "RMSprop")
+        return self._of_groups("momentum" if momentum else "betas")
+
+    def get_type(self) -> list[Any]:
+        """Return the "type" of each parameter group."""
+        return self._of_groups("type")
+
+    @property
+    def cur_scale(self) -> float | None:
+        """The loss scale of the next backward; None without an optimizer."""
+        return None if self.optimizer is None else self.optimizer.cur_scale
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",  # noqa: ARG002
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DeepSpeedDataLoader:
+        """Return a loader of this rank's part of a data set, in micro-batches. Raises:
+        DeepSpeedRefusal for what is no data set.
+        """
+        check_dataset(dataset)
+        return DeepSpeedDataLoader(
+            dataset,
+            self.micro_batch_size if batch_size is None else batch_size,
+            pin_memory=pin_memory and self.device.type == "cuda",
+            collate_fn=self.collate_fn if collate_fn is None else collate_fn,
+            data_sampler=data_sampler,
+            drop_last=self.settings.run.drop_last,
+            num_workers=num_local_io_workers or 0,
+        )
+
+    # -- checkpoints -------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Client | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save states, schedule, loss scale and counts in `save_dir`/`tag`, and return True. Blocks
+        until the checkpoint is whole. All ranks call it.
+
+        tag: default "global_step<n>"; the same on all ranks. client_state: the script's own state,
+        of numbers, texts, tensors and containers of them. save_latest: name the tag in the file
+        "latest". exclude_frozen_parameters: leave out what does not learn. Raises: ValueError for a
+        client_state that cannot be kept, and for ranks with different tags; AioError.
+        """
+        checkpoints.save(
+            self, save_dir, tag, client_state or {}, latest=save_latest,
+            frozen=not exclude_frozen_parameters,
+        )  # fmt: skip
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Client | None]:
+        """Go on from a checkpoint, on any number of ranks. Blocks. All ranks call it.
+
+        tag: default what the file "latest" says. load_module_only: parameters alone. custom_load_fn
+        gets the saved state dict and the module, `custom_load_fn(src=, dst=)`, and sets parameters;
+        the state dict is whole in memory then. Returns the checkpoint's path and the script's
+        state; (None, None) where there is no "latest".
+
+        Raises: ValueError naming what does not fit, AioError where there is no whole checkpoint.
+        """
+        return checkpoints.load(
+            self,
+            load_dir,
+            tag,
+            checkpoints.Wanted(
+                strict=load_module_strict,
+                optimizer=load_optimizer_states and not load_module_only,
+                scheduler=load_lr_scheduler_states and not load_module_only,
+                counts=not load_module_only,
+            ),
+            custom_load_fn,
+        )
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's state dict, whole, on each rank. Collective."""
+        state: dict[str, Any] = self.module.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: dict[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Load the module from `checkpoint["module"]`, a state dict in memory. Collective."""
+        checkpoints.load_module(self.module, checkpoint["module"], strict, custom_load_fn)
+
+    def _zero3_consolidated_16bit_state_dict(
+        self, exclude_frozen_parameters: bool = False
+    ) -> dict[str, torch.Tensor] | None:
+        """Return the module's state dict on the CPU of rank 0, and None on the others. Gathers a
+        module at a time. Collective. Raises: ValueError without stage 3.
+        """
+        if not self.zero_optimization_partition_weights():
+            raise ValueError("this function requires ZeRO-3 mode: set zero_optimization.stage=3")
+        return checkpoints.consolidated(self.module, frozen=not exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the module's state dict by torch.save, from rank 0, where it is whole in memory.
+        Returns False, and writes nothing, with stage 3 without
+        stage3_gather_16bit_weights_on_model_save. Collective. (`inf.export_safetensors` streams.)
+        """
+        asked = self.zero_gather_16bit_weights_on_model_save()
+        if self.zero_optimization_partition_weights() and not asked:
+            log.info(
+                "save_16bit_model: nothing is written, since "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save is false"
+            )
+            return False
+        checkpoints.save_weights(
+            self.module, save_dir, save_filename, frozen=not exclude_frozen_parameters
+        )
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def empty_partition_cache(self) -> None:
+        """Give free cached memory of the device back."""
+        get_accelerator().empty_cache()
+
+    def destroy(self) -> None:
+        """Close the engine: states are freed, and parameters are unreadable then."""
+        handle = inf.handle(self.module)
+        if not handle.closed:
+            handle.close()
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise DeepSpeedRefusal(
+            f"loss must be a scalar tensor that requires a gradient, not {what}; call "
+            "output.backward(grad) of outputs themselves"
+        )
+
+
+def _as_half(value: Any) -> Any:
+    """The value with floating tensors as fp16."""
+    if isinstance(value, torch.Tensor):
+        return value.half() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _as_half(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_as_half(each) for each in value)
+    return value

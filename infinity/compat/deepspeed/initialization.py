@@ -1,0 +1,321 @@
+"""`initialize`: a model, its optimizer and its schedule become an engine.
+
+    read      arguments and configuration, and everything that can be known of a mistake. Nothing is
+              changed yet: no process group, no cast, nothing offloaded
+    join      the process group of the launcher
+    cast      parameters and buffers, as the configuration says; rank 0's values for all
+    offload   `inf.offload`, and the optimizer over the parameters at rest
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import LRScheduler
+
+import infinity as inf
+from infinity.compat.deepspeed import comm
+from infinity.compat.deepspeed.accelerator import get_accelerator
+from infinity.compat.deepspeed.data import check_dataset
+from infinity.compat.deepspeed.engine import DeepSpeedEngine
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.optimizers import (
+    DeepSpeedZeroOptimizer,
+    DeepSpeedZeroOptimizer_Stage3,
+    OptimizerPlan,
+    ZeROOptimizer,
+    loss_scaler,
+    plan_optimizer,
+)
+from infinity.compat.deepspeed.parameters import note_module, note_zero_param
+from infinity.compat.deepspeed.replicas import broadcast_module
+from infinity.compat.deepspeed.schedules import scheduler_class
+from infinity.compat.deepspeed.settings import Settings
+from infinity.compat.deepspeed.sources import load_of
+from infinity.compat.deepspeed.zero.init import cast
+
+log = logging.getLogger("infinity")
+
+Returned = tuple[DeepSpeedEngine, ZeROOptimizer | None, Any, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[..., torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = comm.DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    mesh_param: tuple[int, ...] | None = None,
+    config_params: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+) -> Returned:
+    """Offload a model by a DeepSpeed configuration, and return (engine, optimizer, loader,
+    schedule). All ranks call it. Blocks until all values rest.
+
+    args: an object with `deepspeed_config`, if there is no `config`, and perhaps `local_rank`.
+    model: an ordinary module, or one that was built under `zero.Init`. It becomes the engine's
+    module, and its parameters are others then. optimizer: of torch, over this model, or a function
+    that makes one of the parameters; the engine's of the same rule takes its place, with its
+    parameter groups. None: that of the configuration, and without one the model computes only, with
+    parameters that need no gradient. model_parameters: parameters, or groups of them, for an
+    optimizer of the configuration or of a function. lr_scheduler: a schedule, or a function that
+    makes one of the optimizer. training_data, collate_fn: of the loader that is returned.
+    config: a mapping, the path of a JSON file, or an object in base64; config_params: its older
+    name. mpu, mesh_param: refused unless every rank has whole layers.
+
+    Raises: DeepSpeedRefusal (a ValueError) naming the value and the fix; then nothing was changed.
+    Errors of `inf.offload` and of the engine's optimizer come later: the model may be cast by then.
+    """
+    if model is None:
+        raise DeepSpeedRefusal("deepspeed.initialize requires a model: give model=")
+    _check_parallelism(mpu, mesh_param)
+    settings = Settings.read(_config_of(args, config, config_params), _world_size())
+    _check_args(args)
+    _check_client(optimizer, lr_scheduler)
+    device = get_accelerator().device()
+    policy = settings.policy(_local_device(device))
+    plan = plan_optimizer(settings, model, optimizer, model_parameters)
+    _check_schedule(settings, plan)
+    if training_data is not None:
+        check_dataset(training_data)
+    with contextlib.ExitStack() as undo:
+        joins = not comm.is_initialized()
+        comm.init_distributed(
+            distributed_port=distributed_port, dist_init_required=dist_init_required
+        )
+        if joins:
+            undo.callback(dist.destroy_process_group)
+        get_accelerator().set_device(_local_device(device))
+        built = _offloaded(settings, policy, model, plan, undo)
+        schedule = _schedule(settings, plan, lr_scheduler, built)
+        engine = DeepSpeedEngine(
+            model,
+            settings,
+            built,
+            schedule,
+            training_data=training_data,
+            collate_fn=collate_fn,
+        )
+        undo.pop_all()
+    return engine, built, engine.training_dataloader, schedule
+
+
+def _check_parallelism(mpu: Any, mesh_param: Any) -> None:
+    if mpu is not None:
+        names = ("get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
+                 "get_pipeline_model_parallel_world_size")  # fmt: skip
+        sizes = {name: getattr(mpu, name)() for name in names if hasattr(mpu, name)}
+        wide = [f"{name}()={size}" for name, size in sizes.items() if size > 1]
+        if wide:
+            raise DeepSpeedRefusal(
+                f"initialize(mpu=) with {', '.join(wide)}: each rank of the engine has whole "
+                "layers; leave mpu out, ranks split states"
+            )
+    if mesh_param is not None and any(size > 1 for size in tuple(mesh_param)[1:]):
+        raise DeepSpeedRefusal(
+            f"initialize(mesh_param={mesh_param!r}): there are no sequence-parallel ranks; leave "
+            "it out"
+        )
+
+
+def _config_of(args: Any, config: Any, config_params: Any) -> Any:
+    """The one configuration among the arguments."""
+    given = config if config is not None else config_params
+    of_args = getattr(args, "deepspeed_config", None)
+    old = getattr(args, "deepscale_config", None)
+    if of_args is not None and old is not None:
+        raise DeepSpeedRefusal(
+            "args.deepspeed_config and args.deepscale_config: Not sure how to proceed, give one"
+        )
+    of_args = of_args if of_args is not None else old
+    if given is not None and of_args is not None:
+        raise DeepSpeedRefusal(
+            "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments "
+            "and deepspeed.initialize() function call: give one of them"
+        )
+    found = given if given is not None else of_args
+    if found is None:
+        raise DeepSpeedRefusal(
+            "DeepSpeed requires --deepspeed_config to specify configuration file, or "
+            "initialize(config=)"
+        )
+    return found
+
+
+def _check_args(args: Any) -> None:
+    rank = getattr(args, "local_rank", None)
+    if rank is None:
+        return
+    here = os.environ.get("LOCAL_RANK")
+    if not isinstance(rank, int):
+        raise DeepSpeedRefusal(f"args.local_rank={rank!r} is no number")
+    if here is not None and rank >= 0 and rank != int(here):
+        raise DeepSpeedRefusal(
+            f"Mismatch in local rank setting, args.local_rank={rank} but env['LOCAL_RANK']={here}"
+        )
+
+
+def _check_client(optimizer: Any, lr_scheduler: Any) -> None:
+    if not (
+        optimizer is None or isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)
+    ):
+        raise DeepSpeedRefusal(
+            f"Client Optimizer is of unexpected type {type(optimizer).__name__}: give a "
+            "torch.optim.Optimizer, or a function that makes one of parameters"
+        )
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise DeepSpeedRefusal(
+            f"Client Optimizer (type = {type(optimizer).__name__}) is not instantiated but Client "
+            "LR Scheduler is instantiated: give its optimizer, too, or a function that makes a "
+            "schedule of an optimizer"
+        )
+
+
+def _world_size() -> int:
+    """The ranks that there will be, before the group is joined."""
+    if comm.is_initialized():
+        return comm.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _local_device(device: torch.device) -> torch.device:
+    """The GPU of this rank within its node."""
+    if device.type == "cpu":
+        return device
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device(device.type, local % max(1, get_accelerator().device_count()))
+
+
+def _offloaded(
+    settings: Settings,
+    policy: inf.Policy,
+    model: torch.nn.Module,
+    plan: OptimizerPlan | None,
+    undo: contextlib.ExitStack,
+) -> ZeROOptimizer | None:
+    """Offload the model, unless it is, and build its optimizer. On an error the engine is closed,
+    and the model with it."""
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    if not inf.offloaded_modules(model):
+        load = load_of(model)
+        if plan is None:
+            # States that nobody uses would take room.
+            model.requires_grad_(False)
+        _make_directories(policy)
+        _cast(settings, model)
+        broadcast_module(model)
+        attributes = _attributes_of(model)
+        inf.offload(model, policy, load=load)
+        undo.callback(inf.handle(model).close)
+        _give(model, attributes)
+    note_module(model)
+    if settings.stage == 3:
+        for param in model.parameters():
+            note_zero_param(param)
+    if plan is None:
+        return None
+    now = dict(model.named_parameters(remove_duplicate=False))
+    built = plan.build(lambda param: now[names[id(param)]])
+    scaler = loss_scaler(settings)
+    kind = DeepSpeedZeroOptimizer_Stage3 if settings.stage == 3 else DeepSpeedZeroOptimizer
+    return kind(
+        built,
+        scaler,
+        clip_norm=settings.run.clip_norm,
+        skips=policy.on_nonfinite == "skip" or scaler.dynamic,
+    )
+
+
+def _make_directories(policy: inf.Policy) -> None:
+    """Make the directories on NVMe, as DeepSpeed does, but for those of single ranks."""
+    for path in policy.directories:
+        if "{" not in str(path):
+            path.mkdir(parents=True, exist_ok=True)
+
+
+def _cast(settings: Settings, model: torch.nn.Module) -> None:
+    """Cast parameters, and buffers where the configuration names a dtype for them."""
+    if settings.dtype is not None:
+        for param in model.parameters():
+            cast(param, settings.dtype)
+    if settings.run.buffer_dtype is None:
+        return
+    dtype = getattr(torch, settings.run.buffer_dtype)
+    kept = settings.run.keep_in_fp32
+    if kept == "auto":
+        kept = tuple(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not any(part in kept for part in name.split(".")):
+            buffer.data = buffer.data.to(dtype)
+
+
+def _attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
+    """The attributes that scripts have put on parameters, by name."""
+    return {
+        name: {key: value for key, value in vars(param).items() if not key.startswith("ds_")}
+        for name, param in model.named_parameters()
+    }
+
+
+def _give(model: torch.nn.Module, attributes: Mapping[str, dict[str, Any]]) -> None:
+    """Put them on the parameters that took their place."""
+    for name, param in model.named_parameters():
+        vars(param).update(attributes.get(name, {}))
+
+
+def _check_schedule(settings: Settings, plan: OptimizerPlan | None) -> None:
+    """Try the schedule of the configuration. Raises: DeepSpeedRefusal."""
+    if plan is None or plan.rehearsal is None or settings.run.scheduler is None:
+        return
+    name, arguments = settings.run.scheduler
+    try:
+        scheduler_class(name)(plan.rehearsal, **arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        given = dict(arguments)
+        raise DeepSpeedRefusal(f"scheduler.params={given!r} of {name}: {error}") from error
+
+
+def _schedule(
+    settings: Settings, plan: OptimizerPlan | None, client: Any, optimizer: ZeROOptimizer | None
+) -> Any:
+    """The schedule: the script's, or of its function, or of the configuration."""
+    if optimizer is None or plan is None:
+        return None
+    if client is not None:
+        if callable(client):
+            return client(optimizer.optimizer)
+        plan.rebind(client, optimizer.optimizer)
+        return client
+    if settings.run.scheduler is None:
+        return None
+    name, arguments = settings.run.scheduler
+    return scheduler_class(name)(optimizer.optimizer, **arguments)
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed and --deepspeed_config (and their oldest names) to a parser, and return it.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument(
+        "--deepspeed", default=False, action="store_true", help="of the script alone"
+    )
+    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON configuration file")
+    group.add_argument(
+        "--deepscale", default=False, action="store_true", help="old name of --deepspeed"
+    )
+    group.add_argument(
+        "--deepscale_config", default=None, type=str, help="old name of --deepspeed_config"
+    )
+    return parser

@@ -1,0 +1,110 @@
+"""Putting these modules in the place of the import `deepspeed`, on request only.
+
+    install()     a finder in front of all others: `import deepspeed...` gives the modules of
+                  `names.TABLE`, `importlib.util.find_spec("deepspeed")` finds them, and
+                  `importlib.metadata.version("deepspeed")` tells the release whose calls they are
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import os
+import sys
+import types
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.names import TABLE, VERSION, contents
+
+_METADATA = f"""Metadata-Version: 2.1
+Name: deepspeed
+Version: {VERSION}
+Author: The infinity authors
+Summary: infinity's stand-in, infinity.compat.deepspeed
+"""
+
+
+_ANY = importlib.metadata.DistributionFinder.Context()
+
+
+class _StandIn(types.ModuleType):
+    """A module of the table. Its submodules are imported when they are asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        full = f"{self.__name__}.{name}"
+        if full in TABLE:
+            return importlib.import_module(full)
+        raise AttributeError(
+            f"infinity's stand-in for DeepSpeed has no {full} "
+            "(infinity/compat/deepspeed/names.py lists what there is)"
+        )
+
+
+class _Loader(importlib.abc.Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return _StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module).update(contents(module.__name__))
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return {"METADATA": _METADATA, "top_level.txt": "deepspeed\n"}.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Any:
+        # No file is installed under this name.
+        return Path(__file__).parent / path
+
+
+class _Finder(importlib.metadata.DistributionFinder):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None,  # noqa: ARG002
+        target: types.ModuleType | None = None,  # noqa: ARG002
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname not in TABLE:
+            return None
+        return importlib.machinery.ModuleSpec(fullname, _Loader(), is_package=True)
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context = _ANY
+    ) -> Iterable[importlib.metadata.Distribution]:
+        return [_Distribution()] if context.name in (None, "deepspeed") else []
+
+
+def install() -> None:
+    """Make `import deepspeed` give these modules in this process, from here on. Call it before
+    anything that looks for DeepSpeed is imported (transformers, accelerate). A second call does
+    nothing.
+
+    Raises: DeepSpeedRefusal where the real one is imported already.
+    """
+    if is_installed():
+        return
+    loaded = sys.modules.get("deepspeed")
+    if loaded is not None:
+        where = getattr(loaded, "__file__", None)
+        raise DeepSpeedRefusal(
+            f"install(): DeepSpeed itself is imported already, from {where}; call install() before "
+            "anything imports it, or do not import it"
+        )
+    sys.meta_path.insert(0, _Finder())
+
+
+def is_installed() -> bool:
+    """Return whether `import deepspeed` gives these modules."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
+
+
+def real_version() -> str | None:
+    """Return the version of DeepSpeed itself where it is installed, imported or not."""
+    for found in importlib.metadata.distributions(name="deepspeed"):
+        if not isinstance(found, _Distribution):
+            return found.version
+    return None

@@ -1,0 +1,132 @@
+"""The modules of `deepspeed` that scripts import, and the homes of their names here.
+
+Each row: a module, and (home, names) pairs. A home is a module of this package, unless it is of
+torch (`torch...`); a name may be given another one (`theirs=ours`).
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+VERSION = "0.19.8"
+"""The release of DeepSpeed whose configuration and calls these are."""
+
+_HOME = "infinity.compat.deepspeed"
+_STATES = (
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+    "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized"
+)
+_LEAVES = (
+    "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules z3_leaf_module "
+    "z3_leaf_parameter set_z3_leaf_module set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix"
+)
+_ZERO = (
+    "Init GatheredParameters MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
+    "unregister_external_parameter"
+)
+_SCHEDULES = (
+    "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES "
+    "LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR WARMUP_MIN_LR "
+    "WARMUP_MAX_LR WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE "
+    "WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS CYCLE_MIN_LR CYCLE_MAX_LR "
+    "CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE CYCLE_FIRST_STAIR_COUNT "
+    "CYCLE_SECOND_STAIR_COUNT CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_STEP_SIZE DECAY_LR_RATE "
+    "DECAY_MOM_RATE LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+    "LR_RANGE_TEST_STAIRCASE add_tuning_arguments"
+)
+_CHECKPOINTING = "checkpoint configure is_configured reset get_cuda_rng_tracker"
+_MEMORY = (
+    "estimate_zero3_model_states_mem_needs_all_live "
+    "estimate_zero3_model_states_mem_needs_all_cold estimate_zero3_model_states_mem_needs"
+)
+
+TABLE: dict[str, tuple[tuple[str, str], ...]] = {
+    "deepspeed": (
+        ("initialization", "initialize add_config_arguments"),
+        ("engine", "DeepSpeedEngine"),
+        ("comm", "init_distributed"),
+        ("accelerator", "get_accelerator"),
+        ("schedules", "add_tuning_arguments"),
+        ("optimizers", "DeepSpeedOptimizer=ZeROOptimizer"),
+        ("data", "DeepSpeedDataLoader"),
+        ("names", "__version__=VERSION version=VERSION"),
+        ("utilities", "logger log_dist OnDevice"),
+    ),
+    "deepspeed.accelerator": (
+        ("accelerator", "get_accelerator is_current_accelerator_supported"),
+    ),
+    "deepspeed.accelerator.real_accelerator": (("accelerator", "get_accelerator"),),
+    "deepspeed.checkpointing": (("checkpointing", _CHECKPOINTING),),
+    "deepspeed.checkpoint": (),
+    "deepspeed.checkpoint.utils": (("utilities", "clone_tensors_for_torch_save"),),
+    "deepspeed.comm": (("comm", "*"),),
+    "deepspeed.comm.comm": (("comm", "*"),),
+    "deepspeed.constants": (("comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),),
+    "deepspeed.ops": (),
+    "deepspeed.ops.adam": (("ops", "DeepSpeedCPUAdam FusedAdam"),),
+    "deepspeed.ops.adagrad": (("ops", "DeepSpeedCPUAdagrad"),),
+    "deepspeed.ops.lion": (("ops", "DeepSpeedCPULion FusedLion"),),
+    "deepspeed.runtime": (),
+    "deepspeed.runtime.activation_checkpointing": (),
+    "deepspeed.runtime.activation_checkpointing.checkpointing": (
+        ("checkpointing", _CHECKPOINTING),
+    ),
+    "deepspeed.runtime.base_optimizer": (
+        ("optimizers", "DeepSpeedOptimizer=ZeROOptimizer ZeROOptimizer"),
+    ),
+    "deepspeed.runtime.config": (
+        ("errors", "DeepSpeedConfigError=DeepSpeedRefusal"),
+        ("utilities", ("ADAM_OPTIMIZER ADAMW_OPTIMIZER ADAGRAD_OPTIMIZER LION_OPTIMIZER "
+                      "SGD_OPTIMIZER")),
+    ),
+    "deepspeed.runtime.dataloader": (("data", "DeepSpeedDataLoader RepeatingLoader"),),
+    "deepspeed.runtime.engine": (("engine", "DeepSpeedEngine"),),
+    "deepspeed.runtime.fp16": (),
+    "deepspeed.runtime.fp16.loss_scaler": (("loss_scale", "LossScaler DynamicLossScaler"),),
+    "deepspeed.runtime.lr_schedules": (("schedules", _SCHEDULES),),
+    "deepspeed.runtime.utils": (
+        ("utilities", "see_memory_usage"),
+        ("torch.nn.utils", "clip_grad_norm_"),
+    ),
+    "deepspeed.runtime.zero": (("zero", _ZERO),),
+    "deepspeed.runtime.zero.partition_parameters": (
+        ("zero", _ZERO),
+        ("parameters", "is_zero_param"),
+    ),
+    "deepspeed.runtime.zero.stage3": (
+        ("optimizers", "DeepSpeedZeroOptimizer_Stage3"),
+        ("memory_needs", _MEMORY),
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": (("optimizers", "DeepSpeedZeroOptimizer"),),
+    "deepspeed.runtime.zero.utils": (("parameters", "is_zero_param"),),
+    "deepspeed.utils": (
+        ("utilities", "logger log_dist OnDevice"),
+        ("data", "RepeatingLoader"),
+        ("zero.access", _STATES),
+        ("zero.leaf_modules", _LEAVES),
+    ),
+    "deepspeed.utils.groups": (
+        ("groups", "*"),
+    ),
+    "deepspeed.utils.logging": (("utilities", "logger log_dist"),),
+    "deepspeed.utils.tensor_fragment": (("zero.access", _STATES),),
+    "deepspeed.utils.z3_leaf_module": (("zero.leaf_modules", _LEAVES),),
+    "deepspeed.zero": (("zero", _ZERO),),
+}  # fmt: skip
+
+
+def contents(module: str) -> dict[str, Any]:
+    """Return the names of a module of the table, with what they stand for."""
+    found: dict[str, Any] = {}
+    for home, names in TABLE[module]:
+        source = importlib.import_module(home if home.startswith("torch") else f"{_HOME}.{home}")
+        listed = source.__all__ if names == "*" else names.split()
+        for name in listed:
+            theirs, _, ours = name.partition("=")
+            found[theirs] = getattr(source, ours or theirs)
+    return found

@@ -1,0 +1,154 @@
+"""Optimizers by the names of `deepspeed.ops`: AdamW, Lion and Adagrad.
+
+On ordinary parameters each is an optimizer of torch. `initialize` replaces it by the engine's
+optimizer of the same rule, over the same parameter groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+
+
+class FusedAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay (adam_w_mode, the default) or with L2.
+
+    bias_correction, amsgrad, set_grad_none: as their defaults. Raises: DeepSpeedRefusal for others.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,  # noqa: ARG002 - gradients are None after a step
+    ) -> None:
+        _refuse_unless(True, bias_correction=bias_correction)
+        _refuse_unless(False, amsgrad=amsgrad)
+        super().__init__(
+            params,
+            lr,
+            (betas[0], betas[1]),
+            eps,
+            weight_decay,
+            decoupled_weight_decay=adam_w_mode,
+        )
+
+
+class DeepSpeedCPUAdam(torch.optim.Adam):
+    """Adam, with decoupled weight decay (adamw_mode, the default) or with L2.
+
+    bias_correction, amsgrad: as their defaults. fp32_optimizer_states: as the default; moments of
+    fewer bits are those of bf16.bf16_optimizer_states in the configuration. Raises:
+    DeepSpeedRefusal for others.
+    """
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _refuse_unless(True, bias_correction=bias_correction)
+        _refuse_unless(False, amsgrad=amsgrad)
+        if not fp32_optimizer_states:
+            raise DeepSpeedRefusal(
+                "fp32_optimizer_states=False: the configuration says how moments are stored "
+                '("bf16": {"enabled": true, "bf16_optimizer_states": true})'
+            )
+        super().__init__(
+            model_params,
+            lr,
+            (betas[0], betas[1]),
+            eps,
+            weight_decay,
+            decoupled_weight_decay=adamw_mode,
+        )
+
+
+class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
+    """Adagrad. amsgrad: as its default."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+    ) -> None:
+        _refuse_unless(False, amsgrad=amsgrad)
+        super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
+
+
+class FusedLion(torch.optim.Optimizer):
+    """Lion: the sign of an interpolated momentum (Chen et al., arXiv 2302.06675)."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,  # noqa: ARG002
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                momentum = state["exp_avg"]
+                update = momentum.mul(beta1).add_(param.grad, alpha=1 - beta1).sign_()
+                param.mul_(1 - group["lr"] * group["weight_decay"])
+                param.add_(update, alpha=-group["lr"])
+                momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
+        return loss
+
+
+class DeepSpeedCPULion(FusedLion):
+    """Lion, by the name of its CPU implementation."""
+
+    def __init__(
+        self,
+        model_params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        adamw_mode: bool = True,  # noqa: ARG002
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        _refuse_unless(True, fp32_optimizer_states=fp32_optimizer_states)
+        super().__init__(model_params, lr, betas, weight_decay)
+
+
+def _refuse_unless(wanted: bool, **setting: bool) -> None:
+    for name, value in setting.items():
+        if value is not wanted:
+            raise DeepSpeedRefusal(f"{name}={value!r}: the engine's rule has {name}={wanted!r}")

@@ -1,0 +1,358 @@
+"""Optimizers of an engine: the one of the configuration or of a script, as the engine's own rule
+over offloaded parameters, and the wrapper that scripts get.
+
+    OptimizerPlan     before the model is offloaded: which rule, which groups; all that can be known
+                      of a mistake is raised here
+    ZeROOptimizer     after it: loss scale, overflow, clipping, step
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+import infinity as inf
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.loss_scale import (
+    AutocastLossScaler,
+    DynamicLossScaler,
+    LossScaler,
+)
+from infinity.compat.deepspeed.ops import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLion,
+)
+from infinity.compat.deepspeed.settings import Settings
+from infinity.integrations._engines import engine_optimizer
+from infinity.integrations._twins import Twin, note_steps_as, rebind, twin_of
+
+log = logging.getLogger("infinity")
+
+_KINDS: dict[type, type] = {
+    FusedAdam: torch.optim.Adam,
+    DeepSpeedCPUAdam: torch.optim.Adam,
+    DeepSpeedCPUAdagrad: torch.optim.Adagrad,
+}
+_LION = (inf.Lion, ("lr", "betas", "weight_decay"))
+_TWINS: dict[type, tuple[Any, tuple[str, ...]]] = {FusedLion: _LION, DeepSpeedCPULion: _LION}
+_TESTED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, *_KINDS, *_TWINS)
+"""Classes that DeepSpeed takes with ZeRO without zero_allow_untested_optimizer."""
+
+Group = dict[str, Any]
+
+
+@dataclasses.dataclass
+class OptimizerPlan:
+    """An optimizer that is built when the model is offloaded.
+
+    twin: builds it. groups: its parameter groups, with the parameters that the model has before it
+    is offloaded. client: the script's optimizer, whose groups they are. ready: an optimizer of the
+    engine that is there already. rehearsal: the optimizer over the groups without their parameters,
+    for what wants to be tried on one.
+    """
+
+    twin: Twin | None
+    groups: list[Group]
+    client: torch.optim.Optimizer | None = None
+    ready: Any = None
+    rehearsal: Any = None
+
+    def build(self, renewed: Callable[[Any], Any]) -> Any:
+        """Build it over the parameters of the offloaded model. renewed: gives the parameter that
+        took another's place. On an error the groups are as they were.
+        """
+        if self.twin is None:
+            return self.ready
+        before = [dict(group) for group in self.groups]
+        try:
+            for group in self.groups:
+                group["params"] = [renewed(param) for param in group["params"]]
+            built = self.twin.build(self.groups)
+        except BaseException:
+            for group, kept in zip(self.groups, before, strict=True):
+                group.clear()
+                group.update(kept)
+            raise
+        if self.client is not None:
+            log.info(
+                "initialize: infinity.%s takes the place of %s",
+                built.title,
+                type(self.client).__name__,
+            )
+            note_steps_as(self.client, built)
+            # Those that a constructor makes are as large as the model.
+            self.client.state.clear()
+        return built
+
+    def rebind(self, scheduler: Any, optimizer: Any) -> None:
+        """Make a script's scheduler one of the optimizer that took the place of the script's."""
+        if self.client is not None:
+            rebind(scheduler, self.client, optimizer)
+
+
+def plan_optimizer(
+    settings: Settings,
+    model: torch.nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+) -> OptimizerPlan | None:
+    """Choose the optimizer of a model that is to be offloaded: a script's (an optimizer, or a
+    function that makes one of parameters), else that of the configuration; None without one.
+
+    Raises: DeepSpeedRefusal for a rule that the engine has not, for a class that
+    zero_allow_untested_optimizer would have to allow, and for parameters that are not the model's.
+    """
+    given = list(model.parameters() if model_parameters is None else model_parameters)
+    if optimizer is None and settings.run.optimizer is None:
+        return None
+    if optimizer is None:
+        plan = _of_configuration(settings, given)
+    else:
+        client = optimizer if isinstance(optimizer, torch.optim.Optimizer) else optimizer(given)
+        plan = _of_client(settings, client)
+    _check_params(model, plan.groups)
+    try:
+        if plan.twin is not None:
+            plan.rehearsal = plan.twin.rehearse(plan.groups)
+    except ValueError as error:
+        raise DeepSpeedRefusal(f"initialize: {error}") from error
+    return plan
+
+
+def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
+    assert settings.run.optimizer is not None
+    name, arguments = settings.run.optimizer
+    twin = Twin(_maker(name, arguments))
+    groups = [dict(each) for each in given if isinstance(each, Mapping)]
+    plain = [each for each in given if not isinstance(each, Mapping)]
+    if groups and plain:
+        raise DeepSpeedRefusal(
+            "initialize(model_parameters=) of parameters and groups of them: give one kind"
+        )
+    groups = groups or [{"params": plain}]
+    for group in groups:
+        params = group["params"]
+        group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    return OptimizerPlan(twin, [group for group in groups if group["params"]])
+
+
+def _maker(name: str, arguments: Mapping[str, Any]) -> Callable[[list[Group]], Any]:
+    if name in ("AdamW", "Lion", "SGD"):
+        made = getattr(inf, name)
+        return lambda groups: made(groups, **arguments)
+    kind = getattr(torch.optim, name)
+    return lambda groups: inf.Elementwise(kind, groups, **arguments)
+
+
+def _of_client(settings: Settings, client: Any) -> OptimizerPlan:
+    ready = engine_optimizer(client)
+    if ready is not None:
+        return OptimizerPlan(None, ready.param_groups, ready=ready)
+    if not isinstance(client, torch.optim.Optimizer):
+        raise DeepSpeedRefusal(
+            f"initialize(optimizer=) gave a {type(client).__name__}: give a torch.optim.Optimizer, "
+            "or a function that returns one"
+        )
+    kind = type(client)
+    allowed = bool(settings.config.get("zero_allow_untested_optimizer"))
+    if settings.stage and kind not in _TESTED and not allowed:
+        raise DeepSpeedRefusal(
+            f"{kind.__name__}: You are using an untested ZeRO Optimizer. Please add "
+            '"zero_allow_untested_optimizer": true to the configuration to use it'
+        )
+    # The list of the optimizer itself: a scheduler of it has one rate for each group.
+    client.param_groups[:] = [group for group in client.param_groups if group["params"]]
+    try:
+        twin = twin_of(client, kinds=_KINDS, twins=_TWINS)
+    except ValueError as error:
+        raise DeepSpeedRefusal(f"initialize: {error}") from error
+    return OptimizerPlan(twin, client.param_groups, client)
+
+
+def _check_params(model: torch.nn.Module, groups: list[Group]) -> None:
+    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    seen: set[int] = set()
+    for param in (param for group in groups for param in group["params"]):
+        if id(param) not in names:
+            raise DeepSpeedRefusal(
+                f"the optimizer has a parameter of shape {tuple(param.shape)} that is not one of "
+                f"{type(model).__name__}: build it of model.parameters()"
+            )
+        if id(param) in seen:
+            raise DeepSpeedRefusal(
+                f"Parameter with name: {names[id(param)]} occurs multiple times in "
+                "optimizer.param_groups: name it once"
+            )
+        seen.add(id(param))
+
+
+def loss_scaler(settings: Settings) -> LossScaler:
+    """Return the loss scale that the configuration asks for; 1 without fp16."""
+    scaling = settings.run.loss_scaling
+    if scaling is None:
+        return AutocastLossScaler() if settings.autocast is torch.float16 else LossScaler()
+    if scaling.static is not None:
+        return LossScaler(scaling.static)
+    return DynamicLossScaler(
+        scaling.initial_scale,
+        scaling.window,
+        scaling.min_scale,
+        scaling.hysteresis,
+        scaling.consecutive_hysteresis,
+        scaling.raise_at_min,
+    )
+
+
+class ZeROOptimizer:
+    """The optimizer that `initialize` returns: the engine's own in `optimizer`, with loss scale,
+    overflow and clipping.
+
+    `step()` takes the norm of all gradients. If it is not finite, and the configuration skips such
+    steps (fp16, or bf16.check_grad_overflow), the step is skipped on all ranks and `overflow` is
+    True. Else gradients are divided by the loss scale and clipped by the norm, and the engine's
+    optimizer takes its step.
+    """
+
+    def __init__(
+        self, optimizer: Any, scaler: LossScaler, *, clip_norm: float, skips: bool
+    ) -> None:
+        self.optimizer = optimizer
+        self.loss_scaler = scaler
+        self.clip_grad = clip_norm
+        self.overflow = False
+        self._global_grad_norm: float | None = None
+        self._skips = skips
+        self.custom_loss_scaler = False
+
+    # -- as torch's optimizers ---------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """The parameter groups; schedulers change their rates."""
+        groups: list[Group] = self.optimizer.param_groups
+        return groups
+
+    @property
+    def state(self) -> Any:
+        """Step counts, and the like, of each parameter; its states are at rest."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> Any:
+        """The settings of groups that give none."""
+        return self.optimizer.defaults
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group of parameters of the offloaded model. Raises: ValueError."""
+        self.optimizer.add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take a step with the gradients that wait, or skip it. Returns before its updates are
+        done. Collective on several ranks.
+
+        Raises: what the engine's `step` raises; LossScaleAtMinimum.
+        """
+        if closure is not None:
+            raise DeepSpeedRefusal("step(closure): run forward and backward before step()")
+        grads = self._gradients()
+        # In one call: it is one reduction over the ranks.
+        norm = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros(())
+        self.overflow = self._skips and not bool(torch.isfinite(norm))
+        scale = self.cur_scale
+        self.loss_scaler.update_scale(self.overflow)
+        if self.overflow:
+            self._global_grad_norm = math.inf
+            self.zero_grad()
+            return
+        norm = norm / scale
+        self._global_grad_norm = float(norm)
+        factor = torch.ones(())
+        if self.clip_grad > 0:
+            factor = torch.clamp(self.clip_grad / (norm + 1e-6), max=1.0)
+        factor = factor / scale
+        for grad in grads:
+            grad.mul_(factor)
+        self.optimizer.step()
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [
+            param.grad
+            for group in self.param_groups
+            for param in group["params"]
+            if param.grad is not None
+        ]
+
+    # -- the loss scale ----------------------------------------------------------------------------
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the next backward."""
+        return self.loss_scaler.cur_scale
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True where the loss scale follows overflows."""
+        return self.loss_scaler.dynamic
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use a fixed loss scale from here on."""
+        self.loss_scaler = LossScaler(loss_scale)
+        self.custom_loss_scaler = True
+
+    def needs_scaler(self) -> bool:
+        """Return whether a loss has to be scaled before its backward."""
+        return self.dynamic_loss_scale or self.cur_scale != 1.0
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """Return a loss times the scale, and anything else as it is."""
+        scalar = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+        return self.loss_scaler.scale_loss(value) if scalar else value
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        """Run the backward of a loss, scaled."""
+        self.loss_scaler.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the manifest of the engine's optimizer, and the loss scale. Masters and moments
+        are in `engine.save_checkpoint`.
+        """
+        return {"optimizer": self.optimizer.state_dict(), **self.scale_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take settings and loss scale of `state_dict()`. Raises: ValueError for another step."""
+        self.optimizer.load_state_dict(state_dict["optimizer"])
+        self.load_scale_state(state_dict)
+
+    def scale_state(self) -> dict[str, Any]:
+        """Return the state of the loss scale."""
+        return {"loss_scaler": self.loss_scaler.state_dict(), "overflow": self.overflow}
+
+    def load_scale_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a loss scale."""
+        self.loss_scaler.load_state_dict(state["loss_scaler"])
+        self.overflow = state["overflow"]
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """The optimizer of stages 0, 1 and 2."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801 - DeepSpeed's name
+    """The optimizer of stage 3."""

@@ -1,0 +1,86 @@
+"""Attributes that scripts read from a parameter under ZeRO-3 (`ds_id`, `ds_status`, ...), and the
+way from a parameter to the engine that holds it.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+import infinity as inf
+
+
+class ZeroParamStatus(enum.Enum):
+    """Readability of a parameter's values."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(enum.Enum):
+    """Kinds of parameters. The engine's are PARTITIONED."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+_IDS = itertools.count()
+
+
+def note_zero_param(param: torch.nn.Parameter) -> None:
+    """Give a parameter the attributes of ZeRO-3, unless it has them."""
+    if hasattr(param, "ds_id"):
+        return
+    # Attributes of the parameter itself: scripts ask for them by these names.
+    param.ds_id = next(_IDS)  # type: ignore[attr-defined]
+    param.ds_shape = param.shape  # type: ignore[attr-defined]
+    param.ds_numel = param.numel()  # type: ignore[attr-defined]
+    param.ds_persist = False  # type: ignore[attr-defined]
+    param.ds_param_type = ZeroParamType.PARTITIONED  # type: ignore[attr-defined]
+    set_status(param, ZeroParamStatus.NOT_AVAILABLE)
+
+
+def set_status(param: torch.nn.Parameter, status: ZeroParamStatus) -> None:
+    """Set `ds_status`."""
+    param.ds_status = status  # type: ignore[attr-defined]
+
+
+def is_zero_param(param: object) -> bool:
+    """Return whether a parameter has the attributes of ZeRO-3."""
+    return isinstance(param, torch.Tensor) and hasattr(param, "ds_id")
+
+
+def note_module(module: torch.nn.Module) -> None:
+    """Let `handle_of` find the engine of an offloaded module from each of its parameters."""
+    # Weak: a parameter in a script's hands must not keep a model alive.
+    reference = weakref.ref(module)
+    for param in module.parameters():
+        param.infinity_module = reference  # type: ignore[attr-defined]
+
+
+def handle_of(param: torch.Tensor) -> inf.Handle | None:
+    """Return the open handle of the engine that holds a parameter; None for any other tensor."""
+    reference = getattr(param, "infinity_module", None)
+    module = reference() if reference is not None else None
+    if module is None:
+        return None
+    found = inf.handle(module)
+    return None if found.closed else found
+
+
+def by_handle(
+    params: Iterable[torch.nn.Parameter],
+) -> list[tuple[inf.Handle, list[torch.nn.Parameter]]]:
+    """Return the parameters that engines hold, by engine, each in the order given."""
+    found: dict[int, tuple[inf.Handle, list[torch.nn.Parameter]]] = {}
+    for param in params:
+        handle = handle_of(param)
+        if handle is not None:
+            found.setdefault(id(handle), (handle, []))[1].append(param)
+    return list(found.values())

@@ -1,0 +1,278 @@
+"""The configuration of an engine: read once, asked by name.
+
+    Settings      the configuration as it was given, and what it became (`DeepSpeedRun`)
+    ConfigNames   the methods by which scripts ask an engine for its configuration
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import infinity as inf
+from infinity._src.deepspeed_file import load
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+
+log = logging.getLogger("infinity")
+
+Config = str | os.PathLike[str] | Mapping[str, Any]
+_STAGE_0 = (
+    "zero_optimization.stage=0: states rest in CPU memory and are split over the ranks, as with "
+    "stage 1, with the same numbers"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """config: the configuration as it was given. run: what the engine takes of it. stage: of ZeRO,
+    0 to 3.
+    """
+
+    config: Mapping[str, Any]
+    run: inf.DeepSpeedRun
+    stage: int
+
+    @classmethod
+    def read(cls, config: Config, world_size: int) -> Settings:
+        """Read a configuration: a mapping, a path, or a JSON object in base64.
+
+        Raises: DeepSpeedRefusal naming key, value and fix.
+        """
+        try:
+            _, values = load(config)
+            stage = _stage(values)
+            run = inf.read_deepspeed(
+                config if stage else _as_stage_1(values),
+                world_size=world_size,
+                ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or None,
+                keep_auto=True,
+            )
+        except ValueError as error:
+            raise DeepSpeedRefusal(str(error)) from error
+        if run.micro_batch_size is None:
+            raise DeepSpeedRefusal(
+                "train_batch_size and train_micro_batch_size_per_gpu are left out: give one of them"
+            )
+        if not stage:
+            log.info("DeepSpeed configuration: %s", _STAGE_0)
+        return cls(values, run, stage)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype to which parameters are cast; None: they stay."""
+        return None if self.run.dtype is None else getattr(torch, self.run.dtype)
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The dtype of autocast around forward; None: there is none."""
+        return None if self.run.autocast is None else getattr(torch, self.run.autocast)
+
+    def policy(self, device: torch.device) -> inf.Policy:
+        """Return the policy for a model that computes on `device`."""
+        return inf.Policy.from_deepspeed(self.run, device=device)
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return an object of the configuration as it was given; empty where there is none."""
+        found = self.config.get(name)
+        return found if isinstance(found, Mapping) else {}
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section of ZeRO."""
+        return self.section("zero_optimization")
+
+
+def _stage(config: Mapping[str, Any]) -> Any:
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping):
+        return zero.get("stage", 0)
+    return 1 if zero is True else 0
+
+
+def _as_stage_1(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration of stage 0 as one of stage 1, which offloads nothing more than it must."""
+    zero = config.get("zero_optimization")
+    kept = dict(zero) if isinstance(zero, Mapping) else {}
+    return {**config, "zero_optimization": {**kept, "stage": 1}}
+
+
+class ConfigNames:
+    """The methods by which scripts ask an engine for its configuration, by DeepSpeed's names."""
+
+    settings: Settings
+    micro_batch_size: int
+    accumulation_steps: int
+    world_size: int
+
+    # -- batches -----------------------------------------------------------------------------------
+
+    def train_batch_size(self) -> int:
+        """Return the samples of a step, of all ranks."""
+        return self.micro_batch_size * self.accumulation_steps * self.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-batch of one rank."""
+        return self.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-batches of a step."""
+        return self.accumulation_steps
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of a step, those of a micro-batch, and the micro-batches."""
+        return self.train_batch_size(), self.micro_batch_size, self.accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Set the samples of a step: the micro-batches follow. Raises: DeepSpeedRefusal."""
+        part = self.micro_batch_size * self.world_size
+        if train_batch_size <= 0 or train_batch_size % part:
+            raise DeepSpeedRefusal(
+                f"train_batch_size={train_batch_size!r}: Train batch size must be divisible by "
+                f"micro-batch data parallelism, {part} here"
+            )
+        self.accumulation_steps = train_batch_size // part
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Set the samples of a micro-batch: those of a step follow."""
+        self.micro_batch_size = micro_batch_size
+
+    def managed_gradient_accumulation(self) -> bool:
+        """Return whether the engine counts micro-batches; else each `step()` is a step."""
+        return self.settings.run.managed_accumulation
+
+    def gradient_clipping(self) -> float:
+        """Return the greatest norm of a step's gradients; 0 for any."""
+        return self.settings.run.clip_norm
+
+    def steps_per_print(self) -> Any:
+        """Return the steps between two lines of log; None for no lines."""
+        return self.settings.config.get("steps_per_print")
+
+    # -- precision ---------------------------------------------------------------------------------
+
+    def fp16_enabled(self) -> bool:
+        """Return whether parameters are fp16."""
+        return self.settings.run.dtype == "float16"
+
+    def bfloat16_enabled(self) -> bool:
+        """Return whether parameters are bf16."""
+        return self.settings.run.dtype == "bfloat16"
+
+    def fp16_auto_cast(self) -> bool:
+        """Return whether floating inputs of forward are cast to fp16."""
+        return self.settings.run.cast_inputs
+
+    def torch_autocast_enabled(self) -> bool:
+        """Return whether forward runs under autocast."""
+        return self.settings.run.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        """Return the dtype of autocast."""
+        return self.settings.autocast
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtypes of parameters, and of gradients that wait."""
+        params = self.settings.dtype or torch.float32
+        grads = self.settings.run.policy.get("grad_dtype")
+        return params, params if grads is None else getattr(torch, grads)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Return whether the loss scale follows overflows."""
+        scaling = self.settings.run.loss_scaling
+        return scaling is not None and scaling.static is None
+
+    def loss_scale(self) -> float:
+        """Return the fixed loss scale of the configuration; 0 for one that follows overflows."""
+        scaling = self.settings.run.loss_scaling
+        return (scaling.static or 0.0) if scaling is not None else 0.0
+
+    def initial_dynamic_scale(self) -> float:
+        """Return the first loss scale."""
+        scaling = self.settings.run.loss_scaling
+        return 1.0 if scaling is None else scaling.initial_scale
+
+    # -- ZeRO --------------------------------------------------------------------------------------
+
+    def zero_optimization(self) -> bool:
+        """Return whether the stage is above 0."""
+        return self.settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """Return the stage of ZeRO, 0 to 3."""
+        return self.settings.stage
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Return whether gradients are split: stages 2 and 3."""
+        return self.settings.stage >= 2
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return whether parameters are split: stage 3."""
+        return self.settings.stage >= 3
+
+    def zero_offload_param(self) -> Mapping[str, Any] | None:
+        """Return the section offload_param; None without one."""
+        return self.settings.zero.get("offload_param")
+
+    def zero_offload_optimizer(self) -> Mapping[str, Any] | None:
+        """Return the section offload_optimizer; None without one."""
+        return self.settings.zero.get("offload_optimizer")
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        """Return whether the configuration offloads optimizer states."""
+        return (self.zero_offload_optimizer() or {}).get("device") in ("cpu", "nvme")
+
+    zero_cpu_offload = zero_use_cpu_optimizer
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        """Return whether the configuration has optimizer states on NVMe."""
+        return (self.zero_offload_optimizer() or {}).get("device") == "nvme"
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return whether `save_16bit_model` saves with stage 3."""
+        return bool(self.settings.zero.get("stage3_gather_16bit_weights_on_model_save"))
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """Return whether an optimizer of any class may be given."""
+        return bool(self.settings.config.get("zero_allow_untested_optimizer"))
+
+    def zero_ignore_unused_parameters(self) -> bool:
+        """Return True: a parameter without gradient is left as it is."""
+        return True
+
+    # -- optimizer and schedule --------------------------------------------------------------------
+
+    def optimizer_name(self) -> str | None:
+        """Return the optimizer of the configuration, as it is written there in small letters where
+        DeepSpeed has it; None without one.
+        """
+        name = self.settings.section("optimizer").get("type")
+        own = ("adam", "adamw", "lion", "adagrad")
+        return name.lower() if isinstance(name, str) and name.lower() in own else name
+
+    def optimizer_params(self) -> Mapping[str, Any] | None:
+        """Return the settings of the optimizer of the configuration."""
+        return self.settings.section("optimizer").get("params")
+
+    def scheduler_name(self) -> str | None:
+        """Return the schedule of the configuration; None without one."""
+        return self.settings.section("scheduler").get("type")
+
+    def scheduler_params(self) -> Mapping[str, Any] | None:
+        """Return the settings of the schedule of the configuration."""
+        return self.settings.section("scheduler").get("params")
+
+    # -- what is not there -------------------------------------------------------------------------
+
+    def _never(self) -> bool:
+        """Return False: the engine has no such mode, or its configuration is refused."""
+        return False
+
+    amp_enabled = eigenvalue_enabled = pld_enabled = curriculum_learning_enabled = _never
+    sparse_gradients_enabled = elasticity_enabled = autotuning_enabled = _never
+    wall_clock_breakdown = flops_profiler_enabled = memory_breakdown = _never
+    load_universal_checkpoint = use_node_local_storage = is_deepcompile_enabled = _never

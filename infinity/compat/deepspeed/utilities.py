@@ -1,0 +1,70 @@
+"""Small things that scripts import from `deepspeed.utils` and its likes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from infinity.compat.deepspeed import comm
+from infinity.compat.deepspeed.accelerator import get_accelerator
+
+logger = logging.getLogger("DeepSpeed")
+
+ADAM_OPTIMIZER = "adam"
+ADAMW_OPTIMIZER = "adamw"
+ADAGRAD_OPTIMIZER = "adagrad"
+LION_OPTIMIZER = "lion"
+SGD_OPTIMIZER = "sgd"
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on some ranks; on all with None or [-1]."""
+    here = comm.get_rank()
+    if not ranks or -1 in ranks or here in ranks:
+        logger.log(level, "[Rank %s] %s", here, message)
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log the memory in use with a message, if `force`."""
+    if force and comm.get_rank() == 0:
+        used = get_accelerator().memory_allocated() / 2**30
+        logger.info("%s: %.2f GiB in use on %s", message, used, get_accelerator().device_name())
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
+    """Return a container with copies of its tensors, so that torch.save writes no larger storage.
+    """
+    where = torch.device("cpu") if device is None else device
+    if isinstance(item, torch.Tensor):
+        return item.detach().clone().to(where)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(each, where) for each in item)
+    if isinstance(item, dict):
+        return type(item)(
+            (key, clone_tensors_for_torch_save(value, where)) for key, value in item.items()
+        )
+    return item
+
+
+class OnDevice:
+    """A context in which modules are built on a device ("meta", say), with a floating dtype."""
+
+    def __init__(self, dtype: torch.dtype, device: str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.enabled = dtype, enabled
+        self._device = torch.device(device)
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> OnDevice:  # noqa: PYI034
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            torch.set_default_dtype(self.dtype)
+            self._device.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.enabled:
+            self._device.__exit__(*exc)
+            torch.set_default_dtype(self._before)

@@ -1,0 +1,43 @@
+"""`deepspeed.zero`: building models in bounded memory, and access to parameters at rest."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.parameters import ZeroParamStatus, ZeroParamType
+from infinity.compat.deepspeed.zero.gather import GatheredParameters
+from infinity.compat.deepspeed.zero.init import Init
+
+__all__ = [
+    "GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "ZeroParamType",
+    "register_external_parameter", "unregister_external_parameter",
+]  # fmt: skip
+
+
+class MiCS_Init:  # noqa: N801 - DeepSpeed's name
+    """Refused: MiCS replicates shards over groups of ranks."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        raise DeepSpeedRefusal(
+            "zero.MiCS_Init: the engine splits states over all ranks; use zero.Init, and "
+            "zero_optimization.zero_hpz_partition_size for gathers within a node"
+        )
+
+    def __enter__(self) -> NoReturn:
+        raise AssertionError("the constructor has raised")
+
+
+def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+    """Do nothing: a parameter is gathered wherever a forward uses it. Raises: RuntimeError for what
+    is no parameter.
+    """
+    if not isinstance(parameter, torch.nn.Parameter):
+        raise RuntimeError("Parameter is not a torch.nn.Parameter")
+    if not isinstance(module, torch.nn.Module):
+        raise RuntimeError("Module is not a torch.nn.Module")
+
+
+unregister_external_parameter = register_external_parameter

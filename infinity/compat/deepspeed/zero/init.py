@@ -1,0 +1,179 @@
+"""`zero.Init`: building a model of any size before it is offloaded.
+
+Constructors and initialisers run as ever, and their values are kept. If the configuration has
+parameters on NVMe, a parameter moves to a file there as soon as a module registers it, so the model
+is never in memory as a whole:
+
+    self.weight = Parameter(torch.empty(...))   registered -> the parameter's memory is a file's
+    reset_parameters(self)                      writes there; changed pages go to the drive
+    deepspeed.initialize(model=...)             reads it unit by unit; the file goes
+
+Else parameters stay in ordinary memory until `initialize`. They are ordinary tensors in either
+case: readable and writable, with or without `GatheredParameters`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from infinity.compat.deepspeed import comm
+from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.parameters import is_zero_param, note_zero_param
+from infinity.compat.deepspeed.zero.file_memory import FileMemory
+
+FILE_BYTES_MIN = 1 << 20
+"""Smaller parameters stay in memory: a mapping costs more."""
+
+_DEVICES = (None, "none", "cpu", "nvme", "cuda")
+
+
+class Init(contextlib.ContextDecorator):
+    """A context in which a model is built, in bounded memory where its parameters go to NVMe.
+
+    module: a model that was built already: its parameters are taken now. remote_device: "cpu" or
+    "nvme", where `config_dict_or_path` has no offload_param. config_dict_or_path: the configuration
+    that `initialize` gets, for the drive and the dtype; config: its older name. dtype: of floating
+    parameters at the end of the context; None: that of the configuration, and without one that of
+    the constructors. enabled: False makes it a context that does nothing.
+
+    Of several ranks each builds the model; `initialize` takes the values of the first. Blocks while
+    pages are written. Raises: DeepSpeedRefusal for groups of some of the ranks, quantized weights,
+    and a device without a place.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,  # noqa: ARG002 - of DeepSpeed's own kernels
+        remote_device: str | None = None,
+        pin_memory: bool = False,  # noqa: ARG002 - the engine pins its own buffers
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,  # noqa: ARG002
+        zero_param_parallel_group: Any = None,  # noqa: ARG002 - hpz of the configuration
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,  # noqa: ARG002
+        tensor_overrides: Any = None,  # noqa: ARG002
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        for name, value in (
+            ("zero_quantized_weights", zero_quantized_weights),
+            ("zero_quantized_nontrainable_weights", zero_quantized_nontrainable_weights),
+        ):
+            if value:
+                raise DeepSpeedRefusal(
+                    f"zero.Init({name}=True): the configuration says how weights travel "
+                    "(zero_optimization.zero_quantized_weights)"
+                )
+        for group in (data_parallel_group, sequence_data_parallel_group):
+            if group is not None and comm.get_world_size(group) != comm.get_world_size():
+                raise DeepSpeedRefusal(
+                    f"zero.Init(data_parallel_group=) of {comm.get_world_size(group)} of "
+                    f"{comm.get_world_size()} ranks: the engine splits over all; leave it out"
+                )
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        settings = _read(given)
+        self.dtype = dtype if dtype is not None else _dtype_of(settings)
+        self.remote_device, path = _place_of(settings, remote_device)
+        self.memory = FileMemory(path) if path is not None else None
+        self._built: list[torch.nn.Parameter] = []
+        self._hooks = contextlib.ExitStack()
+        if module is not None:
+            for param in module.parameters():
+                self._take(param)
+            self._finish()
+
+    def __enter__(self) -> Init:  # noqa: PYI034
+        if self.enabled:
+            hook = register_module_parameter_registration_hook(self._registered)
+            self._hooks.callback(hook.remove)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self.enabled:
+            self._hooks.close()
+            self._finish()
+
+    def _registered(
+        self, _module: torch.nn.Module, _name: str, param: torch.nn.Parameter | None
+    ) -> None:
+        if param is not None:
+            self._take(param)
+
+    def _take(self, param: torch.nn.Parameter) -> None:
+        """Move a parameter's values to the file, unless another context or an engine has them."""
+        if is_zero_param(param) or hasattr(param, "infinity_link"):
+            return
+        note_zero_param(param)
+        self._built.append(param)
+        if self.memory is None or param.device.type != "cpu" or param.nbytes < FILE_BYTES_MIN:
+            return
+        param.data = self.memory.copy_of(param.data)
+        # A cast finds its memory here.
+        param.ds_memory = self.memory  # type: ignore[attr-defined]
+
+    def _finish(self) -> None:
+        built, self._built = self._built, []
+        if self.dtype is not None:
+            for param in built:
+                cast(param, self.dtype)
+        if self.memory is not None:
+            self.memory.write_out()
+
+
+def cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast a floating parameter in place, within its kind of memory."""
+    if not param.is_floating_point() or param.dtype == dtype or param.is_meta:
+        return
+    memory: FileMemory | None = getattr(param, "ds_memory", None)
+    param.data = param.data.to(dtype) if memory is None else memory.copy_of(param.data, dtype)
+
+
+def _read(config: Any) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    if isinstance(config, Mapping):
+        return config
+    loaded: Mapping[str, Any] = json.loads(Path(config).read_text())
+    return loaded
+
+
+def _dtype_of(settings: Mapping[str, Any]) -> torch.dtype | None:
+    for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
+                       ("fp16", torch.float16)):  # fmt: skip
+        if (settings.get(key) or {}).get("enabled") is True:
+            return dtype
+    return None
+
+
+def _place_of(
+    settings: Mapping[str, Any], remote_device: str | None
+) -> tuple[str | None, Path | None]:
+    """The device of parameters before they are offloaded, and the directory of their file."""
+    offload = (settings.get("zero_optimization") or {}).get("offload_param") or {}
+    device = offload.get("device", remote_device)
+    if device not in _DEVICES:
+        raise DeepSpeedRefusal(f"remote_device={device!r}: give 'cpu', 'nvme' or None")
+    if device != "nvme":
+        return device, None
+    path = offload.get("nvme_path")
+    if not path:
+        raise DeepSpeedRefusal(
+            "zero.Init(remote_device='nvme') without a drive: give config_dict_or_path with "
+            "zero_optimization.offload_param.nvme_path"
+        )
+    return device, Path(str(path))
