@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.compat.deepspeed import _transformers
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.names import TABLE, VERSION, contents
 
@@ -95,6 +96,7 @@ def install() -> None:
             "anything imports it, or do not import it"
         )
     sys.meta_path.insert(0, _Finder())
+    _transformers.follow()
 
 
 def is_installed() -> bool:

@@ -96,6 +96,9 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.runtime.zero.partition_parameters": (
         ("zero", _ZERO),
         ("parameters", "is_zero_param"),
+        ("accelerator", "get_accelerator"),
+        ("utilities", "zero_wrapper_for_fp_tensor_constructor"),
+        ("torch", "_orig_torch_arange=arange"),
     ),
     "deepspeed.runtime.zero.stage3": (
         ("optimizers", "DeepSpeedZeroOptimizer_Stage3"),
