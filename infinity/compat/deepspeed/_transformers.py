@@ -21,10 +21,7 @@ Other checkpoints (`.bin`, a state dict in memory) take transformers' own way, i
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import logging
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -36,53 +33,17 @@ from infinity.integrations._engines import check_methods
 
 log = logging.getLogger("infinity")
 
-_MODELING = "transformers.modeling_utils"
 _TESTED = "5.23.0"
 
 _WHOLE: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 """Models that `from_pretrained` has loaded before there was a configuration of ZeRO-3."""
 
 
-def follow() -> None:
-    """Adapt transformers: now if it is imported, else when it is."""
-    modeling = sys.modules.get(_MODELING)
-    if modeling is not None:
-        adapt(modeling)
-    elif not any(isinstance(finder, _Adapting) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Adapting())
-
-
-class _Adapting(importlib.abc.MetaPathFinder):
-    """Adapts transformers' module of models right after its import."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != _MODELING:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _AdaptingLoader(spec.loader)
-        return spec
-
-
-class _AdaptingLoader(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> Any:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        self._loader.exec_module(module)
-        adapt(module)
-
-
 def adapt(modeling: Any) -> None:
     """Put the two methods of `PreTrainedModel` in place that load under ZeRO-3 as above.
 
-    Raises: ImportError for a release that has not these methods.
+    modeling: the module transformers.modeling_utils. Raises: ImportError for a release without the
+    methods.
     """
     model_class = modeling.PreTrainedModel
     check_methods(model_class, ("_load_pretrained_model",), "transformers", _TESTED)
