@@ -114,6 +114,7 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
     in_files = {_memory_of(tensor) for tensor in tensors.values()}
     mapping = list(load_config.weight_mapping or ())
     held = model.state_dict(keep_vars=True)
+    _plan_dtypes(held, load_config.dtype_plan)
     missing, mismatched = set(held), set()
     # Those that are fused come one group at a time, and all others last.
     for group in _apply_weight_conversions_to_state_dict(model, tensors, mapping):
@@ -136,6 +137,19 @@ def _map(modeling: Any, model: Any, files: Sequence[str], load_config: Any) -> A
         missing_keys=missing, unexpected_keys=set(), mismatched_keys=mismatched, error_msgs=[],
         conversion_errors={}, skipped_pp_keys=set(),
     )  # fmt: skip
+
+
+def _plan_dtypes(held: dict[str, torch.Tensor], plan: dict[str, torch.dtype]) -> None:
+    """Give tensors that transformers keeps in fp32 that dtype; they have no values yet."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    if not plan:
+        return
+    pattern, by_group, _ = build_glob_alternation(list(plan))
+    for name, tensor in held.items():
+        found = pattern.search(name)
+        if found and tensor.is_floating_point():
+            tensor.data = torch.empty_like(tensor.data, dtype=plan[by_group[found.lastgroup]])
 
 
 def _memory_of(tensor: torch.Tensor) -> int:

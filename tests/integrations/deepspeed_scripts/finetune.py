@@ -14,15 +14,14 @@ import transformers
 @dataclasses.dataclass
 class ModelArguments:
     model_name_or_path: str
-    labels: int = dataclasses.field(default=0, metadata={"help": "Classify, by a new head."})
-    vocabulary: int = dataclasses.field(default=0, metadata={"help": "Resize embeddings."})
+    labels: int = dataclasses.field(default=0, metadata={"help": "classify, by a new head"})
+    vocabulary: int = dataclasses.field(default=0, metadata={"help": "resize embeddings"})
     lora: bool = False
     generate: bool = False
-    load_first: bool = dataclasses.field(default=False, metadata={"help": "A common mistake."})
 
 
-def rows(count, labels):
-    drawn = torch.Generator().manual_seed(1)
+def rows(count, labels, seed=1):
+    drawn = torch.Generator().manual_seed(seed)
     made = []
     for _ in range(count):
         tokens = torch.randint(0, 64, (8,), generator=drawn)
@@ -47,28 +46,23 @@ def load(model_args):
     return model
 
 
-def main():
+def main(argv=None):
     parser = transformers.HfArgumentParser((ModelArguments, transformers.TrainingArguments))
-    if parser.parse_known_args()[0].load_first:
-        model_args, = transformers.HfArgumentParser(ModelArguments).parse_args_into_dataclasses(
-            return_remaining_strings=True
-        )[:1]
-        model = load(model_args)
-    model_args, training_args = parser.parse_args_into_dataclasses()
+    model_args, training_args = parser.parse_args_into_dataclasses(argv)
     transformers.set_seed(training_args.seed)
-    if not model_args.load_first:
-        model = load(model_args)
-    data = rows(32, model_args.labels)
     trainer = transformers.Trainer(
-        model=model, args=training_args, train_dataset=data, eval_dataset=data[:6]
+        model=load(model_args),
+        args=training_args,
+        train_dataset=rows(32, model_args.labels),
+        eval_dataset=rows(6, model_args.labels, seed=2),
     )
     trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
     trainer.save_model()
     found = {"log": trainer.state.log_history, "eval": trainer.evaluate()["eval_loss"]}
     if model_args.generate:
-        # Ranks whose prompts end after other numbers of tokens.
+        # Ranks end after other numbers of tokens.
         wanted = 2 + 3 * trainer.args.process_index
-        prompt = data[0]["input_ids"][None].to(trainer.args.device)
+        prompt = trainer.train_dataset[0]["input_ids"][None].to(trainer.args.device)
         told = trainer.model.generate(prompt, max_new_tokens=wanted, do_sample=False)
         found["generated"] = told.tolist()
     out = pathlib.Path(training_args.output_dir)

@@ -29,7 +29,7 @@ def optimizer_of(args, model):
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.5, total_iters=args.steps)
 
 
-def main():
+def main(argv=None):
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("out", type=pathlib.Path)
@@ -40,7 +40,7 @@ def main():
     parser.add_argument("--dummy", action="store_true", help="the file has optimizer and scheduler")
     parser.add_argument("--save", type=int, default=0)
     parser.add_argument("--resume", type=pathlib.Path)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     plugin = accelerate.DeepSpeedPlugin(
         hf_ds_config=args.config, gradient_accumulation_steps=args.accumulate

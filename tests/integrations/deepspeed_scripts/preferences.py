@@ -19,9 +19,9 @@ class ScriptArguments:
     dataset: str
 
 
-def main():
+def main(argv=None):
     parser = transformers.HfArgumentParser((ScriptArguments, trl.DPOConfig))
-    script_args, training_args = parser.parse_args_into_dataclasses()
+    script_args, training_args = parser.parse_args_into_dataclasses(argv)
     model = transformers.AutoModelForCausalLM.from_pretrained(script_args.model_name_or_path)
     reference = transformers.AutoModelForCausalLM.from_pretrained(script_args.reference)
     trainer = trl.DPOTrainer(
