@@ -33,12 +33,12 @@ class Twin:
     make: Callable[[list[dict[str, Any]]], Any]
     drops: tuple[str, ...] = ()
 
-    def check(self, groups: list[dict[str, Any]]) -> None:
-        """Raise ValueError where it cannot have the settings of these groups. Their parameters may
-        be any: they are not looked at."""
+    def rehearse(self, groups: list[dict[str, Any]]) -> Any:
+        """Build it over the settings of these groups, without their parameters. Raises: ValueError
+        where it cannot have the settings."""
         dropped = (*self.drops, "params")
         bare = [{key: group[key] for key in group if key not in dropped} for group in groups]
-        self.make([{"params": [], **group} for group in bare])
+        return self.make([{"params": [], **group} for group in bare])
 
     def build(self, groups: list[dict[str, Any]]) -> Any:
         """Build it over these groups, which it shares: schedulers of the one change the other."""
@@ -62,7 +62,8 @@ def twin_of(
     """
     groups = optimizer.param_groups
     kind = kinds.get(type(optimizer), type(optimizer))
-    if optimizer.state:
+    # Some make states in their constructor: of no step.
+    if any(state.get("step", 1) != 0 for state in optimizer.state.values()):
         raise ValueError(
             f"{type(optimizer).__name__} has states already, which its replacement would not have; "
             "prepare first, and load states then"

@@ -26,7 +26,7 @@ from transformers.integrations import HfDeepSpeedConfig  # noqa: E402
 
 from bench.integrations.memory import MIB, Meter, write_checkpoint  # noqa: E402
 from tests.hub_models import assert_alike, tiny, write  # noqa: E402
-from tests.integrations.deepspeed_runs import nvme, without  # noqa: E402
+from tests.integrations.deepspeed_hf import nvme, without  # noqa: E402
 
 Auto = transformers.AutoModelForCausalLM
 Classifier = transformers.AutoModelForSequenceClassification

@@ -1,141 +1,152 @@
-"""Scripts of DeepSpeed's users, started with the stand-in in DeepSpeed's place; and the three
-configurations of transformers' documentation.
-"""
+"""Runs of infinity.compat.deepspeed for its tests: a tiny model, configurations, and the same
+training by the engine's native calls."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import contextlib
+import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-SCRIPTS = Path(__file__).parent / "deepspeed_scripts"
+import torch
+import torch.distributed as dist
+from torch import nn
 
-_AUTO = {
-    name: "auto"
-    for name in (
-        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    )
-}  # fmt: skip
-_FP16 = {
-    "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
-    "hysteresis": 2, "min_loss_scale": 1,
-}  # fmt: skip
-_OPTIMIZER = {
-    "type": "AdamW",
-    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-}
-_SCHEDULER = {
-    "type": "WarmupLR",
-    "params": {
-        "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto",
-    },
-}  # fmt: skip
-_STAGE_3: dict[str, Any] = {
-    "stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
-}  # fmt: skip
+import infinity as inf
+from infinity.compat import deepspeed
+from infinity.compat.deepspeed import DeepSpeedEngine
+
+WIDTH = 12
+ROWS = 4
+"""Rows of a micro-batch."""
 
 
-def zero2() -> dict[str, Any]:
-    """ZeRO-2 with the optimizer on the CPU."""
-    zero = {
-        "stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True,
-        "reduce_scatter": True, "reduce_bucket_size": 2e8, "contiguous_gradients": True,
-    }  # fmt: skip
-    return _whole(zero)
+class Net(nn.Module):
+    """A classifier that returns its loss, with a buffer and a parameter in two places."""
+
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.tied = self.layers[0]
+        self.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for layer in [*self.layers, self.tied]:
+            x = x + torch.tanh(layer(x)) * self.scale.to(x.dtype)
+        return nn.functional.cross_entropy(x.float(), y)
 
 
-def zero3() -> dict[str, Any]:
-    """ZeRO-3 with parameters and the optimizer on the CPU."""
-    cpu = {"device": "cpu", "pin_memory": True}
-    return _whole(_STAGE_3 | {"offload_optimizer": cpu, "offload_param": cpu})
+def net(seed: int = 0, **settings: Any) -> Net:
+    """The model, with the values of a seed."""
+    torch.manual_seed(seed)
+    return Net(**settings)
 
 
-def nvme(drive: Path) -> dict[str, Any]:
-    """ZeRO-3 with parameters and the optimizer on NVMe."""
-    place = {"device": "nvme", "nvme_path": str(drive), "pin_memory": True}
-    offload = {
-        "offload_optimizer": place | {"buffer_count": 4, "fast_init": False},
-        "offload_param": place | {"buffer_count": 5, "buffer_size": 1e8, "max_in_cpu": 1e9},
+def batches(count: int, dtype: torch.dtype = torch.float32, rank: int = 0) -> list[Any]:
+    """Micro-batches of a rank."""
+    numbers = torch.Generator().manual_seed(7 + rank)
+    return [
+        (
+            torch.randn(ROWS, WIDTH, generator=numbers).to(dtype),
+            torch.randint(0, WIDTH, (ROWS,), generator=numbers),
+        )
+        for _ in range(count)
+    ]
+
+
+def config(stage: int = 3, place: Path | None = None, **values: Any) -> dict[str, Any]:
+    """A configuration: states in CPU memory, or on NVMe in `place`."""
+    zero: dict[str, Any] = {"stage": stage}
+    device = {"device": "cpu"} if place is None else {"device": "nvme", "nvme_path": str(place)}
+    if stage == 3:
+        zero["offload_param"] = device
+    if stage > 0:
+        zero["offload_optimizer"] = device
+    return {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "zero_optimization": zero,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        **values,
     }
-    aio = {
-        "block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False,
-        "overlap_events": True,
-    }  # fmt: skip
-    return _whole(_STAGE_3 | offload) | {"aio": aio}
 
 
-def _whole(zero: dict[str, Any]) -> dict[str, Any]:
-    rest = {"fp16": _FP16, "bf16": {"enabled": "auto"}, "optimizer": _OPTIMIZER}
-    rest |= {"scheduler": _SCHEDULER, "steps_per_print": 2000, "wall_clock_breakdown": False}
-    return json.loads(json.dumps({**rest, "zero_optimization": zero, **_AUTO}))  # type: ignore[no-any-return]
+def built(model: nn.Module, settings: dict[str, Any], **arguments: Any) -> DeepSpeedEngine:
+    """The engine of a model."""
+    return deepspeed.initialize(model=model, config=settings, **arguments)[0]
 
 
-def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The configuration without some of its keys: the trainer's own optimizer or schedule."""
-    return {name: value for name, value in config.items() if name not in names}
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A block of one rank that leaves no engine open and no process group behind."""
+    assert not dist.is_initialized()
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
-def written(config: dict[str, Any], place: Path) -> Path:
-    """Write a configuration as JSON."""
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / "ds_config.json"
-    path.write_text(json.dumps(config))
-    return path
+def train(engine: DeepSpeedEngine, data: list[Any]) -> list[float]:
+    """Train on micro-batches. Returns their losses."""
+    losses = []
+    for x, y in data:
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
 
 
-def ran(
-    script: Path | str, *arguments: Any, ranks: int = 1, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run a script by `python -m infinity.compat.deepspeed`."""
-    command = [
-        sys.executable, "-m", "infinity.compat.deepspeed", "--standalone",
-        "--nproc-per-node", str(ranks), str(script), *map(str, arguments),
-    ]  # fmt: skip
-    told = {
-        "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false", **(environment or {}),
-    }  # fmt: skip
-    done = subprocess.run(
-        command, env={**os.environ, **told}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-8000:]
-    return done
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the state dict."""
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def finetuned(
-    out: Path, model: Path, config: dict[str, Any] | None, *flags: str, ranks: int = 1, **given: Any
-) -> list[dict[str, Any]]:
-    """Fine-tune by transformers' Trainer, and return what each rank found. given: of
-    TrainingArguments, six steps by default.
-    """
-    given = {
-        "per_device_train_batch_size": 2, "max_steps": 6, "learning_rate": 1e-2, "logging_steps": 1,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, **given,
-    }  # fmt: skip
-    arguments = [f"--{name}={value}" for name, value in given.items()]
-    if config is not None:
-        arguments.append(f"--deepspeed={written(config, out)}")
-    ran(
-        SCRIPTS / "finetune.py", "--model_name_or_path", model, "--output_dir", out, *arguments,
-        *flags, ranks=ranks,
-    )  # fmt: skip
-    return found_in(out, ranks)
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    """The same names with the same bits."""
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
 
 
-def found_in(out: Path, ranks: int) -> list[dict[str, Any]]:
-    """What a script has written on each rank."""
-    return [json.loads((out / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+@dataclasses.dataclass(frozen=True)
+class Native:
+    """A run by the engine's own calls: losses of the micro-batches, and the values at the end."""
+
+    losses: list[float]
+    values: dict[str, torch.Tensor]
 
 
-def logged(found: dict[str, Any], name: str) -> list[float]:
-    """A figure of each step."""
-    return [line[name] for line in found["log"] if name in line and "loss" in line]
+def native(
+    settings: dict[str, Any],
+    data: list[Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    steps: int = 1,
+    clip: float = 0.0,
+    scale: float = 1.0,
+    optimizer: Any = None,
+) -> Native:
+    """Train with `inf.offload` and a plain loop. steps: micro-batches of a step."""
+    model = inf.offload(net().to(dtype), inf.Policy.from_deepspeed(settings))
+    make = optimizer or (lambda params: inf.AdamW(params, lr=1e-2, weight_decay=0.1))
+    opt = make(model.parameters())
+    handle = inf.handle(model)
+    losses = []
+    for index, (x, y) in enumerate(data):
+        last = (index + 1) % steps == 0
+        with contextlib.nullcontext() if last else handle.no_sync():
+            loss = model(x, y)
+            (loss / steps * scale).backward()
+        losses.append(loss.item())
+        if last:
+            for param in model.parameters():
+                param.grad *= 1 / scale
+            if clip:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            opt.step()
+            opt.zero_grad()
+    values = values_of(model)
+    handle.close()
+    return Native(losses, values)

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import infinity as inf
-from tests.integrations.deepspeed_runs import (
+from tests.integrations.deepspeed_hf import (
     SCRIPTS,
     finetuned,
     found_in,

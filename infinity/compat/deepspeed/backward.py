@@ -1,15 +1,18 @@
 """Backwards that a script runs itself: `loss.backward()` without `engine.backward`.
 
-A hook on each output of the engine's forward divides its gradient by the number of micro-batches of
-a step, as `engine.backward` divides the loss; and raises where the loss had to be scaled and was
-not. Inside of `engine.backward` the hooks let gradients pass.
+The engine's forward returns a view of each output. A hook on the view divides its gradient by the
+number of micro-batches of a step, as `engine.backward` divides the loss; and raises where the loss
+had to be scaled and was not. An output of which another one was computed (logits, and their loss)
+takes no part of the other's gradient twice, since the model computed with the tensor itself.
+Inside of `engine.backward` the hooks let gradients pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,13 +32,19 @@ class OutputHooks:
         self._scaled = False
         self._queued = False
 
-    def attach(self, outputs: Any) -> None:
-        """Put a hook on each tensor in the outputs that autograd reaches."""
+    def attach(self, outputs: Any) -> Any:
+        """Return the outputs with a view that has a hook in place of each tensor that autograd
+        reaches."""
         if not torch.is_grad_enabled() or (self._divisor() == 1 and not self._needs_scale()):
-            return
-        for tensor in {id(each): each for each in _tensors(outputs)}.values():
-            if tensor.requires_grad:
-                tensor.register_hook(self._hook)
+            return outputs
+        return _mapped(outputs, self._viewed)
+
+    def _viewed(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.grad_fn is None:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(self._hook)
+        return view
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -68,16 +77,23 @@ class OutputHooks:
         self._queued = self._scaled = False
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in containers, and in dataclasses."""
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a value with its tensors changed: those in containers and in dataclasses, which are
+    copied."""
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, (list, tuple, set)):
-        for each in value:
-            yield from _tensors(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(each, change) for each in value]
+        # Named tuples take their fields one by one.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        for key, each in value.items():
+            copied[key] = _mapped(each, change)
+        return copied
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        copied = copy.copy(value)
         for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+            object.__setattr__(copied, field.name, _mapped(getattr(value, field.name), change))
+        return copied
+    return value

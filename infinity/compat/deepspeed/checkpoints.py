@@ -156,7 +156,7 @@ def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Te
     handle, first = inf.handle(module), comm.get_rank() == 0
     state: dict[str, torch.Tensor] = {}
     copies: dict[int, torch.Tensor] = {}
-    for prefix, each in module.named_modules():
+    for prefix, each in module.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
         params = {
             name: param

@@ -102,7 +102,8 @@ def init_distributed(
         return
     missing = [name for name in _LAUNCHED if name not in os.environ]
     if "WORLD_SIZE" in missing and "RANK" in missing:
-        dist.init_process_group(**settings, store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(**settings, store=store, rank=0, world_size=1)
         return
     if missing == ["MASTER_PORT"]:
         os.environ["MASTER_PORT"] = str(distributed_port)

@@ -105,8 +105,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
             else torch.autocast(self.device.type, autocast)
         ):
             outputs = self.module(*inputs, **kwargs)
-        self._hooks.attach(outputs)
-        return outputs
+        return self._hooks.attach(outputs)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -386,7 +385,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
         """Return the module's state dict, whole, on each rank. Collective."""
-        state = self.module.state_dict(
+        state: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
         if exclude_frozen_parameters:

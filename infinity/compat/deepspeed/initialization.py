@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 import infinity as inf
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.accelerator import get_accelerator
+from infinity.compat.deepspeed.data import check_dataset
 from infinity.compat.deepspeed.engine import DeepSpeedEngine
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import (
@@ -86,6 +87,9 @@ def initialize(
     device = get_accelerator().device()
     policy = settings.policy(_local_device(device))
     plan = plan_optimizer(settings, model, optimizer, model_parameters)
+    _check_schedule(settings, plan)
+    if training_data is not None:
+        check_dataset(training_data)
     with contextlib.ExitStack() as undo:
         joins = not comm.is_initialized()
         comm.init_distributed(
@@ -207,6 +211,7 @@ def _offloaded(
         if plan is None:
             # States that nobody uses would take room.
             model.requires_grad_(False)
+        _make_directories(policy)
         _cast(settings, model)
         broadcast_module(model)
         attributes = _attributes_of(model)
@@ -229,6 +234,13 @@ def _offloaded(
         clip_norm=settings.run.clip_norm,
         skips=policy.on_nonfinite == "skip" or scaler.dynamic,
     )
+
+
+def _make_directories(policy: inf.Policy) -> None:
+    """Make the directories on NVMe, as DeepSpeed does. Those of single ranks have to be there."""
+    for path in policy.directories:
+        if "{" not in str(path):
+            path.mkdir(parents=True, exist_ok=True)
 
 
 def _cast(settings: Settings, model: torch.nn.Module) -> None:
@@ -259,6 +271,17 @@ def _give(model: torch.nn.Module, attributes: Mapping[str, dict[str, Any]]) -> N
     """Put them on the parameters that took their place."""
     for name, param in model.named_parameters():
         vars(param).update(attributes.get(name, {}))
+
+
+def _check_schedule(settings: Settings, plan: OptimizerPlan | None) -> None:
+    """Try the schedule of the configuration. Raises: DeepSpeedRefusal."""
+    if plan is None or plan.rehearsal is None or settings.run.scheduler is None:
+        return
+    name, arguments = settings.run.scheduler
+    try:
+        scheduler_class(name)(plan.rehearsal, **arguments)
+    except (TypeError, ValueError, KeyError) as error:
+        raise DeepSpeedRefusal(f"scheduler.params={dict(arguments)!r} of {name}: {error}") from error
 
 
 def _schedule(

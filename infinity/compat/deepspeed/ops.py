@@ -35,7 +35,12 @@ class FusedAdam(torch.optim.Adam):
         _refuse_unless(True, bias_correction=bias_correction)
         _refuse_unless(False, amsgrad=amsgrad)
         super().__init__(
-            params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adam_w_mode
+            params,
+            lr,
+            (betas[0], betas[1]),
+            eps,
+            weight_decay,
+            decoupled_weight_decay=adam_w_mode,
         )
 
 
@@ -67,7 +72,12 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
                 '("bf16": {"enabled": true, "bf16_optimizer_states": true})'
             )
         super().__init__(
-            model_params, lr, tuple(betas), eps, weight_decay, decoupled_weight_decay=adamw_mode
+            model_params,
+            lr,
+            (betas[0], betas[1]),
+            eps,
+            weight_decay,
+            decoupled_weight_decay=adamw_mode,
         )
 
 

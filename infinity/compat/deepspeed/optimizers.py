@@ -55,13 +55,15 @@ class OptimizerPlan:
 
     twin: builds it. groups: its parameter groups, with the parameters that the model has before it
     is offloaded. client: the script's optimizer, whose groups they are. ready: an optimizer of the
-    engine that is there already.
+    engine that is there already. rehearsal: the optimizer over the groups without their parameters,
+    for what wants to be tried on one.
     """
 
     twin: Twin | None
     groups: list[Group]
     client: torch.optim.Optimizer | None = None
     ready: Any = None
+    rehearsal: Any = None
 
     def build(self, renewed: Callable[[Any], Any]) -> Any:
         """Build it over the parameters of the offloaded model. renewed: gives the parameter that
@@ -86,6 +88,8 @@ class OptimizerPlan:
                 type(self.client).__name__,
             )
             note_steps_as(self.client, built)
+            # Those that a constructor makes are as large as the model.
+            self.client.state.clear()
         return built
 
     def rebind(self, scheduler: Any, optimizer: Any) -> None:
@@ -117,7 +121,7 @@ def plan_optimizer(
     _check_params(model, plan.groups)
     try:
         if plan.twin is not None:
-            plan.twin.check(plan.groups)
+            plan.rehearsal = plan.twin.rehearse(plan.groups)
     except ValueError as error:
         raise DeepSpeedRefusal(f"initialize: {error}") from error
     return plan

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from infinity.compat.deepspeed import comm
 
@@ -30,5 +30,6 @@ def broadcast_module(model: torch.nn.Module) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(data, digest_size=16).digest()
+    data: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    digest: bytes = xxhash.xxh3_128_digest(data)
+    return digest
