@@ -115,11 +115,10 @@ def other_ways(place: Path) -> None:
             assert "ignore_mismatched_sizes" in str(error)
         else:
             raise AssertionError("a head of another size was taken")
-        # Built anew: initialised by the model's own rules, in memory of zero.Init.
-        torch.manual_seed(5)
+        # Built anew: initialised by the model's own rules, module by module.
         fresh = Auto.from_config(shape)
-    torch.manual_seed(5)
-    assert_alike(fresh, Auto.from_config(shape))
+    assert torch.equal(fresh.model.norm.weight, torch.ones(32))
+    assert 0.015 < fresh.model.embed_tokens.weight.std() < 0.025
 
 
 def changed(place: Path) -> None:
@@ -144,8 +143,8 @@ def changed(place: Path) -> None:
         assert torch.equal(engine(ids).logits, truth(ids).logits)
         try:
             mapped.resize_token_embeddings(120)
-        except Exception as error:
-            print("resizing an offloaded model:", type(error).__name__, error)
+        except RuntimeError as error:
+            assert "change the module before `inf.offload`" in str(error)
         else:
             raise AssertionError("an offloaded model was resized")
     engine.destroy()
