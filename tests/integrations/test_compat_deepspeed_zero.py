@@ -34,6 +34,8 @@ from tests.integrations.deepspeed_runs import (
 )
 
 MIB = 1 << 20
+SIDE = 512
+"""A weight of so many rows and columns has 1 MiB, and goes to the file."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,12 +49,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Wide(nn.Module):
-    """Layers of 4 MiB, some of which an initialiser fills once more, as large models do."""
+    """Layers of 1 MiB, some of which an initialiser fills once more, as large models do."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(layers))
-        self.head = nn.Parameter(torch.randn(1024, 1024))
+        self.layers = nn.ModuleList(nn.Linear(SIDE, SIDE) for _ in range(layers))
+        self.head = nn.Parameter(torch.randn(SIDE, SIDE))
         self.apply(self._init)
 
     def _init(self, module: nn.Module) -> None:
@@ -85,7 +87,7 @@ def test_a_model_keeps_its_values(tmp_path: Path) -> None:
         assert all(param.ds_status is ZeroParamStatus.NOT_AVAILABLE for param in model.parameters())
         assert len({param.ds_id for param in model.parameters()}) == 5
         # It is an ordinary model: it can be read, written and run.
-        assert model(torch.ones(1, 1024)).item() == plain(torch.ones(1, 1024)).item()
+        assert model(torch.ones(1, SIDE)).item() == plain(torch.ones(1, SIDE)).item()
         with torch.no_grad():
             model.head.zero_()
         assert model.head.count_nonzero() == 0
@@ -96,19 +98,18 @@ def test_a_large_model_takes_little_memory(tmp_path: Path) -> None:
     settings = config(3, tmp_path, bf16={"enabled": True})
     before = anonymous_bytes()
     with zero.Init(config_dict_or_path=settings):
-        model = wide(60)
-    # 244 MiB in fp32, and half as much after the cast.
-    assert anonymous_bytes() - before < 24 * MIB
-    assert psutil.Process().memory_info().rss > 0
+        model = wide(120)
+    # 121 MiB in fp32, and half as much after the cast.
+    assert anonymous_bytes() - before < 16 * MIB
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     torch.manual_seed(0)
-    first = wide(60).layers[59]
-    assert torch.equal(model.layers[59].weight, first.weight.bfloat16())
+    first = wide(120).layers[119]
+    assert torch.equal(model.layers[119].weight, first.weight.bfloat16())
 
 
 def test_an_engine_of_a_model_that_was_so_built(tmp_path: Path) -> None:
     settings = config(3, tmp_path, bf16={"enabled": True})
-    data = [torch.randn(2, 1024).bfloat16() for _ in range(3)]
+    data = [torch.randn(2, SIDE).bfloat16() for _ in range(3)]
 
     def losses(model: nn.Module) -> list[float]:
         engine = built(model, settings)
@@ -139,7 +140,7 @@ def test_contexts_nest_and_end(tmp_path: Path) -> None:
     # The outermost one takes them all.
     assert (outer.weight.dtype, inner.weight.dtype) == (torch.float16, torch.float16)
     with zero.Init(enabled=False, config_dict_or_path=config(3, tmp_path)):
-        plain = nn.Linear(1024, 1024)
+        plain = nn.Linear(SIDE, SIDE)
     assert not hasattr(plain.weight, "ds_id")
     assert not hasattr(nn.Linear(3, 3).weight, "ds_id")
 
