@@ -66,6 +66,11 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.comm": (("comm", "*"),),
     "deepspeed.comm.comm": (("comm", "*"),),
     "deepspeed.constants": (("comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),),
+    "deepspeed.moe": (),
+    "deepspeed.moe.layer": (("moe", "MoE"),),
+    "deepspeed.moe.utils": (
+        ("moe", "is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+    ),
     "deepspeed.ops": (),
     "deepspeed.ops.adam": (("ops", "DeepSpeedCPUAdam FusedAdam"),),
     "deepspeed.ops.adagrad": (("ops", "DeepSpeedCPUAdagrad"),),
