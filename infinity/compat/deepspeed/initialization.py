@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 import infinity as inf
-from infinity.compat.deepspeed import comm
+from infinity.compat.deepspeed import _transformers, comm
 from infinity.compat.deepspeed.accelerator import get_accelerator
 from infinity.compat.deepspeed.data import check_dataset
 from infinity.compat.deepspeed.engine import DeepSpeedEngine
@@ -38,7 +38,6 @@ from infinity.compat.deepspeed.parameters import note_module, note_zero_param
 from infinity.compat.deepspeed.replicas import broadcast_module
 from infinity.compat.deepspeed.schedules import scheduler_class
 from infinity.compat.deepspeed.settings import Settings
-from infinity.compat.deepspeed.sources import load_of
 from infinity.compat.deepspeed.zero.init import cast
 
 log = logging.getLogger("infinity")
@@ -209,7 +208,8 @@ def _offloaded(
     and the model with it."""
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     if not inf.offloaded_modules(model):
-        load = load_of(model)
+        if settings.stage == 3:
+            _transformers.warn_of_whole(model)
         if plan is None:
             # States that nobody uses would take room.
             model.requires_grad_(False)
@@ -217,7 +217,7 @@ def _offloaded(
         _cast(settings, model)
         broadcast_module(model)
         attributes = _attributes_of(model)
-        inf.offload(model, policy, load=load)
+        inf.offload(model, policy)
         undo.callback(inf.handle(model).close)
         _give(model, attributes)
     note_module(model)

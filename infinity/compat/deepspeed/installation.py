@@ -17,6 +17,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from infinity.compat.deepspeed import _accelerate, _transformers
+from infinity.compat.deepspeed._imports import after_import
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.names import TABLE, VERSION, contents
 
@@ -95,6 +97,8 @@ def install() -> None:
             "anything imports it, or do not import it"
         )
     sys.meta_path.insert(0, _Finder())
+    after_import("accelerate.state", _accelerate.adapt)
+    after_import("transformers.modeling_utils", _transformers.adapt)
 
 
 def is_installed() -> bool:

@@ -67,6 +67,11 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.comm": (("comm", "*"),),
     "deepspeed.comm.comm": (("comm", "*"),),
     "deepspeed.constants": (("comm", "TORCH_DISTRIBUTED_DEFAULT_PORT=DEFAULT_PORT"),),
+    "deepspeed.moe": (),
+    "deepspeed.moe.layer": (("moe", "MoE"),),
+    "deepspeed.moe.utils": (
+        ("moe", "is_moe_param split_params_into_different_moe_groups_for_optimizer"),
+    ),
     "deepspeed.ops": (),
     "deepspeed.ops.adam": (("ops", "DeepSpeedCPUAdam FusedAdam"),),
     "deepspeed.ops.adagrad": (("ops", "DeepSpeedCPUAdagrad"),),
@@ -97,6 +102,9 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.runtime.zero.partition_parameters": (
         ("zero", _ZERO),
         ("parameters", "is_zero_param"),
+        ("accelerator", "get_accelerator"),
+        ("utilities", "zero_wrapper_for_fp_tensor_constructor"),
+        ("torch", "_orig_torch_arange=arange"),
     ),
     "deepspeed.runtime.zero.stage3": (
         ("optimizers", "DeepSpeedZeroOptimizer_Stage3"),

@@ -21,6 +21,13 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 log = logging.getLogger("infinity")
 
 Config = str | os.PathLike[str] | Mapping[str, Any]
+_STRAYS = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+    "zero_optimization.stage3_prefetch_bucket_size",
+)
+"""Keys that TRL adds at the top for a reference model. DeepSpeed does not read them there, and where
+they belong they have no meaning here."""
 _STAGE_0 = (
     "zero_optimization.stage=0: states rest in CPU memory and are split over the ranks, as with "
     "stage 1, with the same numbers"
@@ -43,6 +50,8 @@ class Settings:
 
         Raises: DeepSpeedRefusal naming key, value and fix.
         """
+        if isinstance(config, Mapping):
+            config = {name: value for name, value in config.items() if name not in _STRAYS}
         try:
             _, values = load(config)
             stage = _stage(values)

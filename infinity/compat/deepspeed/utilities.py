@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,21 @@ def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
             (key, clone_tensors_for_torch_save(value, where)) for key, value in item.items()
         )
     return item
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype
+) -> Callable[..., torch.Tensor]:
+    """Return a constructor of tensors whose floating results are of another dtype. (`zero.Init`
+    casts parameters alone, and wraps none; transformers replaces this name around it.)
+    """
+
+    @functools.wraps(fn)
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = fn(*args, **kwargs)
+        return made.to(target_fp_dtype) if made.is_floating_point() else made
+
+    return wrapped
 
 
 class OnDevice:

@@ -15,8 +15,9 @@ case: readable and writable, with or without `GatheredParameters`.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ FILE_BYTES_MIN = 1 << 20
 """Smaller parameters stay in memory: a mapping costs more."""
 
 _DEVICES = (None, "none", "cpu", "nvme", "cuda")
+
+_RESERVING: contextvars.ContextVar[bool] = contextvars.ContextVar("reserving", default=False)
 
 
 class Init(contextlib.ContextDecorator):
@@ -120,11 +123,13 @@ class Init(contextlib.ContextDecorator):
             return
         note_zero_param(param)
         self._built.append(param)
-        if self.memory is None or param.device.type != "cpu" or param.nbytes < FILE_BYTES_MIN:
-            return
-        param.data = self.memory.copy_of(param.data)
-        # A cast finds its memory here.
-        param.ds_memory = self.memory  # type: ignore[attr-defined]
+        if self.memory is not None and param.device.type == "cpu" and param.nbytes >= FILE_BYTES_MIN:
+            # A cast finds its memory here.
+            param.ds_memory = self.memory  # type: ignore[attr-defined]
+        if _RESERVING.get():
+            param.ds_reserved = True  # type: ignore[attr-defined]
+        else:
+            set_values(param, param.data)
 
     def _finish(self) -> None:
         built, self._built = self._built, []
@@ -135,12 +140,48 @@ class Init(contextlib.ContextDecorator):
             self.memory.write_out()
 
 
+@contextlib.contextmanager
+def reserving() -> Iterator[None]:
+    """Enter a context in which `Init` keeps no values of constructors: a loader gives others, to
+    each parameter that `is_reserved`. Their memory is not written to, so it takes no RAM.
+    """
+    token = _RESERVING.set(True)
+    try:
+        yield
+    finally:
+        _RESERVING.reset(token)
+
+
+def is_reserved(param: torch.Tensor) -> bool:
+    """Return whether a parameter waits for its values."""
+    return getattr(param, "ds_reserved", False)
+
+
+def set_values(param: torch.nn.Parameter, values: torch.Tensor, *, mapped: bool = False) -> None:
+    """Give a parameter its values, a tensor [param.shape], cast to its dtype, in its kind of memory.
+
+    mapped: the memory of `values` is that of a file, and becomes the parameter's where that can be.
+    May block while pages are written out.
+    """
+    param.ds_reserved = False  # type: ignore[attr-defined]
+    memory: FileMemory | None = getattr(param, "ds_memory", None)
+    if memory is None or (mapped and values.dtype == param.dtype and values.is_contiguous()):
+        param.data = values.to(param.dtype).contiguous()
+    else:
+        param.data = memory.copy_of(values, param.dtype)
+
+
 def cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
     """Cast a floating parameter in place, within its kind of memory."""
     if not param.is_floating_point() or param.dtype == dtype or param.is_meta:
         return
     memory: FileMemory | None = getattr(param, "ds_memory", None)
-    param.data = param.data.to(dtype) if memory is None else memory.copy_of(param.data, dtype)
+    if is_reserved(param):
+        param.data = torch.empty_like(param.data, dtype=dtype)
+    elif memory is None:
+        param.data = param.data.to(dtype)
+    else:
+        param.data = memory.copy_of(param.data, dtype)
 
 
 def _read(config: Any) -> Mapping[str, Any]:
