@@ -7,7 +7,6 @@ RAM (--offload cpu).
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import socket
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import deepspeed_json
 import meter
 import r1
 import torch
@@ -66,63 +66,14 @@ def build_ops() -> None:
         builder.load(verbose=False)
 
 
-def tuned_config(workload: r1.Workload, swap_dir: str) -> dict[str, Any]:
-    """The fastest configuration found by hand that holds the promise of "everything on NVMe".
-
-    ``buffer_size`` is the only value that follows the model: every parameter must fit one buffer.
-    """
-    buffer_size = math.ceil(workload.largest_parameter * 1.0132 / 1e5) * 100_000
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": workload.micro_batches,
-        "gradient_clipping": workload.clip,
-        "bf16": {"enabled": True},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": workload.lr, "weight_decay": workload.weight_decay},
-        },
-        "zero_optimization": {
-            "stage": 3,
-            "sub_group_size": 20_000_000,
-            "stage3_max_reuse_distance": 0,
-            "stage3_max_live_parameters": 30_000_000,
-            "stage3_prefetch_bucket_size": 20_000_000,
-            "reduce_bucket_size": 10_000_000,
-            "stage3_param_persistence_threshold": 10_000,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": swap_dir,
-                "buffer_count": 12,
-                "pipeline_read": True,
-                "pipeline_write": True,
-            },
-            "offload_param": {
-                "device": "nvme",
-                "nvme_path": swap_dir,
-                "buffer_count": 16,
-                "buffer_size": buffer_size,
-                "max_in_cpu": 0,
-            },
-        },
-        "aio": {"block_size": 1 << 20, "queue_depth": 32},
-        "steps_per_print": 1_000_000,
-        "wall_clock_breakdown": False,
-    }
-
-
-def cpu_config(workload: r1.Workload) -> dict[str, Any]:
-    """CPU offload: everything in RAM, the update by DeepSpeedCPUAdam."""
-    config = tuned_config(workload, "")
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
-    config["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": False}
-    del config["aio"]
-    return config
-
-
 def build_engine(workload: r1.Workload, swap_dir: str, offload: str) -> Any:
     """The DeepSpeed engine around R1. Parameters go to their tier as they are built: no further
     full copy exists in RAM."""
-    config = tuned_config(workload, swap_dir) if offload == "nvme" else cpu_config(workload)
+    config = (
+        deepspeed_json.everything_on_nvme(workload, swap_dir)
+        if offload == "nvme"
+        else deepspeed_json.everything_in_ram(workload)
+    )
     with deepspeed.zero.Init(config_dict_or_path=config, dtype=torch.bfloat16):
         model = r1.construct(workload)
     for name, parameter in model.named_parameters():

@@ -141,6 +141,21 @@ def prepare_deepspeed(pip_arguments: Sequence[str]) -> None:
     harness.note(f"DeepSpeed's environment took {time.perf_counter() - began:.0f} s")
 
 
+def have_environment(venv: Path | None, pip_arguments: Sequence[str]) -> None:
+    """Have DeepSpeed's environment: one that is there already, which is left as it is, or our own.
+    Blocks for minutes when it must be made."""
+    global VENV
+    if venv is None:
+        prepare_deepspeed(pip_arguments)
+        return
+    if not (venv / "ready.json").exists():
+        raise harness.BenchError(
+            f"--deepspeed-venv {venv}: not an environment that compare_deepspeed.py has completed; "
+            "leave the option out to make one"
+        )
+    VENV = venv.absolute()
+
+
 def parse_arm(text: str, kinds: Collection[str] = KINDS) -> tuple[str, list[str]]:
     """The kind of an arm and the options for its script: "infinity:state=compact" -> infinity,
     --state=compact."""

@@ -35,20 +35,6 @@ PARTS = {
 SCRIPTS = {"infinity": "ranks_arm.py", "deepspeed": "ranks_arm_deepspeed.py"}
 
 
-def deepspeed_environment(venv: Path | None, pip_arguments: Sequence[str]) -> None:
-    """Have DeepSpeed's environment: one that is there already, which is left as it is, or
-    compare_deepspeed's own."""
-    if venv is None:
-        compare_deepspeed.prepare_deepspeed(pip_arguments)
-        return
-    if not (venv / "ready.json").exists():
-        raise harness.BenchError(
-            f"--deepspeed-venv {venv}: not an environment that compare_deepspeed.py has completed; "
-            "leave the option out to make one"
-        )
-    compare_deepspeed.VENV = venv.absolute()
-
-
 def run_arm(
     engine: str, part: str, ranks: int, workload: r1.Workload, args: argparse.Namespace
 ) -> dict[str, Any]:
@@ -227,7 +213,7 @@ def main() -> int:
     harness.check_directory(args.dir, room)
     if "deepspeed" in args.engines:
         compare_deepspeed.check_size(workload)
-        deepspeed_environment(args.deepspeed_venv, args.pip_args.split())
+        compare_deepspeed.have_environment(args.deepspeed_venv, args.pip_args.split())
     about = {
         "run": harness.now(),
         "commit": harness.commit(),

@@ -1,8 +1,8 @@
 """One rank of R1 under DeepSpeed on the CPU, started by ranks.py under torchrun in DeepSpeed's own
 environment.
 
-Stage 3 with everything on NVMe is `arm_deepspeed.tuned_config`; stage 2 keeps parameters on the
-device (here memory), and optimizer states and gradients in CPU memory.
+Stage 3 has everything on NVMe; stage 2 keeps parameters on the device (here memory), and optimizer
+states and gradients in CPU memory.
 """
 
 from __future__ import annotations
@@ -15,26 +15,11 @@ from typing import Any
 
 import arm_deepspeed
 import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+import deepspeed_json
 import r1
 import ranks_record
 import torch
 import torch.distributed as dist
-
-
-def stage2_config(workload: r1.Workload) -> dict[str, Any]:
-    """Stage 2 with CPU offload. Buckets hold a third of R1: at their default of 5e8 they would hold
-    it three times over."""
-    config = arm_deepspeed.tuned_config(workload, "")
-    del config["aio"]
-    config["zero_optimization"] = {
-        "stage": 2,
-        "contiguous_gradients": True,
-        "overlap_comm": False,  # streams, which the CPU has none of
-        "reduce_bucket_size": 50_000_000,
-        "allgather_bucket_size": 50_000_000,
-        "offload_optimizer": {"device": "cpu", "pin_memory": False},
-    }
-    return config
 
 
 def build_stage2(workload: r1.Workload) -> Any:
@@ -43,7 +28,7 @@ def build_stage2(workload: r1.Workload) -> Any:
     for name, parameter in model.named_parameters():
         r1.fill(name, parameter.data, workload.seed)
     engine, _, _, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=stage2_config(workload)
+        model=model, model_parameters=model.parameters(), config=deepspeed_json.stage2_with_states_in_ram(workload)
     )
     r1.renew_rotary(model)
     return engine

@@ -58,6 +58,10 @@ assert importlib.metadata.version("deepspeed") == {VERSION!r}
 assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
 assert importlib.metadata.version("torch")
 import deepspeed
+import deepspeed.utils
+import deepspeed.utils.z3_leaf_module
+# A function of this name is in `deepspeed.utils`, and its module beside it.
+assert callable(deepspeed.utils.z3_leaf_module)
 import deepspeed.comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.lr_schedules import WarmupLR

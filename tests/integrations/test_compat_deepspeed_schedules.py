@@ -56,6 +56,21 @@ def test_warmup_linear_and_to_each_groups_own_rate() -> None:
     assert [group["lr"] for group in made.param_groups] == schedule.get_last_lr()
 
 
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_rates_that_are_tensors_are_set_in_place(shape: tuple[int, ...]) -> None:
+    rate = torch.full(shape, 0.2, dtype=torch.float64)
+    made = torch.optim.AdamW([torch.zeros(1)], lr=rate)
+    # Its own rate is the top of the warm-up, though the same tensor begins at 0.
+    schedule = WarmupLR(made, 0.0, None, warmup_num_steps=4, warmup_type="linear")
+    assert made.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.0
+    for _ in range(3):
+        schedule.step()
+    assert made.param_groups[0]["lr"] is rate
+    assert rate.shape == shape
+    assert rate.item() == pytest.approx(0.2 * 2 / 4)
+
+
 def test_warmup_of_one_step_counts_two() -> None:
     assert rates(WarmupLR(optimizer(), 0.0, 1.0, warmup_num_steps=1), 3) == near([0, 0, 1, 1])
 

@@ -60,7 +60,7 @@ def save(
     frozen: bool,
 ) -> None:
     """Do the work of `engine.save_checkpoint`."""
-    if not str(directory):
+    if directory is None or not str(directory):
         raise DeepSpeedRefusal(f"save_dir must be a non-empty string, not {directory!r}")
     name = f"global_step{engine.global_steps}" if tag is None else str(tag)
     _check_tag(engine, name)

@@ -36,6 +36,12 @@ _ANY = importlib.metadata.DistributionFinder.Context()
 class _StandIn(types.ModuleType):
     """A module of the table. Its submodules are imported when they are asked for."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import of a submodule sets it here. A function of that name stays:
+        # `deepspeed.utils.z3_leaf_module` is both.
+        if not (isinstance(value, _StandIn) and name in vars(self)):
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         full = f"{self.__name__}.{name}"
         if full in TABLE:

@@ -11,8 +11,15 @@ from typing import Any
 
 VERSION = "0.19.8"
 """The release of DeepSpeed whose configuration and calls these are."""
+MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
+COMMIT = "unknown"
+"""What releases of DeepSpeed say of the commit and branch that they were built from."""
 
 _HOME = "infinity.compat.deepspeed"
+_RELEASE = (
+    "__version__=VERSION version=VERSION __version_major__=MAJOR __version_minor__=MINOR "
+    "__version_patch__=PATCH __git_hash__=COMMIT __git_branch__=COMMIT"
+)
 _STATES = (
     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
     "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
@@ -54,7 +61,8 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("schedules", "add_tuning_arguments"),
         ("optimizers", "DeepSpeedOptimizer=ZeROOptimizer"),
         ("data", "DeepSpeedDataLoader"),
-        ("names", "__version__=VERSION version=VERSION"),
+        ("names", _RELEASE),
+        ("errors", "DeepSpeedConfigError=DeepSpeedRefusal"),
         ("utilities", "logger log_dist OnDevice"),
     ),
     "deepspeed.accelerator": (
@@ -111,7 +119,10 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
         ("memory_needs", _MEMORY),
     ),
     "deepspeed.runtime.zero.stage_1_and_2": (("optimizers", "DeepSpeedZeroOptimizer"),),
-    "deepspeed.runtime.zero.utils": (("parameters", "is_zero_param"),),
+    "deepspeed.runtime.zero.utils": (
+        ("parameters", "is_zero_param"),
+        ("errors", "ZeRORuntimeException=DeepSpeedRefusal"),
+    ),
     "deepspeed.utils": (
         ("utilities", "logger log_dist OnDevice"),
         ("data", "RepeatingLoader"),

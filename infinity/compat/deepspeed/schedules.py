@@ -115,10 +115,16 @@ class Schedule(abc.ABC):
         groups = self.optimizer.param_groups
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
+                # In place: the script may hold it. Of any shape with one element.
+                group["lr"].fill_(float(rate))
             else:
                 group["lr"] = rate
         self._last_lr = [group["lr"] for group in groups]
+
+    def _own_rates(self) -> list[Any]:
+        """Return the rates that the groups have now, which `_set` will not change."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return [rate.clone() if isinstance(rate, torch.Tensor) else rate for rate in rates]
 
     def _of_groups(self, name: str, value: Any) -> list[Any]:
         """Return a value for each group. Raises: DeepSpeedRefusal for a list of another length."""
@@ -207,6 +213,7 @@ class OneCycle(Schedule):
             raise DeepSpeedRefusal(f"cycle_second_step_size={second!r}: give 0 or more")
         self.first_step_size, self.second_step_size = float(cycle_first_step_size), float(second)
         self.total_size = self.first_step_size + self.second_step_size
+        self.step_ratio = self.first_step_size / self.total_size
         self.first_stair_count = cycle_first_stair_count
         self.second_stair_count = (
             cycle_first_stair_count
@@ -278,7 +285,7 @@ class OneCycle(Schedule):
         count = self.last_batch_iteration + 1
         place = count / self.total_size
         place = 1.0 + place - math.floor(1 + place)
-        rising = self.first_step_size / self.total_size
+        rising = self.step_ratio
         up = place <= rising
         height = place / rising if up else (place - 1) / (rising - 1)
         stairs = self.first_stair_count if up else self.second_stair_count
@@ -334,7 +341,7 @@ class WarmupLR(_Warmup):
     ) -> None:
         super().__init__(optimizer, warmup_num_steps, warmup_type, last_batch_iteration)
         if warmup_max_lr is None:
-            warmup_max_lr = [group["lr"] for group in self.optimizer.param_groups]
+            warmup_max_lr = self._own_rates()
         self.min_lrs = self._of_groups(WARMUP_MIN_LR, warmup_min_lr)
         self.max_lrs = self._of_groups(WARMUP_MAX_LR, warmup_max_lr)
         self._begin()
@@ -398,10 +405,7 @@ class WarmupCosineLR(_Warmup):
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio, self.cos_min_ratio = warmup_min_ratio, cos_min_ratio
         _warn_if_short(total_num_steps, self.warmup_num_steps)
-        self.org_lrs = [
-            rate.clone() if isinstance(rate, torch.Tensor) else rate
-            for rate in (group["lr"] for group in self.optimizer.param_groups)
-        ]
+        self.org_lrs = self._own_rates()
         self._begin()
 
     def get_lr_ratio(self) -> float:
