@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity._src.config import Policy
     from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
-    from infinity._src.engine import Handle, handle, offload, offloaded_modules
+    from infinity._src.engine import Handle, handle, is_offloaded, offload, offloaded_modules
     from infinity._src.interchange import (
         export_dcp,
         export_safetensors,
@@ -40,6 +40,7 @@ _HOMES = {
     "offload": "infinity._src.engine",
     "offloaded_modules": "infinity._src.engine",
     "handle": "infinity._src.engine",
+    "is_offloaded": "infinity._src.engine",
     "Handle": "infinity._src.engine",
     "AdamW": "infinity._src.optim.adamw",
     "SGD": "infinity._src.optim.sgd",
@@ -79,6 +80,7 @@ __all__ = [
     "export_dcp",
     "export_safetensors",
     "handle",
+    "is_offloaded",
     "load_dcp",
     "load_deepspeed",
     "load_safetensors",

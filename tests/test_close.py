@@ -44,6 +44,18 @@ def test_a_gradient_kept_past_close_raises_and_its_memory_is_free(tmp_path: Path
     assert optimizer.param_groups
 
 
+def test_parameters_of_an_offloaded_model_are_told_from_others(tmp_path: Path) -> None:
+    model = moe()
+    assert not any(inf.is_offloaded(param) for param in model.parameters())
+    inf.offload(model, nvme(tmp_path))
+    added = nn.Linear(2, 2)
+    assert all(inf.is_offloaded(param) for param in model.parameters())
+    assert not any(inf.is_offloaded(param) for param in added.parameters())
+    inf.handle(model).close()
+    # It takes no optimizer of torch even now.
+    assert all(inf.is_offloaded(param) for param in model.parameters())
+
+
 def test_close_inside_gather_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     model = inf.offload(moe(), nvme(tmp_path))
     handle = inf.handle(model)

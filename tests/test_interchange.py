@@ -18,7 +18,9 @@ from torch import nn
 import infinity as inf
 from infinity._src.checkpoint.safetensors import write_file
 from infinity._src.engine import Handle
+from infinity._src.memory.heap import Heap
 from tests import models
+from tests.unit.memory.test_heap import Blocks, resident
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
 CPU = {"params": "cpu", "optim": "cpu"}
@@ -94,6 +96,31 @@ def test_an_exported_model_loads_in_transformers_and_gives_the_same_logits(
     assert (out / "model.safetensors.index.json").exists() == (shard != "2GiB")
     loaded = kind.from_pretrained(out, dtype=torch.bfloat16, attn_implementation="eager")
     assert torch.equal(logits(loaded.eval()), expected)
+
+
+@pytest.mark.parametrize("streams", ["export", "load"])
+def test_what_streams_gives_back_what_malloc_kept(
+    tmp_path: Path, streams: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MiB of small blocks, free between others; training would keep them for its units."""
+    if not Heap.for_stream().spare_bytes:
+        pytest.skip("malloc is tuned, or reports nothing")
+    monkeypatch.setattr("infinity._src.memory.heap.SPARE_UNITS", 1 << 20)
+    blocks, out = Blocks(), tmp_path / "out"
+    with opened(models.llama, tmp_path, **NVME) as (model, _, _):
+        inf.export_safetensors(model, out)
+        small = [blocks.take(64 << 10) for _ in range(2048)]
+        for address in small[::2]:
+            blocks.free(address)
+        before = resident()
+        if streams == "export":
+            inf.export_safetensors(model, out)
+        else:
+            inf.load_safetensors(model, out)
+        given_back = before - resident()
+    for address in small[1::2]:
+        blocks.free(address)
+    assert given_back > 40 << 20
 
 
 def test_an_export_takes_names_from_a_function_and_leaves_out_what_it_drops(

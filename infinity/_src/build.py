@@ -218,7 +218,7 @@ def build_engine(
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source, Heap(FILL_SPARE_BYTES, repeats=False), in_parts=in_parts)
+    fill_tiers(split, tiers, source, Heap.for_stream(), in_parts=in_parts)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
@@ -443,10 +443,6 @@ def fill_tiers(
     split.resources.end_rendezvous()
     # Each rank stores a part: from different values the whole would be no rank's model.
     split.ranks.check_values()
-
-
-FILL_SPARE_BYTES = 8 << 20
-"""Freed memory that malloc may keep while a model is filled, whatever device computes."""
 
 
 class _Filling:

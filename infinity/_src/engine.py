@@ -37,6 +37,7 @@ from infinity._src.memory.device import compute_device
 from infinity._src.microbatch.microbatched import slices_in_mean
 from infinity._src.optim.state_access import OptimizerState
 from infinity._src.params.materialize import NamedTensors, Source
+from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
 from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
@@ -144,6 +145,13 @@ def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
         for module in model.modules()
         if (found := module.__dict__.get(_HANDLE)) is not None and not found.closed
     ]
+
+
+def is_offloaded(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of an offloaded model, as `model.parameters()` yields
+    it. Its optimizer is one of infinity's; no DDP reduces it. True also when the engine is closed.
+    """
+    return isinstance(tensor, ShardedParameter)
 
 
 class Handle:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import infinity as inf
 
@@ -60,9 +61,19 @@ def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
     return found[0]
 
 
-def is_offloaded(param: torch.Tensor) -> bool:
-    """Return whether a parameter is an engine's: its values rest on the policy's tiers."""
-    return hasattr(param, "infinity_link")
+def check_adapters(model: torch.nn.Module, call: str) -> None:
+    """Raise ValueError for adapters of PEFT that put another parameter in the place of one of the
+    base in each forward.
+
+    call: of the integration, for messages.
+    """
+    for name, module in model.named_modules():
+        if _is_peft(module) and type(module).__name__ == "ParamWrapper":
+            raise ValueError(
+                f"{call}: {name} adapts a parameter of its layer (target_parameters="
+                f"[{module.parameter_name!r}]), in whose place PEFT puts another one in each "
+                "forward; give target_modules, of linear layers"
+            )
 
 
 def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
@@ -71,12 +82,12 @@ def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
 
     call: of the integration, for messages. Raises: ValueError naming the parameters that are not.
     """
-    plain = [name for name, param in model.named_parameters() if not is_offloaded(param)]
+    plain = [name for name, param in model.named_parameters() if not inf.is_offloaded(param)]
     engines = inf.offloaded_modules(model)
     if not plain and engines[:1] == [model]:
         return
-    peft = any(type(module).__module__.startswith("peft.") for module in model.modules())
-    when = "after get_peft_model" if peft else "on it, when it has all its parameters"
+    adapted = has_adapters(model)
+    when = "after get_peft_model" if adapted else "on it, when it has all its parameters"
     if plain:
         shown = ", ".join(plain[:3]) + (f" and {len(plain) - 3} more" if len(plain) > 3 else "")
         what = f"{shown} of {type(model).__name__} are not offloaded"
@@ -84,6 +95,21 @@ def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
         inner = type(engines[0]).__name__ if engines else "no module"
         what = f"{inner} in {type(model).__name__} is offloaded, not {type(model).__name__} itself"
     raise ValueError(f"{call}: {what}; call inf.offload(model, policy) {when}")
+
+
+def share_values(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give all ranks the values of the first one, as DDP does. Collective; those on meta have none.
+
+    device: of the ranks' collectives.
+    """
+    for tensor in tensors:
+        if not tensor.is_meta:
+            # By way of the device: NCCL has no collectives of CPU memory. As bytes: gloo knows some
+            # dtypes only.
+            moved = tensor.detach().to(device).contiguous()
+            dist.broadcast(moved.reshape(-1).view(torch.uint8), 0)
+            with torch.no_grad():
+                tensor.copy_(moved)
 
 
 def has_states(directory: Path) -> bool:
@@ -105,6 +131,10 @@ def check_methods(owner: type, names: Sequence[str], package: str, tested: str) 
         )
 
 
-def is_peft(model: torch.nn.Module) -> bool:
+def has_adapters(model: torch.nn.Module) -> bool:
     """Return whether a model has adapters of PEFT, which need not be installed."""
-    return any(type(module).__module__.startswith("peft.") for module in model.modules())
+    return any(map(_is_peft, model.modules()))
+
+
+def _is_peft(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("peft.")

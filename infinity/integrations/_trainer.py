@@ -38,15 +38,24 @@ import transformers
 import infinity as inf
 from infinity.integrations._engines import (
     STATES,
+    check_adapters,
     check_methods,
     engine_optimizer,
     has_states,
-    is_offloaded,
     only_engine,
+    share_values,
 )
 from infinity.integrations._figures import DriveFigures
 from infinity.integrations._optimizers import optimizer_of
-from infinity.integrations._weights import TESTED, export_adapters, is_adapted, save_pretrained
+from infinity.integrations._weights import (
+    TESTED,
+    export_adapters,
+    has_own_adapters,
+    is_adapted,
+    is_peft_model,
+    load_own_adapter,
+    save_pretrained,
+)
 
 log = logging.getLogger("infinity")
 
@@ -87,7 +96,7 @@ class EmbeddedTrainer:
         memory, with an optimizer of torch.
         """
         params = self.model.parameters()
-        return [param for param in params if param.requires_grad and not is_offloaded(param)]
+        return [param for param in params if param.requires_grad and not inf.is_offloaded(param)]
 
     # -- the model ---------------------------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class EmbeddedTrainer:
         for module in inf.offloaded_modules(self.model):
             inf.handle(module).close()
         model = super().call_model_init(trial)  # type: ignore[misc]
-        return offload_for(model, self._infinity_policy)
+        return offload_for(model, self._infinity_policy, self.args.device)
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
         if not inf.offloaded_modules(model):
@@ -124,22 +133,31 @@ class EmbeddedTrainer:
         """Build the optimizer that the arguments name, over the offloaded parameters.
 
         Raises: ValueError for one of torch, for a name that the engine has no optimizer for, and
-        for clipping where updates take gradients in backward.
+        for clipping and checkpoints upon a signal where updates take gradients in backward.
         """
-        policy = inf.handle(self._infinity_module).policy
-        if not _has_norm(policy) and self.args.max_grad_norm > 0:
+        if not _has_norm(inf.handle(self._infinity_module).policy):
+            self._check_backward()
+        plain = self._infinity_plain
+        if plain and _world() > 1:
+            share_values(plain, self.args.device)
+        optimizer = super().create_optimizer(model)  # type: ignore[misc]
+        if not plain:
+            check_optimizer(optimizer)
+        return optimizer
+
+    def _check_backward(self) -> None:
+        if self.args.max_grad_norm > 0:
             raise ValueError(
                 f"max_grad_norm={self.args.max_grad_norm} with Policy(update='backward'): an "
                 "update takes each gradient before the norm of all is known; give max_grad_norm=0, "
                 "or Policy(update='backward', generations=2)"
             )
-        plain = self._infinity_plain
-        if plain and _world() > 1:
-            _share(plain)
-        optimizer = super().create_optimizer(model)  # type: ignore[misc]
-        if not plain:
-            check_optimizer(optimizer)
-        return optimizer
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            raise ValueError(
+                "enable_jit_checkpoint=True with Policy(update='backward'): Trainer would save "
+                "between backward and the step, when some parameters are updated already; leave it "
+                "out, or give Policy(update='backward', generations=2)"
+            )
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
         """Return the engine's class for `args.optim`, and its settings; Trainer's own where plain
@@ -253,15 +271,19 @@ class EmbeddedTrainer:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         directory = Path(resume_from_checkpoint)
+        own: Any = super()
         if self._has_states(directory):
-            if is_adapted(self.model) and len(self.model.peft_config) > 1:
+            if is_peft_model(self.model) and len(self.model.peft_config) > 1:
                 # Adapters that do not train (a reference) are in their own files, and in no states.
-                super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+                with _activity(self.model):
+                    own._load_from_checkpoint(resume_from_checkpoint, model)
             # Training restores all states together, once there is an optimizer.
             if not self.is_in_train:  # type: ignore[attr-defined]
                 inf.restore(self._infinity_module, None, directory / STATES)
+        elif has_own_adapters(self.model):
+            load_own_adapter(self.model, directory)
         elif is_adapted(self.model) or not any(directory.glob("model*.safetensors")):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            own._load_from_checkpoint(resume_from_checkpoint, model)
         else:
             self._load_weights(directory)
 
@@ -330,11 +352,12 @@ class EmbeddedTrainer:
             log.info("best model: %s (score %s)", directory, self.state.best_metric)
             # Parameters, to which masters are set; moments stay, as ever.
             inf.restore(self._infinity_module, None, directory / STATES)
+        elif has_own_adapters(self.model):
+            load_own_adapter(self.model, directory)
         elif is_adapted(self.model) or not any(directory.glob("model*.safetensors")):
             super()._load_best_model()  # type: ignore[misc]
         else:
             self._load_weights(directory)
-
 
     def end(self) -> None:
         """End training. On several ranks this destroys the process groups, so engines, which need
@@ -349,13 +372,6 @@ class EmbeddedTrainer:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def _share(params: list[torch.nn.Parameter]) -> None:
-    """Give all ranks the values that the first one has."""
-    with torch.no_grad():
-        for param in params:
-            dist.broadcast(param, src=0)
 
 
 def _average(params: list[torch.nn.Parameter]) -> None:
@@ -384,9 +400,22 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def offload_for(model: Any, policy: inf.Policy | None, load: Any = None) -> Any:
-    """Offload a model of a trainer, if it is not offloaded yet, and return it."""
-    if not inf.offloaded_modules(model):
+def offload_for(
+    model: Any, policy: inf.Policy | None, device: torch.device, load: Any = None
+) -> Any:
+    """Offload a model of a trainer, if it is not offloaded yet, and return it. All ranks begin with
+    the values of the first one, new heads and adapters among them.
+
+    device: of the trainer.
+    """
+    engines = inf.offloaded_modules(model)
+    for module in engines:
+        _check_ranks(module, inf.handle(module).comm.world)
+    if not engines:
+        if policy is not None and policy.mesh is not None:
+            _check_ranks(model, policy.mesh.size())
+        if _world() > 1:
+            share_values((*model.parameters(), *model.buffers()), device)
         inf.offload(model, policy, load=load)
     elif load is not None:
         raise ValueError(
@@ -394,14 +423,38 @@ def offload_for(model: Any, policy: inf.Policy | None, load: Any = None) -> Any:
         )
     _check_plain(model)
     if _world() > 1:
-        _generate_in_step(model.get_base_model() if is_adapted(model) else model)
+        _generate_in_step(model.get_base_model() if is_peft_model(model) else model)
     return model
+
+
+def _check_ranks(model: Any, ranks: int) -> None:
+    """Raise ValueError for an engine of other ranks than the trainer's: each would train a model of
+    its own, on rows of its own."""
+    if ranks != _world():
+        raise ValueError(
+            f"{type(model).__name__} is offloaded for {ranks} rank(s), and the trainer runs "
+            f"{_world()}: leave Policy(mesh=) out, and offload it when the ranks have met "
+            "(embed(trainer, policy) does)"
+        )
+
+
+@contextlib.contextmanager
+def _activity(model: Any) -> Iterator[None]:
+    """Keep adapters of PEFT active, and trained, that are: Trainer, when it has loaded files of
+    several, goes on with the first."""
+    active = list(model.active_adapters)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    yield
+    if len(active) > 1:
+        model.base_model.set_adapter(active)
+        for param in trained:
+            param.requires_grad_(True)
 
 
 def _check_plain(model: Any) -> None:
     """Raise ValueError for trained parameters beside offloaded ones that nobody would save."""
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    plain = [name for name, param in trained if not is_offloaded(param)]
+    plain = [name for name, param in trained if not inf.is_offloaded(param)]
     if plain and (len(plain) < len(trained) or not is_adapted(model)):
         raise ValueError(
             f"{plain[0]} was added after inf.offload, and is trained beside offloaded parameters "
@@ -440,13 +493,13 @@ def embed_trainer(trainer: Any, policy: inf.Policy | None, load: Any) -> Any:
         _trl.check_trainer(trainer)
     _check_device(trainer)
     policy = _on_its_device(policy, trainer.args.device)
-    offload_for(trainer.model, policy, load)
+    offload_for(trainer.model, policy, trainer.args.device, load)
     reference = getattr(trainer, "ref_model", None)
     if isinstance(reference, torch.nn.Module) and not inf.offloaded_modules(reference):
         own = policy or inf.handle(only_engine(trainer.model, "embed(trainer)")).policy
         # It has no states and takes no step: nothing that a durable run would go on with.
         frozen = dataclasses.replace(own, durable=False, durable_every=1)
-        inf.offload(reference.requires_grad_(False), frozen)
+        offload_for(reference.requires_grad_(False), frozen, trainer.args.device)
     for module in inf.offloaded_modules(trainer.model):
         _take_over(module, trainer)
     trainer._infinity_policy = policy
@@ -501,11 +554,7 @@ def _check_trainer(trainer: Any) -> None:
             f"{'deepspeed' if trainer.is_deepspeed_enabled else 'fsdp'} shards the model already: "
             "leave it out of TrainingArguments, or do not embed"
         )
-    if getattr(trainer.model, "_hf_peft_config_loaded", False):
-        raise ValueError(
-            "the adapters of model.add_adapter(...) would be saved as a whole model that "
-            "from_pretrained does not read: wrap the model by peft.get_peft_model instead"
-        )
+    check_adapters(trainer.model, "embed(trainer)")
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"{trainer.args.n_gpu} GPUs without ranks: Trainer would wrap the model in "

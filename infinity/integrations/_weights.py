@@ -13,7 +13,7 @@ import transformers
 from transformers.dynamic_module_utils import custom_object_save
 
 import infinity as inf
-from infinity.integrations._engines import check_methods, is_offloaded, only_engine
+from infinity.integrations._engines import check_methods, only_engine, share_values
 
 TESTED = "5.23.0"
 """The release of transformers that this, and the methods of `_trainer`, were written against."""
@@ -50,7 +50,7 @@ def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dic
     model, missing, unexpected = _on_meta(cls, directory, dict(settings))
     if not missing and not unexpected:
         return inf.offload(model, policy, load=directory)
-    made = _initialised(model, missing)
+    made = _initialised(model, missing, torch.device(policy.device or "cpu"))
 
     def begin(name: str, tensor: torch.Tensor) -> None:
         if name in made:
@@ -135,9 +135,11 @@ def _shapes(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def _initialised(model: Any, missing: set[str]) -> dict[str, torch.Tensor]:
+def _initialised(
+    model: Any, missing: set[str], device: torch.device
+) -> dict[str, torch.Tensor]:
     """Initialise the tensors that no file has by the model's own rules, and return them. They are
-    the same on all ranks; those of a head are small.
+    the same on all ranks; those of a head are small. device: of the ranks' collectives.
     """
     for name in missing:
         owner, _, attribute = name.rpartition(".")
@@ -154,14 +156,27 @@ def _initialised(model: Any, missing: set[str]) -> dict[str, torch.Tensor]:
     model.initialize_weights()
     made = {name: value.detach() for name, value in model.state_dict().items() if name in missing}
     if dist.is_available() and dist.is_initialized():
-        for name in sorted(made):
-            dist.broadcast(made[name], src=0)
+        share_values([made[name] for name in sorted(made)], device)
     return made
 
 
 def is_adapted(model: Any) -> bool:
-    """Return whether a model is PEFT's: its checkpoints are adapters."""
+    """Return whether the checkpoints of a model are adapters: it is PEFT's, or has adapters of its
+    own.
+    """
+    return is_peft_model(model) or has_own_adapters(model)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Return whether a model is PEFT's, around that of transformers."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def has_own_adapters(model: Any) -> bool:
+    """Return whether adapters were added to a model of transformers itself, by
+    `model.add_adapter` or by loading a directory of adapters.
+    """
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
 SHARD_BYTES_MIN = 128 << 20
@@ -196,10 +211,32 @@ def save_pretrained(
 def export_adapters(model: Any, directory: Path, *, first: bool) -> None:
     """Write PEFT's adapters as `save_pretrained` does, gathered together: they are small, and the
     base stays where it is. All ranks call it; `first` writes.
+
+    Of adapters of the model itself `save_pretrained` writes the active one.
     """
     values = adapter_values(model)
     if first:
         model.save_pretrained(directory, state_dict=values)
+
+
+def load_own_adapter(model: Any, directory: Path) -> None:
+    """Set the active adapter of a model of transformers itself from the files that
+    `export_adapters` wrote. All ranks call it.
+
+    Raises: ValueError for files of another adapter.
+    """
+    from peft import set_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    name = model.active_adapters()[0]
+    given = load_peft_weights(str(directory), device="cpu")
+    values = {key.removeprefix("base_model.model."): value for key, value in given.items()}
+    result = set_peft_model_state_dict(model, values, adapter_name=name)
+    if result.unexpected_keys:
+        raise ValueError(
+            f"{directory} is no adapter like {name!r} of this model: it has "
+            f"{', '.join(result.unexpected_keys[:3])}"
+        )
 
 
 def adapter_values(model: Any) -> dict[str, torch.Tensor]:
@@ -216,7 +253,7 @@ def adapter_values(model: Any) -> dict[str, torch.Tensor]:
         chosen.update(map(id, found.values()))
     wanted = {name: tensor for name, tensor in shown.items() if id(tensor) in chosen}
     engine = inf.handle(only_engine(model, "adapter_values"))
-    with engine.gather([tensor for tensor in wanted.values() if is_offloaded(tensor)]):
+    with engine.gather([tensor for tensor in wanted.values() if inf.is_offloaded(tensor)]):
         return {name: tensor.detach().cpu().clone() for name, tensor in wanted.items()}
 
 

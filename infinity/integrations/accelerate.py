@@ -38,11 +38,11 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 import infinity as inf
 from infinity.integrations._engines import (
     STATES,
+    check_adapters,
     check_all_offloaded,
     check_methods,
     engine_optimizer,
-    is_offloaded,
-    is_peft,
+    has_adapters,
     only_engine,
     optimizers_of,
 )
@@ -130,6 +130,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
     ) -> Any:
         if inf.offloaded_modules(model):
             whole = self.unwrap_model(model, keep_torch_compile=False)
+            check_adapters(whole, "accelerator.prepare")
             check_all_offloaded(whole, "accelerator.prepare")
             # Autocast and compile are applied in this mode, too; it leaves DDP out.
             device_placement, evaluation_mode = False, True
@@ -140,7 +141,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
     ) -> Any:
         # Wrapped ones are prepared already.
         theirs = engine_optimizer(optimizer) is None
-        if theirs and any(is_offloaded(param) for param in _params_of(optimizer)):
+        if theirs and any(inf.is_offloaded(param) for param in _params_of(optimizer)):
             twin = _replacement_of(optimizer)
             self._offloading_twins += ((optimizer, twin),)
             optimizer = twin
@@ -180,7 +181,7 @@ class _Offloading(Accelerator):  # type: ignore[misc]
             for engine, place in self._places(directory):
                 opts = optimizers_of(engine, self._optimizers)
                 # A frozen base comes from where the script takes it.
-                saves.append(inf.save(engine, opts or None, place, frozen=not is_peft(engine)))
+                saves.append(inf.save(engine, opts or None, place, frozen=not has_adapters(engine)))
 
         # Registered now, so that it runs after the script's own, which may count on one entry for
         # each model.
@@ -284,7 +285,7 @@ def _check_params_of(
     step, and nothing would train."""
     known = {id(param) for model in models for param in model.parameters()}
     params = _params_of(optimizer)
-    if not params or any(is_offloaded(param) or id(param) in known for param in params):
+    if not params or any(inf.is_offloaded(param) or id(param) in known for param in params):
         return
     shapes = Counter(param.shape for param in params)
     for engine in (engine for model in models for engine in inf.offloaded_modules(model)):

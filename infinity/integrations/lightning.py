@@ -43,7 +43,6 @@ from typing import Any
 import lightning.fabric.strategies as fabric_strategies
 import lightning.pytorch.strategies as trainer_strategies
 import torch
-import torch.distributed as dist
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -62,6 +61,7 @@ from infinity.integrations._engines import (
     engine_optimizer,
     has_states,
     optimizers_of,
+    share_values,
 )
 
 log = logging.getLogger("infinity")
@@ -130,12 +130,17 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         super().__init__(**settings)
         self._policy = policy
         self._source: Path | None = None  # the checkpoint that is being loaded, if it is ours
+        # A checkpoint that was loaded before there was an engine: its entries for what is not
+        # offloaded, and whether they must be all.
+        self._waiting: tuple[Mapping[str, Any], bool] | None = None
+        self._is_set_up = False
 
     # -- set-up ------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Meet the other ranks, and refuse callbacks that cannot work before any hook runs."""
         super().setup_environment()
+        self._waiting, self._is_set_up = None, False
         _check_callbacks(self.lightning_module.trainer.callbacks)
         if getattr(self.cluster_environment, "auto_requeue", False):
             # Its signal handler would save amid a forward, when no engine can.
@@ -166,6 +171,10 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._is_set_up = True
+        if self._waiting is not None:
+            self._read_states(*self._waiting)
+            self._waiting = None
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Build the optimizers anew; those of an earlier run give their parameters back first."""
@@ -197,11 +206,6 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         return _no_sync(self.lightning_module)
 
     # -- checkpoints -------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: states go into an engine."""
-        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the state of what is not offloaded. The rest goes to files of its own."""
@@ -235,12 +239,22 @@ class InfinityStrategy(trainer_strategies.DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Set the module's values and, when fitting, the states of its optimizers."""
+        """Set the module's values and, when fitting, the states of its optimizers. The trainer
+        calls this before `setup`, where it tells `load_checkpoint` of its `weights_only`: what goes
+        into an engine waits for one.
+        """
         if self._source is None:
             super().load_model_state_dict(checkpoint, strict=strict)
-            return
+        elif self._is_set_up:
+            self._read_states(checkpoint["state_dict"], strict)
+        else:
+            self._waiting = checkpoint["state_dict"], strict
+
+    def _read_states(self, plain: Mapping[str, Any], strict: bool) -> None:
+        """Read the checkpoint `_source`. plain: what it has of modules that are not offloaded."""
+        assert self._source is not None
         module = self.lightning_module
-        _load_plain(module, checkpoint["state_dict"], strict=strict)
+        _load_plain(module, plain, strict=strict)
         fitting = module.trainer.state.fn == TrainerFn.FITTING
         _read_engines(module, self.optimizers if fitting else [], self._source)
 
@@ -502,7 +516,7 @@ def _prepare(
     if not engines:
         module = precision.convert_module(module)
         if world > 1:
-            _share_values(module, device)
+            share_values((*module.parameters(), *module.buffers()), device)
         policy = policy or inf.Policy()
         if policy.device is None:
             policy = dataclasses.replace(policy, device=device)
@@ -529,17 +543,6 @@ def _converted(module: torch.nn.Module, precision: Any) -> torch.nn.Module:
             "inf.offload to the strategy"
         ) from error
     return converted
-
-
-def _share_values(module: torch.nn.Module, device: torch.device) -> None:
-    """Give all ranks the values of rank 0, as DDP does."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        if not tensor.is_meta:
-            # By way of the device: NCCL has no collectives of CPU memory.
-            moved = tensor.detach().to(device)
-            dist.broadcast(moved, 0)
-            with torch.no_grad():
-                tensor.copy_(moved)
 
 
 def _check_engine(engine: torch.nn.Module, device: torch.device, world: int) -> None:

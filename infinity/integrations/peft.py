@@ -29,7 +29,7 @@ from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 import infinity as inf
-from infinity.integrations._engines import check_all_offloaded, check_methods, is_offloaded
+from infinity.integrations._engines import check_adapters, check_all_offloaded, check_methods
 
 for _owner, _names in (
     (PeftModel, ("save_pretrained", "get_base_model")),
@@ -202,6 +202,7 @@ def _checked(model: torch.nn.Module, call: str) -> Any:
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(inner, PeftModel):
         raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")
+    check_adapters(inner, call)
     check_all_offloaded(inner, call)
     for name, config in inner.peft_config.items():
         if config.is_prompt_learning:
@@ -250,7 +251,7 @@ def _read(model: torch.nn.Module, chosen: Any) -> dict[str, torch.Tensor]:
         if id(tensor) not in wanted:
             continue
         if id(tensor) not in values:
-            if is_offloaded(tensor):
+            if inf.is_offloaded(tensor):
                 owner, leaf = places[id(tensor)]
                 # A copy of this module's own parameters; their unit is not gathered.
                 values[id(tensor)] = owner.state_dict()[leaf]

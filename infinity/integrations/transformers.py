@@ -28,11 +28,14 @@ def embed(trainer: T, policy: inf.Policy | None = None, load: Any = None) -> T:
     """Offload the model of a trainer, and its reference model if it has one, and return the
     trainer: from here on its methods run on the engine.
 
-    Call it after the trainer is built, and before `trainer.train()`, on all ranks. A model that is
-    offloaded already stays so. load: of `inf.offload`, for a model on the meta device.
+    Call it after the trainer is built, and before `trainer.train()`, on all ranks: they get the
+    values of the first one, as with DDP. A model that is offloaded already stays so. Checkpoints of
+    adapters (PEFT's, and those of `model.add_adapter`) are adapters and their states. load: of
+    `inf.offload`, for a model on the meta device.
 
-    Raises: ValueError for an optimizer of torch, for `deepspeed` and `fsdp`, and for several GPUs
-    without ranks; as `inf.offload`. `trainer.train()` raises ValueError for names of
+    Raises: ValueError for an optimizer of torch, for `deepspeed` and `fsdp`, for several GPUs
+    without ranks, for a model of each rank's own, and for PEFT's `target_parameters`; as
+    `inf.offload`. `trainer.train()` raises ValueError for names of
     `TrainingArguments(optim=...)` that the engine has no optimizer for.
     """
     embedded: T = _trainer.embed_trainer(trainer, policy, load)

@@ -148,6 +148,23 @@ def own_models(rank: int, place: Path) -> list[float]:
     return losses + found
 
 
+def own_directories(rank: int, place: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (WORLD, 1), mesh_dim_names=("all", "own"))["own"]
+    found = []
+    for pattern in ("of{rank}", "local{local_rank}"):
+        for each in range(WORLD):
+            (place / pattern.format(rank=each, local_rank=each)).mkdir(exist_ok=True)
+        model, _ = make(mesh=mesh, params="nvme", optim="nvme", nvme=place / pattern)
+        found += [path.name for path in inf.handle(model).policy.directories]
+        inf.handle(model).close()
+    return found
+
+
+def test_a_mesh_of_this_rank_alone_has_the_directories_of_the_rank(tmp_path: Path) -> None:
+    results = on_ranks(own_directories, tmp_path / "run", WORLD)
+    assert results == [[f"of{rank}", f"local{rank}"] for rank in range(WORLD)]
+
+
 def test_a_mesh_of_this_rank_alone_makes_a_model_of_its_own(tmp_path: Path) -> None:
     results = on_ranks(own_models, tmp_path / "run", WORLD)
     for rank, losses in enumerate(results):

@@ -171,9 +171,10 @@ def trainer(strategy: Any, **values: Any) -> L.Trainer:
 
 def fit(strategy: Any, module: L.LightningModule, **values: Any) -> L.Trainer:
     """Fit the module on `batches`, and return the trainer."""
-    ckpt_path, loader = values.pop("ckpt_path", None), values.pop("loader", None)
+    given = {name: values.pop(name, None) for name in ("ckpt_path", "weights_only")}
+    loader = values.pop("loader", None)
     made = trainer(strategy, **values)
-    made.fit(module, loader or batches(), ckpt_path=ckpt_path)
+    made.fit(module, loader or batches(), **given)
     return made
 
 

@@ -61,11 +61,13 @@ def offloaded(place: Path, seed: int = 0) -> tuple[Any, Any]:
 
 
 def train(
-    fabric: Fabric, model: Any, optimizer: Any, *, epochs: int = 1, clip: dict[str, Any] | None
-) -> list[float]:
-    """A loop of its user's: two micro-batches a step, each rank with rows of its own."""
+    fabric: Fabric, model: Any, optimizer: Any, *, epochs: int = 1, clip: dict[str, Any] | None,
+    alike: bool = False,
+) -> list[float]:  # fmt: skip
+    """A loop of its user's: two micro-batches a step, each rank with rows of its own, or with the
+    same (alike)."""
     losses = []
-    loader = fabric.setup_dataloaders(batches())
+    loader = fabric.setup_dataloaders(batches(), use_distributed_sampler=not alike)
     for _ in range(epochs):
         for index, (ids,) in enumerate(loader):
             last = index % 2 == 1
@@ -284,6 +286,28 @@ def _resumed(rank: int, place: Path) -> bool:
 
 def test_a_run_of_two_ranks_resumes(tmp_path: Path) -> None:
     assert on_ranks(_resumed, tmp_path / "run", 2) == [True, True]
+
+
+def _first_part(rank: int, place: Path) -> list[float]:
+    """Two epochs. Both ranks have the rows that one has alone: the means are the same bits."""
+    with _rank(rank):
+        fabric = fabric_of("infinity", 2)
+        model, optimizer = fabric.setup(*offloaded(place / "swap"))
+        losses = train(fabric, model, optimizer, epochs=2, clip=CLIPS["norm"], alike=True)
+        fabric.save(place / "kept", state_of(model, optimizer))
+        close(model)
+        return losses
+
+
+def test_saved_on_two_ranks_and_resumed_on_one(tmp_path: Path) -> None:
+    first = on_ranks(_first_part, tmp_path / "run", 2)
+    fabric = fabric_of("infinity")
+    whole, kept = fabric.setup(*offloaded(tmp_path / "whole"))
+    losses = train(fabric, whole, kept, epochs=3, clip=CLIPS["norm"])
+    second, optimizer = fabric.setup(*offloaded(tmp_path / "second", seed=7))
+    fabric.load(tmp_path / "run" / "kept", state_of(second, optimizer))
+    assert first[0] + train(fabric, second, optimizer, clip=CLIPS["norm"]) == losses
+    assert_same(states(second), states(whole))
 
 
 def test_a_metric_is_moved_and_a_model_is_not() -> None:

@@ -4,7 +4,9 @@ offloaded module as it does a module in memory."""
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -31,6 +33,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.tuner import Tuner
@@ -401,6 +404,89 @@ class _Measured(Module):
         return loss
 
 
+class _Extra(Module):
+    """Keeps a state that is no tensor, inside of what is offloaded."""
+
+    def build(self) -> None:
+        super().build()
+        self.net.head.__class__ = _Counts
+        self.net.head.words = 0
+
+
+class _Counts(nn.Linear):
+    words: int
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.words += hidden.shape[1] if self.training else 0
+        return super().forward(hidden)
+
+    def get_extra_state(self) -> Any:
+        return {"words": self.words}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.words = state["words"]
+
+
+@pytest.mark.parametrize("values_alone", [False, True])
+def test_extra_states(values_alone: bool, tmp_path: Path) -> None:
+    first, second = _Extra(inf.AdamW), _Extra(inf.AdamW, seed=7)
+    kept = saved_each_epoch(tmp_path / "kept", save_weights_only=values_alone)
+    offloaded_fit(tmp_path / "a", first, callbacks=[kept])
+    assert first.net.head.words == 16 * 8
+    path = tmp_path / "kept" / "epoch=0.ckpt"
+    if values_alone:
+        made = trainer(InfinityStrategy(policy(tmp_path / "b")))
+        made.validate(second, batches(), ckpt_path=path, verbose=False)
+        assert second.net.head.words == 8 * 8
+    else:
+        offloaded_fit(tmp_path / "b", second, ckpt_path=path)
+        assert second.net.head.words == 16 * 8
+        assert second.losses == first.losses[8:]
+
+
+class _Setting:
+    """Hyper-parameter of the user's own: nothing that `torch.load(weights_only=True)` knows."""
+
+    def __init__(self, words: int) -> None:
+        self.words = words
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Setting) and other.words == self.words
+
+
+class _Told(Module):
+    def __init__(self, setting: Any, **values: Any) -> None:
+        super().__init__(inf.AdamW, **values)
+        self.save_hyperparameters("setting")
+        self.found: Any = None
+
+    def on_load_checkpoint(self, checkpoint: Any) -> None:
+        self.found = checkpoint["hyper_parameters"]["setting"]
+
+
+def test_a_checkpoint_with_classes_of_ones_own(tmp_path: Path) -> None:
+    whole, first = _Told(_Setting(1)), _Told(_Setting(3))
+    offloaded_fit(tmp_path / "a", whole, max_epochs=3)
+    kept = saved_each_epoch(tmp_path / "kept")
+    offloaded_fit(tmp_path / "b", first, callbacks=[kept])
+    path = tmp_path / "kept" / "epoch=1.ckpt"
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        offloaded_fit(tmp_path / "c", _Told(_Setting(1)), ckpt_path=path, weights_only=True)
+    second = _Told(_Setting(1), seed=7)
+    offloaded_fit(tmp_path / "d", second, ckpt_path=path, weights_only=False, max_epochs=3)
+    assert second.found == _Setting(3)
+    assert first.losses + second.losses == whole.losses
+    assert_same(states(second), states(whole))
+    # The same trainer and module again, which are offloaded by now.
+    made = trainer(InfinityStrategy(policy(tmp_path / "e")))
+    other = _Told(_Setting(1), seed=7)
+    values = [
+        made.validate(other, batches(), ckpt_path=path, weights_only=False, verbose=False)
+        for path in (path, tmp_path / "kept" / "epoch=0.ckpt", path)
+    ]
+    assert values[0] == values[2] != values[1]
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_states_of_what_is_not_offloaded(whole: bool, tmp_path: Path) -> None:
     """Metrics, and with an offloaded net inside of the module its own buffers and parameters."""
@@ -692,6 +778,31 @@ def test_a_release_that_renamed_a_method() -> None:
 
 
 # -- launched --------------------------------------------------------------------------------------
+
+
+class _Signals(Callback):
+    found: Any = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.found = signal.getsignal(signal.SIGUSR1)
+
+
+def test_slurm_does_not_save_in_the_midst_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    numbers = {"NTASKS": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 1234}
+    for name, number in {**numbers, "JOB_NAME": "train"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(number))
+    module, seen = Module(inf.AdamW), _Signals()
+    before = signal.getsignal(signal.SIGUSR1)
+    made = offloaded_fit(
+        tmp_path, module, callbacks=[seen], enable_checkpointing=False,
+        plugins=[SLURMEnvironment(auto_requeue=True)],
+    )  # fmt: skip
+    assert seen.found == before
+    assert not made.strategy.cluster_environment.auto_requeue
+    assert "SLURM's auto-requeue is off" in caplog.text
+    assert len(module.losses) == 16
 
 SCRIPT = '''
 import sys

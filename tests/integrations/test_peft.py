@@ -318,6 +318,19 @@ def test_adapters_that_came_after_offload_are_refused_with_the_order(tmp_path: P
 
 
 @slow
+def test_adapters_of_parameters_are_refused(tmp_path: Path) -> None:
+    base: Any = models.make(models.mixtral, dtype=torch.float32)
+    config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"])
+    model = offloaded(get_peft_model(base, config), tmp_path)
+    told = r"target_parameters=\['gate_up_proj'\]"
+    with pytest.raises(ValueError, match=f"merge: .*{told}"):
+        merge(model)
+    with accelerator() as own, pytest.raises(ValueError, match=f"accelerator.prepare: .*{told}"):
+        attach(own).prepare(model)
+    inf.handle(model).close()
+
+
+@slow
 def test_wrong_adapters_are_refused_before_anything_is_set(tmp_path: Path) -> None:
     model = offloaded(adapted("lora"), tmp_path)
     before = adapter_state_dict(model)

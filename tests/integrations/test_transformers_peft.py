@@ -18,34 +18,56 @@ from tests.integrations.hf_trainers import (
     policy_in,
     trainer,
 )
-from tests.integrations.test_transformers_ranks import DDP_ULPS, Job, on_ranks
-from tests.integrations.test_transformers_runs import ULPS, assert_near, assert_same
+from tests.integrations.test_transformers_ranks import DDP_ULPS, Job, few_rows, on_ranks
+from tests.integrations.test_transformers_runs import ULPS, assert_near, assert_same, mixtral
 
 peft = pytest.importorskip("peft")
 
 pytestmark = pytest.mark.integrations
 
-WAYS = ["after", "before"]
-"""The model is offloaded after get_peft_model, by embed, or before."""
+WAYS = ["after", "before", "own"]
+"""The model is offloaded after get_peft_model, by embed, or before; or the adapters are the model's
+own, of `add_adapter`, and embed offloads them with it."""
 
 
 def adapted(base: Any, seed: int = 11, **changes: Any) -> Any:
     """The base with adapters, which begin with something to train in both of their matrices."""
     torch.manual_seed(seed)
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, **changes
-    )
-    return peft.get_peft_model(base, config)
+    return peft.get_peft_model(base, config_of(**changes))
+
+
+def config_of(**changes: Any) -> Any:
+    """Both matrices begin with something to train."""
+    settings = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    return peft.LoraConfig(**(settings | changes))
+
+
+def with_own(seed: int = 11, **changes: Any) -> Any:
+    """A model with the same adapters, of its own."""
+    model = llama()
+    torch.manual_seed(seed)
+    model.add_adapter(config_of(**changes))
+    return model
+
+
+def loaded_from(directory: Path, way: str) -> Any:
+    """The model of such files, by the library whose they are."""
+    base = llama()
+    if way != "own":
+        return peft.PeftModel.from_pretrained(base, directory)
+    base.load_adapter(directory)
+    return base
 
 
 def run_of(out: Path, way: str | None, seed: int = 11, lora: Any = None, **changes: Any) -> Any:
     """A trainer of adapters; plain for way=None."""
     policy = policy_in(out)
     base = inf.offload(llama(), policy) if way == "before" else llama()
-    run = trainer(out, adapted(base, seed, **(lora or {})), **changes)
+    of = with_own(seed, **(lora or {})) if way == "own" else adapted(base, seed, **(lora or {}))
+    run = trainer(out, of, **changes)
     if way is None:
         return run
-    return embed(run, policy if way == "after" else None)
+    return embed(run, None if way == "before" else policy)
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 3}
@@ -73,25 +95,100 @@ def test_saved_adapters_load(tmp_path: Path, way: str) -> None:
     run.save_model(str(tmp_path / "out"))
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     close(run)
-    loaded = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
-    assert_same(loaded.state_dict(), weights)
+    assert_same(loaded_from(tmp_path / "out", way).state_dict(), weights)
+    # PEFT takes those of either.
+    both = peft.PeftModel.from_pretrained(llama(), tmp_path / "out")
+    assert_same(
+        {name.removeprefix("base_model.model."): v for name, v in both.state_dict().items()},
+        {name.removeprefix("base_model.model."): v for name, v in weights.items()},
+    )
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_best_adapters_come_back(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "alone"), [*((way, False) for way in WAYS), ("after", True), ("own", True)]
+)
+def test_the_best_adapters_come_back(tmp_path: Path, way: str, alone: bool) -> None:
     changes = {
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_strategy": "steps",
         "save_steps": 2,
         "load_best_model_at_end": True,
+        "save_only_model": alone,
         "learning_rate": 1.0,
     }
     run = run_of(tmp_path, way, **changes)
     ended = end_of(run)
     best = Path(run.state.best_model_checkpoint)
-    loaded = peft.PeftModel.from_pretrained(llama(), best)
-    assert_same(loaded.state_dict(), ended.weights)
+    assert best.name != "checkpoint-6"
+    assert_same(loaded_from(best, way).state_dict(), ended.weights)
+
+
+@pytest.mark.parametrize("way", ["after", "own"])
+def test_adapters_alone_begin_a_new_run(tmp_path: Path, way: str) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    first = end_of(run_of(tmp_path / "a", way, **saving))
+    saved = tmp_path / "a" / "checkpoint-3"
+    again = end_of(run_of(tmp_path / "b", way, seed=12), resume=str(saved))
+    # With their values, and moments that begin anew.
+    assert again.losses[:4] == first.losses[:4]
+    assert again.losses[4:] != first.losses[4:]
+
+
+def test_files_of_another_adapter_are_refused(tmp_path: Path) -> None:
+    adapted(llama(), target_modules=["k_proj"]).save_pretrained(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    run = run_of(tmp_path, "own")
+    with pytest.raises(ValueError, match=r"no adapter like 'default'.*k_proj"):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    close(run)
+
+
+MORE: dict[str, Any] = {
+    "dora": {"use_dora": True},
+    "modules to save": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [3, 5]},
+    "biases": {"bias": "lora_only", "use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_adapters_of_other_kinds(tmp_path: Path, kind: str) -> None:
+    whole = end_of(run_of(tmp_path / "a", "after", lora=MORE[kind], **SAVING))
+    plain = end_of(run_of(tmp_path / "b", None, lora=MORE[kind], **SAVING))
+    assert_near(whole, plain, ULPS)
+    saved = tmp_path / "a" / "checkpoint-3"
+    again = run_of(tmp_path / "c", "after", seed=12, lora=MORE[kind], **SAVING)
+    resumed = end_of(again, resume=str(saved))
+    assert resumed.losses == whole.losses
+    assert_same(resumed.weights, whole.weights)
+
+
+@pytest.mark.parametrize("active", [["second"], ["default", "second"]], ids=str)
+def test_several_adapters(tmp_path: Path, active: list[str]) -> None:
+    def run(name: str, policy: Any, seed: int = 11) -> Any:
+        model = adapted(llama(), seed)
+        model.add_adapter("second", config_of(r=2, target_modules=["q_proj"]))
+        model.base_model.set_adapter(active)
+        return trainer(tmp_path / name, model, policy=policy, **SAVING)
+
+    whole = end_of(run("a", {}))
+    assert_near(whole, end_of(run("b", None)), ULPS)
+    saved = tmp_path / "a" / "checkpoint-3"
+    again = end_of(run("c", {}, seed=12), resume=str(saved))
+    assert again.losses == whole.losses
+    assert_same(again.weights, whole.weights)
+    assert (saved / "second" / "adapter_model.safetensors").is_file()
+
+
+def test_adapters_of_parameters_are_refused(tmp_path: Path) -> None:
+    model = peft.get_peft_model(
+        mixtral(), peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"])
+    )
+    run = trainer(tmp_path, model)
+    with pytest.raises(ValueError, match=r"target_parameters=\['gate_up_proj'\].*target_modules"):
+        embed(run, policy_in(tmp_path))
+    assert not inf.offloaded_modules(model)
 
 
 def test_a_part_that_was_added_is_refused(tmp_path: Path) -> None:
@@ -106,15 +203,37 @@ def on_rank(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
     name, way = changes.pop("name"), changes.pop("way")
     resume, seed = changes.pop("resume", None), changes.pop("seed", 11)
     # Before the arguments make a group of their own, there is one.
-    run = run_of(
-        shared / name, way, seed + (rank if way == "before" else 0), ddp_backend="gloo", **changes
-    )
+    run = run_of(shared / name, way, seed + rank, ddp_backend="gloo", **changes)
     return end_of(run, resume=resume and str(shared / resume))
 
 
 def on_two(tmp_path: Path, place: str, **changes: Any) -> list[Any]:
     job = Job("on_rank", str(tmp_path), changes, module=__name__)
     return on_ranks(job, tmp_path / place, 2)
+
+
+def same_rows(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
+    way = changes.pop("way")
+    given = {"train_dataset": few_rows()}
+    settings = {"given": given, "train_sampling_strategy": "sequential", "ddp_backend": "gloo"}
+    return end_of(run_of(shared / "two", way, **settings, **changes))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_saved_on_two_ranks_and_resumed_on_one(tmp_path: Path, way: str) -> None:
+    """Two ranks with the same rows do what one does with them."""
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    job = Job("same_rows", str(tmp_path), {"way": way, **saving}, module=__name__)
+    two = on_ranks(job, tmp_path / "ranks", 2)
+    alone = run_of(
+        tmp_path / "alone", way, seed=12, given={"train_dataset": few_rows()},
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    ended = end_of(alone, resume=str(tmp_path / "two" / "checkpoint-3"))
+    # Sums over ranks round once more.
+    assert ended.losses == pytest.approx(two[0].losses, rel=DDP_ULPS)
+    for name, value in ended.weights.items():
+        torch.testing.assert_close(value, two[0].weights[name], rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from accelerate.state import AcceleratorState, GradientState
+from torch.distributed.device_mesh import init_device_mesh
 
 import infinity as inf
 from infinity.integrations.transformers import embed, from_pretrained
@@ -32,6 +33,9 @@ pytestmark = pytest.mark.integrations
 
 DDP_ULPS = 3e-7
 """Relative difference of losses: DDP divides before it adds, the engine after."""
+
+THREE_ULPS = 1e-6
+"""The same with three ranks, by which neither divides exactly, and with a norm."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,19 +65,36 @@ class Job:
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def summed(
+    outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None
+) -> torch.Tensor:
+    """A script's own loss: the sum over this rank's tokens, by the tokens of all ranks."""
+    found = torch.nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum"
+    )
+    return found / num_items_in_batch
+
+
 def ends(rank: int, place: Path, shared: Path, **changes: Any) -> Ended:
-    """Train once. name: of the run's directory; resume: from a checkpoint."""
+    """Train once. name: of the run's directory; resume: from a checkpoint; own_loss: by `summed`;
+    apart: each rank's model begins with values of its own."""
     name, resume = changes.pop("name"), changes.pop("resume", None)
     seed, policy = changes.pop("seed_of_model", 3), changes.pop("policy", {})
+    given = {"compute_loss_func": summed} if changes.pop("own_loss", False) else {}
+    seed += rank if changes.pop("apart", False) else 0
     run = trainer(
-        shared / name, llama(seed), policy=policy, ddp_backend="gloo", logging_steps=1, **changes
+        shared / name, llama(seed), policy=policy, given=given, ddp_backend="gloo", **changes
     )
     # Rows are dealt out: each rank has its own loss, and logs the mean.
     return end_of(run, resume=resume and str(shared / resume))
 
 
 def on_two(tmp_path: Path, run: str, place: str, **changes: Any) -> list[Any]:
-    return on_ranks(Job(run, str(tmp_path), changes), tmp_path / place, 2)
+    return on_some(tmp_path, run, place, 2, **changes)
+
+
+def on_some(tmp_path: Path, run: str, place: str, ranks: int, **changes: Any) -> list[Any]:
+    return on_ranks(Job(run, str(tmp_path), changes), tmp_path / place, ranks)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +106,12 @@ def on_two(tmp_path: Path, run: str, place: str, **changes: Any) -> list[Any]:
         {"policy": {"update": "backward"}, "gradient_accumulation_steps": 2},
         {"policy": {"accumulate": "local"}, "gradient_accumulation_steps": 2},
         {"eval_strategy": "steps", "eval_steps": 3},
+        {"label_smoothing_factor": 0.1, "neftune_noise_alpha": 5.0},
+        {"own_loss": True, "gradient_accumulation_steps": 2},
+        {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+        {"policy": {"update": "backward", "generations": 2}, "max_grad_norm": 0.5},
+        # As in DDP, those of the first count: a new head, say, that nobody seeded.
+        {"apart": True},
     ],
     ids=str,
 )
@@ -111,6 +138,67 @@ def test_resuming_on_two_ranks_and_on_one(tmp_path: Path) -> None:
     alone.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     assert alone.state.global_step == 4
     close(alone)
+
+
+def test_three_ranks_are_those_of_ddp_and_resume(tmp_path: Path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    embedded = on_some(tmp_path, "ends", "a", 3, name="embedded", **changes, **saving)
+    plain = on_some(tmp_path, "ends", "b", 3, name="plain", policy=None, **changes)
+    assert embedded[0].losses == pytest.approx(plain[0].losses, rel=THREE_ULPS)
+    again = on_some(
+        tmp_path, "ends", "c", 3, name="again", resume="embedded/checkpoint-3", **changes,
+        seed_of_model=9,
+    )  # fmt: skip
+    for rank in range(3):
+        assert again[rank].losses == embedded[0].losses
+        assert_same(again[rank].weights, embedded[0].weights)
+
+
+def test_a_durable_run_on_two_ranks(tmp_path: Path) -> None:
+    saving = {"save_strategy": "steps", "save_steps": 3, "policy": {"durable": True}}
+    whole = on_two(tmp_path, "ends", "a", name="whole", **saving)
+    again = on_two(
+        tmp_path, "ends", "b", name="again", resume="whole/checkpoint-3", seed_of_model=9, **saving
+    )
+    plain = on_two(tmp_path, "ends", "c", name="plain")
+    assert whole[0].losses == again[0].losses == plain[0].losses
+    assert_same(whole[0].weights, again[0].weights)
+
+
+def to_the_end(rank: int, place: Path, shared: Path) -> tuple[float, bool, int]:
+    run = trainer(shared / "run", policy={}, ddp_backend="gloo")
+    run.ref_model = inf.offload(llama(9).requires_grad_(False), policy_in(shared / "reference"))
+    run.train()
+    evaluated = run.evaluate()["eval_loss"]
+    run.end()
+    open_engines = inf.offloaded_modules(run.model) + inf.offloaded_modules(run.ref_model)
+    return evaluated, dist.is_initialized(), len(open_engines)
+
+
+def test_the_end_of_a_script_closes_the_engines_before_the_groups(tmp_path: Path) -> None:
+    """Without, each engine would say that the other ranks have failed."""
+    first, second = on_two(tmp_path, "to_the_end", "a")
+    assert first == second
+    assert first[1:] == (False, 0)
+
+
+def own_mesh(rank: int, place: Path, shared: Path) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "own"))["own"]
+    policy, told = policy_in(shared / f"of{rank}", mesh=mesh), []
+    for model in (llama(), inf.offload(llama(), policy)):
+        run = trainer(shared / "run", model, ddp_backend="gloo")
+        with pytest.raises(ValueError) as raised:
+            embed(run, policy)
+        told.append(str(raised.value))
+        close(run)
+    return told
+
+
+def test_a_model_of_each_ranks_own_is_refused(tmp_path: Path) -> None:
+    for told in on_two(tmp_path, "own_mesh", "a"):
+        assert all("offloaded for 1 rank(s), and the trainer runs 2" in each for each in told)
+        assert len(told) == 2
 
 
 def test_saved_on_two_ranks_and_resumed_on_one_has_the_same_states(tmp_path: Path) -> None:

@@ -7,6 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ import pytest
 import torch
 import transformers
 from accelerate.state import AcceleratorState
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 import infinity as inf
 from infinity.integrations.transformers import DriveFigures, embed, from_pretrained, save_pretrained
@@ -167,6 +172,97 @@ def test_a_bf16_model_resumes_with_its_masters(tmp_path: Path) -> None:
     assert_same(resumed.weights, whole.weights)
 
 
+class _Preempted(transformers.TrainerCallback):
+    """Asks for a checkpoint as SIGTERM does, between two micro-batches of the fourth step."""
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            self.asked.jit_manager.is_checkpoint_requested = True
+
+    def set_run(self, run: Any) -> None:
+        """Find the callback to ask."""
+        callbacks = run.callback_handler.callbacks
+        self.asked = next(each for each in callbacks if isinstance(each, JITCheckpointCallback))
+
+
+@pytest.mark.parametrize(
+    "policy", [{}, {"update": "backward", "generations": 2}], ids=["deferred", "backward"]
+)
+def test_a_checkpoint_upon_a_signal(tmp_path: Path, policy: dict[str, Any]) -> None:
+    """Saved between backward and the step, it goes on as the whole run."""
+    changes = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.5, "policy": policy}
+    whole = end_of(trainer(tmp_path / "whole", **changes))
+    preempted = _Preempted()
+    first = trainer(
+        tmp_path / "a", given={"callbacks": [preempted]}, enable_jit_checkpoint=True, **changes
+    )
+    preempted.set_run(first)
+    first.train()
+    close(first)
+    again = end_of(
+        trainer(tmp_path / "b", llama(seed=9), **changes),
+        resume=str(tmp_path / "a" / "checkpoint-3"),
+    )
+    assert again.losses == whole.losses
+    assert_same(again.weights, whole.weights)
+
+
+DURABLE = """
+import os, signal, sys
+from pathlib import Path
+import transformers
+from tests.integrations.hf_trainers import trainer
+
+class Killed(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+saving = {"save_strategy": "steps", "save_steps": 3}
+out = Path(sys.argv[1])
+trainer(out, policy={"durable": True}, given={"callbacks": [Killed()]}, **saving).train()
+"""
+
+
+def test_a_durable_run_that_was_killed(tmp_path: Path) -> None:
+    """Steps that it has committed stay until they are given up by name; the last checkpoint goes
+    on."""
+    script = [sys.executable, "-c", DURABLE, str(tmp_path / "a")]
+    root = Path(__file__).parents[2]
+    killed = subprocess.run(script, cwd=root, env={**os.environ, "PYTHONPATH": str(root)})
+    assert killed.returncode == -signal.SIGKILL
+    whole = end_of(trainer(tmp_path / "whole", policy={}))
+    run = trainer(tmp_path / "a", llama(seed=9), policy={"durable": True})
+    with pytest.raises(ValueError, match=r"committed up to step 4.*durable='new'"):
+        run.train(resume_from_checkpoint=True)
+    close(run)
+    again = trainer(tmp_path / "a", llama(seed=9), policy={"durable": "new"})
+    resumed = end_of(again, resume=True)
+    assert resumed.losses == whole.losses
+    assert_same(resumed.weights, whole.weights)
+
+
+def test_a_delayed_run_begins_its_delay_anew_where_it_goes_on(tmp_path: Path) -> None:
+    """The parameters of the step before are in no checkpoint: runs that go on from one are alike,
+    and differ from the one that went on by one step of delay."""
+    changes = {"policy": {"update": "delayed", "delayed_warmup": 1}, "max_grad_norm": 0.5}
+    saving = {"save_strategy": "steps", "save_steps": 3}
+    run = trainer(tmp_path / "a", **changes, **saving)
+    run.train()
+    whole = [line["loss"] for line in run.state.log_history if "loss" in line]
+    saved = str(tmp_path / "a" / "checkpoint-3")
+    # In the run itself, and in one of another beginning.
+    here = end_of(run, resume=saved)
+    there = end_of(trainer(tmp_path / "b", llama(seed=9), **changes), resume=saved)
+    assert there.losses == here.losses
+    assert_same(there.weights, here.weights)
+    assert here.losses[:3] == whole[:3]
+    assert here.losses[3:] != whole[3:]
+    deferred = end_of(trainer(tmp_path / "c", policy={}, max_grad_norm=0.5))
+    assert deferred.losses != whole
+    assert deferred.losses == pytest.approx(whole, rel=0.05)
+
+
 def test_resuming_the_same_trainer_and_the_last_checkpoint(tmp_path: Path) -> None:
     run = trainer(
         tmp_path, policy={}, save_strategy="steps", save_steps=2, gradient_accumulation_steps=2
@@ -240,14 +336,6 @@ def test_a_reference_model_takes_no_part_in_a_durable_run(tmp_path: Path) -> Non
     assert not reference.policy.durable
     reference.close()
     inf.handle(run.model).close()
-
-
-def test_adapters_of_the_model_itself_are_refused(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    model = llama()
-    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="get_peft_model"):
-        trainer(tmp_path, model, policy={})
 
 
 def test_a_second_trainer_takes_the_model_of_the_first(tmp_path: Path) -> None:
@@ -470,8 +558,13 @@ class Refusal:
             r"max_grad_norm=1\.0 with Policy\(update='backward'\).*give max_grad_norm=0",
             {"update": "backward"},
         ),
+        Refusal(
+            {"enable_jit_checkpoint": True},
+            r"enable_jit_checkpoint=True with Policy\(update='backward'\).*generations=2",
+            {"update": "backward"},
+        ),
     ],
-    ids=["class of torch", "clipping in backward"],
+    ids=["class of torch", "clipping in backward", "a save amid a step"],
 )
 def test_refusals(tmp_path: Path, case: Refusal) -> None:
     run = trainer(tmp_path, **case.changes)

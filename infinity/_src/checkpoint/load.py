@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity._src.distributed.communicator import Comm
+from infinity._src.memory.heap import Heap
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import NamedTensors, find_buffers
 from infinity._src.params.unit import Param, Unit
@@ -174,6 +175,8 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
     """
     sizes = {param: param.numel * param.dtype.itemsize for param, _ in matched.params}
     line = ProgressLine("loading weights", sum(sizes.values()), shown=of.comm.rank == 0)
+    # Tensors are of many sizes, and so are the holes that they leave.
+    heap = Heap.for_stream()
     with torch.inference_mode(False), torch.no_grad(), line:
         read = LastRead(source.read)
         # By names: the tiles of a weight take their parts of one tensor, which is read once.
@@ -181,6 +184,7 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
         for param, name in sorted(matched.params, key=lambda match: order[match[1]]):
             place, value = param.place, read(name)
             write_param(of, param, value if place is None else place.of(value))
+            heap.freed()
             line.advance(sizes[param])
         for buffer, name in matched.buffers:
             buffer.copy_(source.read(name))

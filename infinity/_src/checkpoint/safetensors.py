@@ -42,6 +42,7 @@ from infinity._src.kernels.tiling.tiled_module import (
     tiled_module_name,
     whole_name,
 )
+from infinity._src.memory.heap import Heap
 from infinity._src.memory.ledger import memory_left_bytes
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
@@ -359,6 +360,8 @@ def write_safetensors(
     files = WeightFiles(Path(directory), writes=comm.rank == 0)
     sizes = [part.size_bytes for part in parts]
     groups = group_units(sizes, parse_size(shard_bytes_max))
+    # What training needs from step to step is of no use here.
+    heap = Heap.for_stream()
     with files, ProgressLine("writing weights", sum(sizes), shown=comm.rank == 0) as line:
         # Rank 0 writes alone: the others learn here of its fault, instead of waiting at the next
         # read.
@@ -371,12 +374,16 @@ def write_safetensors(
             for part in group:
                 # Outside of the rendezvous: reading is collective itself.
                 tensors.update(parts[part].read())
+                heap.freed()
                 line.advance(sizes[part])
             file = shard_name(index, len(groups))
             with Rendezvous(comm, f"writing {file}"):
                 if tensors:
                     size_bytes = sum(tensor.nbytes for tensor in tensors.values())
                     files.put(file, tensors, size_bytes, functools.partial(_write_all, tensors))
+            # Before the next file is read, not when the name is taken by its tensors.
+            del tensors
+            heap.freed()
         with Rendezvous(comm, f"finishing {directory}"):
             files.finish()
 

@@ -82,6 +82,15 @@ def is_own(mesh: DeviceMesh | None) -> bool:
     return mesh is not None and mesh.mesh.flatten().tolist() == [dist.get_rank()]
 
 
+def own_numbers() -> tuple[int, int]:
+    """Return the rank of this process, and its number within its node, for an engine of this rank
+    alone, whose topology counts no others. The second as the launcher says; without one the first,
+    as on one machine.
+    """
+    rank = dist.get_rank()
+    return rank, int(os.environ.get("LOCAL_RANK", rank))
+
+
 @dataclasses.dataclass(frozen=True)
 class Topology:
     """Coordinates of one rank.

@@ -38,6 +38,11 @@ eight micro-batches; with 16 hardly any (measured, with flats and gradients of 2
 
 SPARE_BYTES_MAX = 384 << 20
 
+STREAM_SPARE_BYTES = 8 << 20
+"""Free memory that the heap may keep while all values of a model pass through memory once, whatever
+device computes.
+"""
+
 SHARE_MAX = 0.02
 """Share of the time for checks that take longer than BRIEF_S. glibc walks every free block: some 80
 microseconds where they are few, and a quarter of a second where the program has left half a
@@ -155,6 +160,12 @@ class Heap:
             if device_type == "cpu"
             else 0
         )
+
+    @classmethod
+    def for_stream(cls) -> Heap:
+        """Make the heap's limit for a fill, an export or a load, which use no memory twice. Gives
+        back all that is free now."""
+        return cls(STREAM_SPARE_BYTES, repeats=False)
 
     def step_begins(self) -> None:
         """Move on by a step; the first of `GIVE_BACK_STEPS` gives all free memory back, and blocks

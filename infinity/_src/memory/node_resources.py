@@ -29,6 +29,7 @@ from pathlib import Path
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
+from infinity._src.distributed.topology import is_own, own_numbers
 from infinity._src.memory.ledger import (
     RAM_SHARE,
     describe_limit,
@@ -97,9 +98,11 @@ class NodeResources:
         # A pattern stands for one directory of each rank; from here on the policy has this rank's
         # own.
         if any(is_directory_pattern(path) for path in policy.directories):
-            found = resolve_directories(
-                policy.directories, rank=comm.rank, local_rank=self._local_rank()
+            # An engine of this rank alone has rank 0 in every process.
+            rank, local_rank = (
+                own_numbers() if is_own(policy.mesh) else (comm.rank, self._local_rank())
             )
+            found = resolve_directories(policy.directories, rank=rank, local_rank=local_rank)
             policy = dataclasses.replace(policy, nvme=found)
         # By drive, not by path: directories on one drive share its bandwidth.
         drives = {path.resolve(): _drive(path) for path in policy.directories if path.is_dir()}

@@ -476,6 +476,7 @@ import infinity as inf
 from infinity._src import build
 from infinity._src.checkpoint import hub_export, safetensors
 from infinity._src.checkpoint.hub_files import HubTensors
+from infinity._src.memory import heap
 from tests import hub_models
 
 def anonymous():
@@ -508,7 +509,7 @@ largest = max(parameter.numel() for parameter in model.parameters()) * 2
 converting = HubTensors(model, Path(sys.argv[1])).converting_bytes
 inf.offload(model, policy, load=Path(sys.argv[1]))
 unit = max(unit.size_bytes for unit in inf.handle(model).units)
-print(peaks[0], 2 * unit + build.FILL_SPARE_BYTES, largest, converting)
+print(peaks[0], 2 * unit + heap.STREAM_SPARE_BYTES, largest, converting)
 for size in map(int, sys.argv[5:]):
     parts = hub_export.hub_parts(model, inf.handle(model), masters=False)
     groups = safetensors.group_units([part.size_bytes for part in parts], size)
