@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import version_of
+from infinity._src._torch_compat import dynamo_disable, version_of
 from infinity._src.microbatch.rows import DICTS, PerSlice, mapped, per_slice
 from infinity.errors import SlicesError
 
@@ -74,7 +74,7 @@ class Untouched:
     def __init__(self, arguments: Any) -> None:
         self._now = arguments
         self.before = mapped(arguments, lambda leaf: leaf)
-        self._marks = list(_marks(self.before))
+        self._marks = _all_marks(self.before)
 
     def check(self, owner: str) -> None:
         """Raise SlicesError for arguments that were written to."""
@@ -85,7 +85,7 @@ class Untouched:
                 "output"
             )
         # Of the copy: a UserDict may have got items.
-        if list(_marks(self.before)) != self._marks:
+        if _all_marks(self.before) != self._marks:
             raise SlicesError(
                 f"{owner} writes to a tensor or to an object among its arguments: slices share it, "
                 "or have a copy, and backward computes a slice again, so the next module and "
@@ -111,6 +111,11 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the version counters of tensors."""
     # Inference tensors have none.
     return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
+
+
+@dynamo_disable
+def _all_marks(value: Any) -> list[tuple[int, int]]:
+    return list(_marks(value))
 
 
 def _marks(value: Any, deep: int = _DEEP) -> Iterator[tuple[int, int]]:

@@ -69,8 +69,8 @@ def microbatched(
     forward: SlicesError for a cache, for arguments and outputs of blocks of which it is not clear
     how they are cut and joined, for blocks that write to buffers, arguments or tensors in
     attributes, draw from generators of their own, or leave a loss in an attribute, for modules that
-    were put in since, and for losses of routers that are of anything else, too. In backward: SlicesError for random numbers inside of a checkpoint of the caller's around a
-    block.
+    were put in since, and for losses of routers that are of anything else, too. In backward:
+    SlicesError for random numbers inside of a checkpoint of the caller's around a block.
     """
     _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from infinity._src._torch_compat import dynamo_disable
+
 SEEDS = 1 << 62
 """Bases are below this."""
 
@@ -99,6 +101,7 @@ class HostState:
     numpy: Any
 
     @classmethod
+    @dynamo_disable
     def now(cls) -> HostState:
         """Return the state as it is."""
         numpy = sys.modules.get("numpy")
@@ -118,6 +121,7 @@ class HostState:
         finally:
             outside._set()
 
+    @dynamo_disable
     def _set(self) -> None:
         random.setstate(self.python)
         if self.numpy is not None:

@@ -5,8 +5,8 @@
     attributes   a loss in `self.aux_loss`: that of one slice is left; a tensor that is written to,
                  and a generator that is drawn from, for each slice and again in backward
 
-None of these is what a loop over micro-batches leaves. Each is refused by name. What a call does to
-its arguments is in `infinity._src.microbatch.arguments`.
+None of these is what a loop over micro-batches leaves. Each is refused by name. Writes to
+arguments are told in `infinity._src.microbatch.arguments`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity._src._torch_compat import version_of
+from infinity._src._torch_compat import dynamo_disable, version_of
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
@@ -37,6 +37,7 @@ class SideEffects:
     first_time: tells whether something has not been said yet.
     """
 
+    @dynamo_disable
     def __init__(self, module: nn.Module, first_time: Callable[[str], bool]) -> None:
         # Attributes, not modules: these must go as soon as nobody else has them.
         self._attributes = [(name, inner.__dict__) for name, inner in module.named_modules()]
@@ -108,6 +109,7 @@ class SideEffects:
             if buffer is not None
         }
 
+    @dynamo_disable
     def _kept(self) -> dict[str, tuple[Any, Any]]:
         """Find tensors, floats and generators in attributes, each with what changes when it does.
         Of a list the last item counts."""

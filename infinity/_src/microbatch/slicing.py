@@ -69,7 +69,8 @@ class Slicing:
     """Number of slices, and the forward that runs.
 
     shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
-    are. numbers: of the model (`row_rules`). classes: those of its modules, by the class and the role that a module has.
+    are. numbers: of the model (`row_rules`). classes: those of its modules, by the class and the
+    role that a module has.
     """
 
     def __init__(
