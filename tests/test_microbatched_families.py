@@ -87,6 +87,8 @@ def make(task: str, name: str) -> nn.Module:
     torch.manual_seed(3)
     config = configuration(name)
     kind: Any = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")[type(config)]
+    # Of several classes the first is the plain one.
+    kind = kind[0] if isinstance(kind, tuple) else kind
     model: nn.Module = kind._from_config(config, dtype=torch.float32).train()
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():

@@ -150,7 +150,13 @@ class HandedOn:
             return
         pairs = zip(_user_dicts(now), _user_dicts(before), strict=True)
         self._written[index] = [
-            {key: item for key, item in mine.items() if item is not given.get(key, _MISSING)}
+            {
+                key: item
+                for key, item in mine.items()
+                if key not in given
+                or type(item) is not type(given[key])
+                or not same_items(item, given[key])
+            }
             for mine, given in pairs
         ]
 
@@ -170,9 +176,6 @@ class HandedOn:
                 whole[key] = per_slice([each[key] for each in written], owner)
         self._whole.clear()
         self._written.clear()
-
-
-_MISSING = object()
 
 
 def _user_dicts(value: Any) -> Iterator[UserDict[str, Any]]:
