@@ -505,6 +505,39 @@ def test_hidden_states_have_all_rows() -> None:
         torch.testing.assert_close(one, other)
 
 
+def eager_t5() -> nn.Module:
+    """T5 whose attention returns its weights."""
+    model: Any = models.t5()
+    model.set_attn_implementation("eager")
+    return model  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("factory", [models.mixtral, eager_t5])
+def test_attentions_have_all_rows_and_their_gradients(factory: Callable[[], nn.Module]) -> None:
+    """Modules inside of blocks return them, those of T5 the encoder's and the decoder's."""
+    names = ("attentions", "cross_attentions", "encoder_attentions", "decoder_attentions")
+
+    def attentions(out: Any) -> list[torch.Tensor]:
+        return [each for name in names for each in getattr(out, name, None) or ()]
+
+    def loss_of(out: Any) -> torch.Tensor:
+        # One number for each row, so that a loop adds up the same.
+        return sum((each.float().square().sum() for each in attentions(out)), torch.zeros(()))
+
+    batch, made = models.token_batches(1, rows=5)[0], models.make(factory)
+    model = models.make(Microbatched(factory, 2))
+    out = model(**batch, output_attentions=True)
+    found = [made(**part, output_attentions=True) for part in cut(batch, 2)]
+    assert len(attentions(out)) == len(attentions(found[0])) >= 2
+    for ours, *theirs in zip(attentions(out), *map(attentions, found), strict=True):
+        assert torch.equal(ours, torch.cat(theirs))
+    loss_of(out).backward()
+    for each in found:
+        loss_of(each).backward()
+    assert set(differing(grads_of(model), grads_of(made))) <= T5_SHARED
+
+
 def test_a_copy_and_a_pickle_run_in_slices_too() -> None:
     model, batch = models.make(Microbatched(models.llama, 2)), models.token_batches(1, rows=4)[0]
     loss = model(**batch).loss
@@ -711,13 +744,11 @@ def test_set_up_says_what_it_cannot_do(tmp_path: Path) -> None:
     inf.handle(offloaded).close()
 
 
-def test_caches_and_outputs_from_inside_of_blocks_are_refused_by_name() -> None:
+def test_caches_are_refused_by_name() -> None:
     from transformers import DynamicCache
 
     batch = models.token_batches(1, rows=4)[0]
     model: Any = models.make(Microbatched(models.mixtral, 2))
-    with pytest.raises(ValueError, match="output_attentions is on"):
-        model(**batch, output_attentions=True)
     with pytest.raises(ValueError, match="use_cache with gradients"):
         model(**batch, use_cache=True)
     cache = DynamicCache(config=model.config)

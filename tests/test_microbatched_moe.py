@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
-from infinity._src.microbatch import collected_logits
+from infinity._src.microbatch import collected_outputs
 from infinity._src.microbatch.rows import PerSlice
 from tests import harness, models
 from tests.harness import Training
@@ -314,7 +314,7 @@ def test_a_transformers_that_collects_in_another_way_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model: Any = models.make(Microbatched(models.mixtral, 2))
-    monkeypatch.setattr(collected_logits, "_collector", lambda: None)
+    monkeypatch.setattr(collected_outputs, "_collector", lambda: None)
     with pytest.raises(ValueError, match=r"install transformers 5\.23, or set config\.output_rou"):
         model(**padded(4))
     model(**padded(4), output_router_logits=False).loss.backward()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity as inf
 from infinity._src.hooks import activation_offload as activations
-from infinity._src.microbatch.row_rules import Batch, Unclear
+from infinity._src.microbatch.row_rules import Batch, Numbers, Unclear
 from tests import harness, models
 from tests.harness import Training
 from tests.test_bitwise import policy
@@ -479,7 +479,7 @@ shapes = st.lists(st.sampled_from([1, 2, 3, 4, 8, 12, 16]), min_size=1, max_size
 def test_a_tensor_with_rows_has_a_multiple_of_them(
     shape: list[int], rows: int, places: int, heads: frozenset[int], name: str
 ) -> None:
-    batch = Batch(rows, places, heads)
+    batch = Batch(rows, places, Numbers(heads))
     try:
         each = batch.rows_each(name, shape)
     except Unclear:

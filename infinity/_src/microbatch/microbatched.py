@@ -13,11 +13,12 @@ from infinity._src._torch_compat import is_compiled
 from infinity._src.kernels.tiling.deferred_logits import find_head
 from infinity._src.kernels.tiling.tiled_linear import TiledLinear
 from infinity._src.memory.device_room import SliceGrads, UnitBytes, slice_grad_bytes
-from infinity._src.microbatch.row_rules import counts_of
+from infinity._src.microbatch.row_rules import numbers_of
 from infinity._src.microbatch.sliced_module import (
     Role,
     SlicedModule,
     calls_loss_function,
+    is_worth_it,
     refusal_to_compile,
     slice_module,
 )
@@ -26,11 +27,6 @@ from infinity._src.params.blocks import CONTAINERS, Named, find_blocks
 from infinity.errors import SlicesError
 
 M = TypeVar("M", bound=nn.Module)
-
-_DROPOUTS: tuple[type, ...] = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
-)
 
 
 def microbatched(
@@ -71,10 +67,10 @@ def microbatched(
     that is offloaded or sliced already; SlicesError (a ValueError) for one without blocks, for one
     that is compiled as a whole, and for TorchScript. On an error the model is as it was. In
     forward: SlicesError for a cache, for arguments and outputs of blocks of which it is not clear
-    how they are cut and joined, for blocks that write to buffers, to lists or dicts among their
-    arguments, or leave a loss in an attribute, and for losses of routers that are of anything else,
-    too. In backward: SlicesError for random numbers inside of a checkpoint of the caller's around a
-    block.
+    how they are cut and joined, for blocks that write to buffers, arguments or tensors in
+    attributes, draw from generators of their own, or leave a loss in an attribute, for modules that
+    were put in since, and for losses of routers that are of anything else, too. In backward:
+    SlicesError for random numbers inside of a checkpoint of the caller's around a block.
     """
     _check(model, n, shared, checkpoint)
     names = {module: name for name, module in model.named_modules()}
@@ -92,7 +88,7 @@ def microbatched(
         n,
         frozenset(shared),
         checkpointed=checkpoint,
-        counts=counts_of([*names, *(one for one in configs if hasattr(one, "__dict__"))]),
+        numbers=numbers_of([*names, *(one for one in configs if hasattr(one, "__dict__"))]),
     )
     for module, role in roles.items():
         slice_module(module, role, slicing, names[module])
@@ -215,7 +211,7 @@ def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Rol
         around = has_block(module)
         if not isinstance(module, CONTAINERS):
             if not around:
-                if _is_worth_it(module):
+                if any(map(is_worth_it, module.modules())):
                     roles[module] = Role.HEAD if _is_head(module, head) else Role.PART
                 return
             roles[module] = Role.AROUND
@@ -224,13 +220,6 @@ def _roles(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[nn.Module, Rol
 
     visit(model)
     return roles
-
-
-def _is_worth_it(module: nn.Module) -> bool:
-    """True for a module that gets gradients, or draws random numbers."""
-    return any(True for _ in module.parameters()) or any(
-        isinstance(part, _DROPOUTS) for part in module.modules()
-    )
 
 
 def _is_head(module: nn.Module, head: nn.Module | None) -> bool:

@@ -5,15 +5,22 @@
 
 A plain loop that seeds so before micro-batch i draws the same masks. The generator of the caller
 moves on by that one number if a slice has drawn any, and stays if none has.
+
+The generators of Python and NumPy are not divided so (`HostState`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from infinity._src._torch_compat import dynamo_disable
 
 SEEDS = 1 << 62
 """Bases are below this."""
@@ -80,3 +87,44 @@ class RandomStreams:
         """Let the caller's generator move on if a slice has drawn, and nobody else has."""
         if self.drawn and torch.equal(torch.get_rng_state(), self._before):
             torch.set_rng_state(self._after)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """State of the generators of Python and NumPy. They have no stream for each slice and go on
+    from call to call. torch's checkpoints do not restore them, so backward would draw others.
+
+    python, numpy: the states.
+    """
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    @dynamo_disable
+    def now(cls) -> HostState:
+        """Return the state as it is."""
+        numpy = sys.modules.get("numpy")
+        if numpy is None:
+            return cls(random.getstate(), None)
+        name, keys, *rest = numpy.random.get_state()
+        # `==` does not compare arrays.
+        return cls(random.getstate(), (name, keys.tobytes(), *rest))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw from this state inside."""
+        outside = HostState.now()
+        self._set()
+        try:
+            yield
+        finally:
+            outside._set()
+
+    @dynamo_disable
+    def _set(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            numpy = sys.modules["numpy"]
+            name, keys, *rest = self.numpy
+            numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from infinity._src.microbatch.collected_logits import FLAG
+from infinity._src.microbatch.collected_outputs import FLAG
 from infinity._src.microbatch.replay import Record, Replay, Unneeded
 from infinity._src.microbatch.rows import like_dict
 from infinity._src.microbatch.slicing import Run, batch_of, loss_of_batch

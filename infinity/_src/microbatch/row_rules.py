@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import nn
+
 BY_ROW: Mapping[str, int] = {
     **dict.fromkeys(
         (
@@ -32,18 +34,33 @@ that has."""
 
 _COUNTED = ("head", "expert")
 
+_WIDTHS = ("_features", "hidden_size", "_dim", "d_model")
+"""Ends of names of widths."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """Numbers of a model that tensors without rows are as long as.
+
+    counts: of heads, experts or classes. flat: of tensors with one dimension or two: widths, and
+    numbers of layers and buckets, too.
+    """
+
+    counts: frozenset[int] = frozenset()
+    flat: frozenset[int] = frozenset()
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """Numbers that tensors are compared with.
 
-    rows: of the batch. places: the second dimension of its first tensor, if it has one. counts: of
-    heads, experts or classes.
+    rows: of the batch. places: the second dimension of its first tensor, if it has one. numbers:
+    of the model.
     """
 
     rows: int
     places: int | None
-    counts: frozenset[int]
+    numbers: Numbers
 
     def rows_each(self, name: str, shape: Sequence[int]) -> int:
         """Return how many rows of a tensor each row of the batch has; 0: all slices share it.
@@ -67,18 +84,22 @@ class Batch:
         )
         if self.places is None:
             plain = len(shape) > 2
-        if length in self.counts and not plain:
+        if length in self.numbers.counts and not plain:
             raise Unclear(
                 f"the batch has as many rows as the model has heads, experts or classes ({length})"
+            )
+        if length in self.numbers.flat and not plain and len(shape) < 3:
+            raise Unclear(
+                f"the batch has as many rows as the model has layers or values ({length})"
             )
         return 1
 
     def _rows_of_heads(self, shape: Sequence[int]) -> int:
         """Count the rows of a tensor [rows * heads, ...], as biases of attention have them."""
         each, rest = divmod(shape[0], self.rows)
-        if rest or each < 2 or len(shape) < 3 or each not in self.counts:
+        if rest or each < 2 or len(shape) < 3 or each not in self.numbers.counts:
             return 0
-        if shape[0] in self.counts:
+        if shape[0] in self.numbers.counts:
             raise Unclear(
                 f"the model has both {shape[0]} and {each} heads or experts, and the batch "
                 f"{self.rows} rows"
@@ -90,17 +111,22 @@ class Unclear(Exception):
     """Doubt whether a tensor has rows; the message says why."""
 
 
-def counts_of(owners: Iterable[Any]) -> frozenset[int]:
-    """Collect numbers of heads and experts from the attributes of modules and of configurations,
-    as in `num_attention_heads` and `n_head`."""
-    return frozenset(
-        value
-        for owner in owners
-        for key, value in vars(owner).items()
-        # `type`, not isinstance: True is an int.
-        if type(value) is int
-        and value > 1
-        and key.startswith(("n_", "num_"))
-        and any(word in key for word in _COUNTED)
-        and not key.endswith("_per_tok")
-    )
+def numbers_of(owners: Iterable[Any]) -> Numbers:
+    """Collect numbers from the attributes of modules and of configurations: heads and experts, as
+    in `num_attention_heads` and `n_head`; layers, as in `n_layers`; widths, as in `hidden_size`."""
+    counts: set[int] = set()
+    flat: set[int] = set()
+    for owner in owners:
+        if isinstance(owner, nn.ModuleList) and len(owner) > 1:
+            flat.add(len(owner))
+        for key, value in vars(owner).items():
+            # `type`, not isinstance: True is an int.
+            if type(value) is not int or value < 2:
+                continue
+            if key.startswith(("n_", "num_")) and not key.endswith("_per_tok"):
+                flat.add(value)
+                if any(word in key for word in _COUNTED):
+                    counts.add(value)
+            elif key.endswith(_WIDTHS):
+                flat.add(value)
+    return Numbers(frozenset(counts), frozenset(flat))

@@ -4,13 +4,14 @@
     Join   [rows of the slice, ...]   -> whole [rows, ...]
 
 Parts are copies with memory of their own: they are freed, or put away, one by one, and a kernel
-finds them aligned as a batch of their own would be. Both move values and never round.
+finds them aligned and laid out as a batch of their own would be. Both move values and never round.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -23,6 +24,9 @@ ALIGNED_BYTES = 256
 """Kernels may sum in another order where a tensor begins elsewhere than an allocation would."""
 
 Bounds = Sequence[tuple[int, int]]
+
+DICTS = (dict, UserDict)
+"""Types of dicts. Transformers has blocks share keys and values in a UserDict."""
 
 
 class PerSlice:
@@ -76,6 +80,19 @@ class PerSlice:
         found[0]._refuse(getattr(func, "__name__", str(func)))
 
 
+def per_slice(values: Sequence[Any], owner: str) -> Any:
+    """Put together the values of slices, the items of tuples and lists one by one: a `PerSlice`,
+    or the value that all slices have in common."""
+    first = values[0]
+    alike = all(type(value) is type(first) for value in values)
+    if alike and isinstance(first, (tuple, list)) and len({len(value) for value in values}) == 1:
+        items = [per_slice(column, owner) for column in zip(*values, strict=True)]
+        return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+    if all(value is first for value in values):
+        return first
+    return PerSlice(values, owner)
+
+
 def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
     """Return `value` with `leaf(item)` in place of each item of its tuples, lists and dicts."""
     if isinstance(value, tuple):
@@ -84,12 +101,12 @@ def mapped(value: Any, leaf: Callable[[Any], Any]) -> Any:
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if type(value) is list:
         return [mapped(item, leaf) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, DICTS):
         return like_dict(value, {key: mapped(item, leaf) for key, item in value.items()})
     return leaf(value)
 
 
-def like_dict(dictionary: dict[str, Any], items: dict[str, Any]) -> Any:
+def like_dict(dictionary: dict[str, Any] | UserDict[str, Any], items: dict[str, Any]) -> Any:
     """Return a dict of the type of `dictionary` with these items."""
     kind: Any = type(dictionary)
     # Outputs of transformers are dicts and dataclasses in one.
@@ -109,7 +126,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, DICTS):
         for item in value.values():
             yield from tensors_in(item)
 
@@ -135,20 +152,59 @@ def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _aligned(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Return rows of a tensor without gradient: a view where that is what a copy would be like."""
     part = whole[first:last]
     begins = first * whole.stride(0) * whole.element_size()
-    return part if begins % ALIGNED_BYTES == 0 else part.clone()
+    strides = _strides_with(whole, last - first)
+    alike = strides is None or strides == part.stride()
+    return part if begins % ALIGNED_BYTES == 0 and alike else _copied(whole, first, last)
+
+
+def _copied(whole: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Copy rows of a tensor."""
+    part = whole[first:last]
+    strides = None if whole.is_contiguous() else _strides_with(whole, last - first)
+    return part.clone() if strides is None else _empty(part, last - first, strides).copy_(part)
 
 
 def _concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate along the rows. The other dimensions keep their order in memory: kernels choose
-    by it."""
-    first = parts[0]
-    if first.is_contiguous():
+    """Concatenate along the rows."""
+    first, rows = parts[0], sum(map(len, parts))
+    strides = None if first.is_contiguous() else _strides_with(first, rows)
+    if strides is None:
         return torch.cat(list(parts))
-    order = [0, *sorted(range(1, first.dim()), key=first.stride, reverse=True)]
-    back = [order.index(dim) for dim in range(first.dim())]
-    return torch.cat([part.permute(order) for part in parts]).permute(back)
+    whole = _empty(first, rows, strides)
+    for place, part in zip(whole.split([len(part) for part in parts]), parts, strict=True):
+        place.copy_(part)
+    return whole
+
+
+def _empty(like: torch.Tensor, rows: int, strides: tuple[int, ...]) -> torch.Tensor:
+    shape = (rows, *like.shape[1:])
+    return torch.empty_strided(shape, strides, dtype=like.dtype, device=like.device)
+
+
+def _strides_with(tensor: torch.Tensor, rows: int) -> tuple[int, ...] | None:
+    """Return the strides that a tensor made in the same way has with `rows` rows; None for one that
+    is expanded, or has elements that share memory. Kernels choose, and sum, by strides.
+
+    Dimensions that are further apart than rows are so by as many rows as there are.
+    """
+    size, row = tensor.shape[0], tensor.stride(0)
+    found = list(tensor.stride())
+    for dim in range(1, tensor.dim()):
+        if tensor.shape[dim] > 1 and found[dim] > row:
+            times, rest = divmod(found[dim], row * size) if row else (0, 1)
+            if rest:
+                return None
+            found[dim] = times * row * rows
+    reach = 0
+    for stride, length in sorted(zip(found, (rows, *tensor.shape[1:]), strict=True)):
+        if length > 1:
+            if stride <= reach:
+                return None
+            reach += stride * (length - 1)
+    return tuple(found)
 
 
 class _Cut(torch.autograd.Function):
@@ -158,7 +214,7 @@ class _Cut(torch.autograd.Function):
     def forward(ctx: Any, whole: torch.Tensor, bounds: Bounds) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.bounds, ctx.row = bounds, whole.shape[1:]
-        return tuple(whole[first:last].clone() for first, last in bounds)
+        return tuple(_copied(whole, first, last) for first, last in bounds)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

@@ -101,7 +101,12 @@ class SlicedLogits(UncomputedLogits):
         def compute(forward: Callable[..., Any]) -> Any:
             pieces = run.cut((hidden,), {}, owner="the head", first=hidden)
             outputs = run.outputs(
-                forward, pieces, device=hidden.device, checkpointed=False, owner="the head"
+                forward,
+                pieces,
+                given=hidden,
+                device=hidden.device,
+                checkpointed=False,
+                owner="the head",
             )
             return run.join(outputs, "the head")
 
@@ -189,7 +194,12 @@ def sliced_loss(run: Run, function: Callable[..., Any], *args: Any, **kwargs: An
             return whole
         first = next(tensors_in([args, kwargs]))
         losses = run.outputs(
-            function, pieces, device=first.device, checkpointed=True, owner="the loss"
+            function,
+            pieces,
+            given=(args, kwargs),
+            device=first.device,
+            checkpointed=True,
+            owner="the loss",
         )
     for loss in losses:
         if not isinstance(loss, torch.Tensor) or loss.dim():
@@ -232,7 +242,12 @@ def _losses_of_head(
 
         pieces = run.cut_of_loss(function, args, kwargs, hidden=hidden, classes=logits.shape[-1])
         return run.outputs(
-            loss_of, pieces, device=hidden.device, checkpointed=True, owner="the loss"
+            loss_of,
+            pieces,
+            given=(args, kwargs),
+            device=hidden.device,
+            checkpointed=True,
+            owner="the loss",
         )
 
     computed: list[Any] = logits.in_head(losses)

@@ -22,9 +22,10 @@ import torch
 from torch import nn
 
 from infinity._src._torch_compat import dynamo_disable, hooks_of
-from infinity._src.microbatch.collected_logits import (
+from infinity._src.microbatch.collected_outputs import (
+    ATTENTIONS,
     FLAG,
-    asks_for_router_logits,
+    asks_for,
     can_be_told_apart,
 )
 from infinity._src.microbatch.replay import UNNEEDED
@@ -37,6 +38,13 @@ from infinity.errors import SlicesError
 
 NAME = "_infinity_name"
 """Attribute of a sliced module: its name in the model."""
+
+_DROPOUTS: tuple[type, ...] = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+
+_NEVER_CALLED = (nn.ParameterList, nn.ParameterDict)
 
 _OWN = "_infinity_forward"
 """Attribute of a sliced module: the forward that it had instead of that of its class."""
@@ -77,6 +85,27 @@ class SlicedModule:
 
 def _made(base: type[nn.Module], role: Role, slicing: Slicing) -> Any:
     return base.__new__(sliced_class(base, role, slicing))
+
+
+def is_worth_it(module: nn.Module) -> bool:
+    """True for a module that itself gets gradients, or draws random numbers."""
+    held = any(param is not None for param in module._parameters.values())
+    return held or isinstance(module, _DROPOUTS)
+
+
+def _refuse_new(module: nn.Module, prefix: str) -> None:
+    """Raise SlicesError for a module that was put in since: it would run once for the batch.
+    prefix: of the names of modules inside of `module`."""
+    for name, child in module.named_children():
+        role = type(child)._infinity_role if isinstance(child, SlicedModule) else None
+        if role is None and is_worth_it(child) and not isinstance(child, _NEVER_CALLED):
+            raise SlicesError(
+                f"{prefix}{name}, a {type(child).__name__}, was put into the model after "
+                "inf.microbatched, and would run once for all slices; call inf.microbatched after "
+                "what changes the model (adapters of peft, another head)"
+            )
+        if role in (None, Role.AROUND):
+            _refuse_new(child, f"{prefix}{name}.")
 
 
 def slice_module(module: nn.Module, role: Role, slicing: Slicing, name: str) -> None:
@@ -146,7 +175,7 @@ def _forward_inside(base: type[nn.Module], role: Role) -> Callable[..., Any]:
         # Only `SlicedLogits.in_head` gives it, to a head.
         instead = kwargs.pop(HEAD_CALL, None)
         if instead is not None:
-            with slicing.effects_of(self).refused(_name(self), several=False):
+            with slicing.effects_of(self).refused(_name(self), several=False, again=False):
                 return instead(bound)
         # A tiled loss computes "instead" of a linear, and has its own way with rows.
         if slicing.is_plain or kwargs.get("instead") is not None:
@@ -219,8 +248,10 @@ def _forward_around(base: type[nn.Module]) -> Callable[..., Any]:
             # It generates inside of a forward with gradients.
             with slicing.slice():
                 return bound(*args, **kwargs)
+        if slicing.run is None:
+            _refuse_new(self, f"{self.__dict__[NAME]}." if self.__dict__[NAME] else "")
         names = _names(self, bound, names_of_class)
-        kwargs = _without_cache(self, names, args, kwargs)
+        kwargs = _without_cache(self, names, args, kwargs, inside=slicing.run is not None)
         with slicing.forward(_name(self), args, kwargs) as run:
             if run.record is not None and FLAG in kwargs:
                 # The model around has it off, and computes the losses of its routers in a replay.
@@ -300,21 +331,14 @@ def _check_outputs(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     Raises: SlicesError for outputs that a model would put together wrongly.
     """
     config = getattr(module, "config", None)
-    attentions = kwargs.get("output_attentions")
-    if attentions or (attentions is None and getattr(config, "output_attentions", False)):
-        raise SlicesError(
-            f"{_name(module)}: output_attentions is on, and the model collects these once for each "
-            "call inside of a block: inf.microbatched calls a block once for each slice; set "
-            "config.output_attentions=False in training"
-        )
-    wanted = asks_for_router_logits(config, kwargs)
+    wanted = [flag for flag in (FLAG, ATTENTIONS) if asks_for(flag, config, kwargs)]
     if wanted and not can_be_told_apart():
         raise SlicesError(
-            f"{_name(module)}: {FLAG} is on, and the installed transformers collects the logits of "
-            "routers in a way that inf.microbatched does not know; install transformers 5.23, or "
-            f"set config.{FLAG}=False in training"
+            f"{_name(module)}: {wanted[0]} is on, and the installed transformers collects outputs "
+            "from inside of blocks in a way that inf.microbatched does not know; install "
+            f"transformers 5.23, or set config.{wanted[0]}=False in training"
         )
-    return wanted
+    return FLAG in wanted
 
 
 def _cache_asked(kwargs: dict[str, Any]) -> str:
@@ -325,19 +349,24 @@ def _cache_asked(kwargs: dict[str, Any]) -> str:
 
 
 def _without_cache(
-    module: nn.Module, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: nn.Module,
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    inside: bool,
 ) -> dict[str, Any]:
     """Return the arguments with `use_cache=False`, where the forward has it: a cache would mix the
-    rows of slices.
+    rows of slices. inside: of a forward in slices, so that the model asks, and not the caller.
 
-    Raises: SlicesError for a cache that the caller asks for.
+    Raises: SlicesError for a cache that the caller asks for, or that there is.
     """
     name = _cache_asked(kwargs)
-    if name:
+    if name and not (inside and name == "use_cache" and kwargs.get("past_key_values") is None):
         raise SlicesError(
             f"{_name(module)}: {name} with gradients: slices of a batch cannot share a cache; "
             f"leave {name} out, or run under torch.no_grad()"
         )
-    if "use_cache" in names and names.index("use_cache") >= len(args):
+    if name or ("use_cache" in names and names.index("use_cache") >= len(args)):
         return {**kwargs, "use_cache": False}
     return kwargs

@@ -30,13 +30,14 @@ from infinity._src._torch_compat import (
     clear_autocast_cache,
     graph_task_id,
     named_checkpoints,
-    version_of,
 )
-from infinity._src.microbatch.collected_logits import CollectedLogits
-from infinity._src.microbatch.random_streams import RandomStreams
+from infinity._src.microbatch.arguments import Arguments, HandedOn, Untouched, versions_of
+from infinity._src.microbatch.collected_outputs import CollectedOutputs
+from infinity._src.microbatch.random_streams import HostState, RandomStreams
 from infinity._src.microbatch.replay import Record, Replay
-from infinity._src.microbatch.row_rules import BY_ROW, Batch, Unclear
+from infinity._src.microbatch.row_rules import BY_ROW, Batch, Numbers, Unclear
 from infinity._src.microbatch.rows import (
+    DICTS,
     PerSlice,
     cut_rows,
     join_rows,
@@ -45,7 +46,7 @@ from infinity._src.microbatch.rows import (
     settled,
     tensors_in,
 )
-from infinity._src.microbatch.side_effects import SideEffects, same_items
+from infinity._src.microbatch.side_effects import SideEffects
 from infinity.errors import SlicesError
 
 log = logging.getLogger("infinity")
@@ -68,8 +69,8 @@ class Slicing:
     """Number of slices, and the forward that runs.
 
     shared: names of arguments that all slices get whole. checkpointed: slices that backward wants
-    are. counts: numbers of heads and experts (`row_rules.Batch`). classes: those of its modules, by
-    the class and the role that a module has.
+    are. numbers: of the model (`row_rules`). classes: those of its modules, by the class and the
+    role that a module has.
     """
 
     def __init__(
@@ -78,12 +79,12 @@ class Slicing:
         shared: frozenset[str] = frozenset(),
         *,
         checkpointed: bool = True,
-        counts: frozenset[int] = frozenset(),
+        numbers: Numbers | None = None,
     ) -> None:
         self.count = count
         self.shared = shared
         self.checkpointed = checkpointed
-        self.counts = counts
+        self.numbers = numbers or Numbers()
         self.classes: dict[tuple[type, object], type] = {}
         self._forwards = self._slices = 0
         # Modules in whose calls a forward in slices has begun.
@@ -95,7 +96,7 @@ class Slicing:
 
     def __reduce__(self) -> Any:
         """Copy and pickle without the classes, which belong to this object."""
-        made = functools.partial(Slicing, checkpointed=self.checkpointed, counts=self.counts)
+        made = functools.partial(Slicing, checkpointed=self.checkpointed, numbers=self.numbers)
         return made, (self.count, self.shared)
 
     def first_time(self, what: str) -> bool:
@@ -107,7 +108,7 @@ class Slicing:
     def effects_of(self, module: nn.Module) -> SideEffects:
         """Return the watch over the side effects of a module."""
         if module not in self._watched:
-            self._watched[module] = SideEffects(module)
+            self._watched[module] = SideEffects(module, self.first_time)
         return self._watched[module]
 
     @property
@@ -258,39 +259,50 @@ class Run:
         ]
         name, first = tensors[0] if tensors else ("", None)
         has_rows = first is not None and first.dim() > 0 and first.shape[0] == self.rows
-        if is_block:
-            if not has_rows:
-                shape = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
-                raise SlicesError(
-                    f"{owner} got {shape} first ({name}), where the batch has {self.rows} rows: "
-                    "inf.microbatched runs blocks that get the batch; name other modules in "
-                    "blocks=, or in shared= the arguments that have no rows"
-                )
-            assert first is not None
-            self._check_rows_first(module, owner, name, first)
+        if is_block and not has_rows:
+            shape = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
+            raise SlicesError(
+                f"{owner} got {shape} first ({name}), where the batch has {self.rows} rows: "
+                "inf.microbatched runs blocks that get the batch; name other modules in blocks=, "
+                "or in shared= the arguments that have no rows"
+            )
+        if first is not None and has_rows:
+            self._check_rows_first(module, owner, name, first, is_block)
         if first is None or not (has_rows or _is_lookup(first)):
             self._say_once(module, owner)
             return forward(*args, **kwargs)
         wanted = is_block or any(tensor.requires_grad for _, tensor in tensors)
-        with self.slicing.effects_of(module).refused(owner, several=self.count > 1):
+        checkpointed = checkpointed and wanted and self.slicing.checkpointed
+        several = self.count > 1
+        effects = self.slicing.effects_of(module)
+        with effects.refused(owner, several=several, again=several or checkpointed):
             outputs = self.outputs(
                 forward,
                 self.cut(args, kwargs, owner=owner, names=names, first=first),
+                given=(args, kwargs),
                 device=first.device,
-                checkpointed=checkpointed and wanted,
+                checkpointed=checkpointed,
                 owner=owner,
             )
         # Positions that a part makes for itself have one row for all, whatever it gets.
         return self.join(outputs, owner, expand=not is_block and _is_whole(first))
 
     def _check_rows_first(
-        self, module: nn.Module, owner: str, name: str, first: torch.Tensor
+        self, module: nn.Module, owner: str, name: str, first: torch.Tensor, is_block: bool
     ) -> None:
-        """Raise SlicesError for a block whose first tensor may have the sequence first."""
-        if self.count == 1 or first.dim() < 3 or first.shape[1] != self.rows:
+        """Raise SlicesError for a module whose first tensor may have the sequence first."""
+        if self.count == 1 or self._has_made(first):
             return
         said = [part.batch_first for part in module.modules() if hasattr(part, "batch_first")]
-        known = all(said) if said else name in BY_ROW or self._has_made(first)
+        if said and first.dim() == 2 and not _is_whole(first):
+            raise SlicesError(
+                f"{owner}: the batch has as many rows as {name} {list(first.shape)}, which such a "
+                "module takes for one sequence, and inf.microbatched cannot tell whether it is "
+                f"one: name it in shared=[{name!r}] if so, or train with batches of another size"
+            )
+        if first.dim() < 3 or first.shape[1] != self.rows:
+            return
+        known = all(said) if said else not is_block or name in BY_ROW
         if not known:
             raise SlicesError(
                 f"{owner}: the batch has as many rows as a sequence has places ({self.rows}), and "
@@ -320,25 +332,30 @@ class Run:
         forward: Callable[..., Any],
         pieces: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
         *,
+        given: Any,
         device: torch.device,
         checkpointed: bool,
         owner: str,
     ) -> list[Any]:
-        """Run `forward` for the arguments of each slice, the last slice first. checkpointed: where
-        that saves anything, and is wanted at all."""
+        """Run `forward` for the arguments of each slice, the last slice first. given: these before
+        they were cut. checkpointed: where that saves anything, and is wanted at all."""
         checkpointed = checkpointed and self.slicing.checkpointed and torch.is_grad_enabled()
         found: list[Any] = [None] * self.count
-        collected = CollectedLogits(self.count)
+        collected, handed = CollectedOutputs(self.count), HandedOn(given, self.count)
+        state = HostState.now() if checkpointed else None
         try:
             for index in reversed(range(self.count)):
-                args, kwargs = pieces[index]
-                compute, tensors = _taken_out(self.slicing, forward, device, args, kwargs, owner)
+                arguments = Arguments(*pieces[index])
+                tensors = arguments.take_out()
+                made = _OneSlice(self.slicing, forward, device, arguments, owner)
                 stream = self._streams.of(index, device)
                 with stream, named_checkpoints(owner), collected.of(index):
                     if checkpointed:
-                        found[index] = checkpoint(compute, *tensors, use_reentrant=False)
+                        found[index] = checkpoint(made, *tensors, use_reentrant=False)
                     else:
-                        found[index] = compute(*tensors)
+                        found[index] = made(*tensors)
+                handed.note(index, *made.arguments)
+                state = made.end(state)
         finally:
             # Also where torch breaks off: it has all that backward needs.
             if self._is_part and self._streams.drawn:
@@ -347,7 +364,8 @@ class Run:
                     "in backward, where slices would draw others; take that checkpoint out: "
                     "inf.microbatched checkpoints each slice of a block"
                 )
-        collected.join(owner)
+        collected.join(owner, lambda parts: self.join(parts, owner))
+        handed.give_back(owner)
         return found
 
     # -- cutting and joining -----------------------------------------------------------------------
@@ -360,19 +378,18 @@ class Run:
         owner: str,
         names: Sequence[str] = (),
         first: torch.Tensor | None = None,
-        counts: frozenset[int] | None = None,
+        numbers: Numbers | None = None,
         any_object: bool = False,
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Cut arguments: tensors with the rows of the batch by rows, all else is shared.
 
-        names: of the positional arguments. first: has rows. counts: lengths of tensors without
-        rows, instead of the model's. any_object: share objects of every type, too. Raises:
+        names: of the positional arguments. first: has rows. numbers: instead of
+        the model's. any_object: share objects of every type, too. Raises:
         SlicesError else for an object that may hold rows (a cache), and for arguments of which it
         is not clear whether they have rows.
         """
         places = first.shape[1] if first is not None and first.dim() > 1 else None
-        counted = self.slicing.counts if counts is None else counts
-        batch = Batch(self.rows, places, counted)
+        batch = Batch(self.rows, places, self.slicing.numbers if numbers is None else numbers)
 
         def parts_of(name: str, value: Any) -> PerSlice:
             if isinstance(value, PerSlice):
@@ -426,7 +443,7 @@ class Run:
             owner="the loss",
             names=("hidden_states",) * len(before) + argument_names(function, bound=True),
             first=hidden,
-            counts=frozenset(widths if classes is None else {classes}),
+            numbers=Numbers(frozenset(widths if classes is None else {classes})),
             any_object=True,
         )
 
@@ -445,7 +462,7 @@ class Run:
 
     def _refuse_lists_of_rows(self, owner: str, name: str, value: Any) -> None:
         """Raise SlicesError for a list of plain items that may have one for each row."""
-        if isinstance(value, dict):
+        if isinstance(value, DICTS):
             for item in value.values():
                 self._refuse_lists_of_rows(owner, name, item)
         if not isinstance(value, (tuple, list)) or isinstance(value, torch.Size) or self.count == 1:
@@ -560,7 +577,7 @@ class _Parts:
     ) -> None:
         self._whole = whole
         self.parts = parts
-        self._versions = _versions([tensor, *parts])
+        self._versions = versions_of([tensor, *parts])
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """True when they are the tensor's, nobody has written to it or to them since, and they
@@ -568,73 +585,62 @@ class _Parts:
         wants_graph = torch.is_grad_enabled() and tensor.requires_grad
         return (
             self._whole() is tensor
-            and self._versions == _versions([tensor, *self.parts])
+            and self._versions == versions_of([tensor, *self.parts])
             and (self.parts[0].requires_grad or not wants_graph)
         )
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    # Inference tensors have no version counter.
-    return [0 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
 
 def _part(index: int) -> Callable[[PerSlice], Any]:
     return lambda cut: cut.parts[index]
 
 
-class _Place:
-    """Place of a tensor that was taken out of the arguments."""
+class _OneSlice:
+    """Computation of one slice, as a function of the tensors that were taken out of its arguments:
+    once in forward, and once more where backward computes it again.
 
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _taken_out(
-    slicing: Slicing,
-    forward: Callable[..., Any],
-    device: torch.device,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    owner: str,
-) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """Take the first tensor, and all with gradients, out of the arguments of a slice. Returns the
-    slice as a function of them: inputs of a checkpoint may leave memory (`activations=`), and tell
-    it the device whose random numbers it keeps.
+    arguments: of the call in forward as they are now and as they were, until its end.
     """
-    tensors: list[torch.Tensor] = []
 
-    def take(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or (tensors and not leaf.requires_grad):
-            return leaf
-        tensors.append(leaf)
-        return _Place(len(tensors) - 1)
+    def __init__(
+        self,
+        slicing: Slicing,
+        forward: Callable[..., Any],
+        device: torch.device,
+        arguments: Arguments,
+        owner: str,
+    ) -> None:
+        self.arguments: tuple[Any, Any] = (None, None)
+        self._slicing, self._forward, self._device = slicing, forward, device
+        self._taken, self._owner = arguments, owner
+        self._has_run = False
+        self._state: HostState | None = None
 
-    places = mapped((args, kwargs), take)
-
-    def compute(*given: torch.Tensor) -> Any:
-        with slicing.slice():
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        again = contextlib.nullcontext() if self._state is None else self._state.again()
+        with again, self._slicing.slice():
             # A copy that autocast made of a weight for another slice would add up the gradients of
             # both in 16 bits.
-            clear_autocast_cache(device.type)
-            filled_args, filled_kwargs = mapped(
-                places, lambda leaf: given[leaf.index] if isinstance(leaf, _Place) else leaf
-            )
-            given_args, given_kwargs = mapped((filled_args, filled_kwargs), lambda leaf: leaf)
-            output = forward(*filled_args, **filled_kwargs)
-            _refuse_written(owner, filled_args, given_args)
-            _refuse_written(owner, filled_kwargs, given_kwargs)
+            clear_autocast_cache(self._device.type)
+            args, kwargs = self._taken.with_tensors(tensors)
+            watch = Untouched((args, kwargs))
+            output = self._forward(*args, **kwargs)
+            watch.check(self._owner)
+            if not self._has_run:
+                self._has_run = True
+                self.arguments = ((args, kwargs), watch.before)
             return mapped(output, settled)
 
-    return compute, tensors
-
-
-def _refuse_written(owner: str, now: Any, before: Any) -> None:
-    """Raise SlicesError for lists and dicts among arguments that have got other items."""
-    if not same_items(now, before):
-        raise SlicesError(
-            f"{owner} writes to a list or a dict among its arguments, and inf.microbatched gives "
-            "each slice one of its own: what it writes would be lost; return it with the output"
-        )
+    def end(self, before: HostState | None) -> HostState | None:
+        """End the forward, which began in a state of Python's and NumPy's generators, if backward
+        computes it again. Returns the state now."""
+        self.arguments = (None, None)
+        if before is None:
+            return None
+        now = HostState.now()
+        # Most modules draw nothing there, and nothing is to be restored.
+        if now != before:
+            self._state = before
+        return now
 
 
 def _named(
