@@ -138,7 +138,7 @@ def changed(place: Path) -> None:
         ids = torch.arange(8)[None]
         engine, *_ = deepspeed.initialize(model=mapped, config=config)
         assert torch.equal(engine(ids).logits, truth(ids).logits)
-        with pytest.raises(RuntimeError, match="change the module before `inf.offload`"):
+        with pytest.raises(RuntimeError, match=r"change the module before `inf\.offload`"):
             mapped.resize_token_embeddings(120)
     engine.destroy()
     assert files == {file: file.read_bytes() for file in (place / "llama").iterdir()}
