@@ -14,13 +14,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "deepspeed_scripts"
 
-_AUTO = {
-    name: "auto"
-    for name in (
-        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-    )
-}  # fmt: skip
+_AUTO = dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto")  # fmt: skip
 _FP16 = {
     "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
     "hysteresis": 2, "min_loss_scale": 1,

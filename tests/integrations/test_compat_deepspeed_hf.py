@@ -5,7 +5,6 @@ numbers of the engine's own path, to the bit.
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch
 import transformers
 
-import infinity as inf
 from tests.integrations.deepspeed_hf import (
     SCRIPTS,
     finetuned,
     found_in,
     logged,
     nvme,
-    ran,
     without,
     zero2,
     zero3,

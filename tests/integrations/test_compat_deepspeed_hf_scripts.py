@@ -21,8 +21,6 @@ from tests.integrations.deepspeed_hf import (
     ran,
     without,
     written,
-    zero2,
-    zero3,
 )
 from tests.integrations.hf_trainers import llama
 from tests.integrations.test_compat_deepspeed_hf import plain, weights_in
