@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from the checkpoint's files.
+"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from files.
 
 transformers builds such a model under `zero.Init`, merges all files on rank 0, and copies tensor
 by tensor into the parameters of all ranks. Here each rank maps the files, and the memory of a
