@@ -36,8 +36,8 @@ Classifier = transformers.AutoModelForSequenceClassification
 def configuration(place: Path, **more: Any) -> dict[str, Any]:
     """The NVMe example as it is when trainers have filled it."""
     filled = without(
-        nvme(place / "drive"), "optimizer", "scheduler", "fp16", "bf16", "gradient_accumulation_steps",
-        "gradient_clipping", "train_batch_size",
+        nvme(place / "drive"), "optimizer", "scheduler", "fp16", "bf16", "train_batch_size",
+        "gradient_accumulation_steps", "gradient_clipping",
     )  # fmt: skip
     for name in list(filled["zero_optimization"]):
         if filled["zero_optimization"][name] == "auto":

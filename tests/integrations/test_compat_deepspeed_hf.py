@@ -1,5 +1,5 @@
-"""transformers' Trainer with a DeepSpeed configuration, in unchanged scripts, over the stand-in: the
-numbers of the engine's own path, to the bit.
+"""transformers' Trainer with a DeepSpeed configuration, in unchanged scripts, over the stand-in:
+the numbers of the engine's own path, to the bit.
 """
 
 from __future__ import annotations
