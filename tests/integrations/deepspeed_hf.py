@@ -14,7 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "deepspeed_scripts"
 
-_AUTO = dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto")  # fmt: skip
+_AUTO = dict.fromkeys(
+    (
+        *("gradient_accumulation_steps", "gradient_clipping"),
+        *("train_batch_size", "train_micro_batch_size_per_gpu"),
+    ),
+    "auto",
+)
 _FP16 = {
     "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
     "hysteresis": 2, "min_loss_scale": 1,
@@ -126,7 +132,7 @@ def finetuned(
 
 
 def found_in(out: Path, ranks: int) -> list[dict[str, Any]]:
-    """What a script has written on each rank."""
+    """Read the records that a script has written on each rank."""
     return [json.loads((out / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
 
