@@ -16,11 +16,11 @@ SCRIPTS = Path(__file__).parent / "deepspeed_scripts"
 
 _AUTO = dict.fromkeys(
     (
-        *("gradient_accumulation_steps", "gradient_clipping"),
-        *("train_batch_size", "train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
+        "train_micro_batch_size_per_gpu",
     ),
     "auto",
-)
+)  # fmt: skip
 _FP16 = {
     "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
     "hysteresis": 2, "min_loss_scale": 1,
@@ -76,7 +76,9 @@ def nvme(drive: Path) -> dict[str, Any]:
 def _whole(zero: dict[str, Any]) -> dict[str, Any]:
     rest = {"fp16": _FP16, "bf16": {"enabled": "auto"}, "optimizer": _OPTIMIZER}
     rest |= {"scheduler": _SCHEDULER, "steps_per_print": 2000, "wall_clock_breakdown": False}
-    return json.loads(json.dumps({**rest, "zero_optimization": zero, **_AUTO}))  # type: ignore[no-any-return]
+    whole = {**rest, "zero_optimization": zero, **_AUTO}
+    copied: dict[str, Any] = json.loads(json.dumps(whole))
+    return copied
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -132,7 +134,7 @@ def finetuned(
 
 
 def found_in(out: Path, ranks: int) -> list[dict[str, Any]]:
-    """Read the records that a script has written on each rank."""
+    """What a script has written on each rank."""
     return [json.loads((out / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
 

@@ -1,5 +1,5 @@
-"""`from_pretrained` under ZeRO-3 over the stand-in: `deepspeed_loads` has the tests themselves.
-Each runs in a process of its own, since `install()` is for a whole process.
+"""`from_pretrained` under ZeRO-3 over the stand-in: `deepspeed_loads` has the tests, each
+run in a process of its own, since `install()` is for a whole process.
 """
 
 from __future__ import annotations
