@@ -83,6 +83,12 @@ def initialize(
     settings = Settings.read(_config_of(args, config, config_params), _world_size())
     _check_args(args)
     _check_client(optimizer, lr_scheduler)
+    settings.check_filled(
+        _world_size(),
+        optimizer=optimizer is None,
+        scheduler=lr_scheduler is None
+        and (optimizer is not None or settings.run.optimizer is not None),
+    )
     device = get_accelerator().device()
     policy = settings.policy(_local_device(device))
     plan = plan_optimizer(settings, model, optimizer, model_parameters)
