@@ -611,7 +611,8 @@ ZERO = below(
     ignored("save_muon_momentum_buffer_in_memory", FLAG, "there is no Muon here"),
     ignored(
         "leaf_module.classes leaf_module.names leaf_module.name_suffixes", TEXTS,
-        "a block is gathered as one, whatever its parts do; `units` names other blocks",
+        "a block is gathered as one, whatever its parts do; `units` names other blocks, and "
+        "`infinity.compat.deepspeed` makes leaves units",
     ),
     refused(
         "zenflow", off_at(None),
