@@ -71,6 +71,21 @@ class Settings:
             log.info("DeepSpeed configuration: %s", _STAGE_0)
         return cls(values, run, stage)
 
+    def check_filled(self, world_size: int, *, optimizer: bool, scheduler: bool) -> None:
+        """Check that no value that counts is "auto" still: DeepSpeed leaves them to its caller.
+        optimizer, scheduler: whether those of the configuration are taken.
+
+        Raises: DeepSpeedRefusal naming the keys and the fix.
+        """
+        taken = {"optimizer": optimizer, "scheduler": scheduler}
+        values = {name: value for name, value in self.config.items() if taken.get(name, True)}
+        try:
+            inf.read_deepspeed(
+                values if self.stage else _as_stage_1(values), world_size=world_size
+            )
+        except ValueError as error:
+            raise DeepSpeedRefusal(str(error)) from error
+
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype to which parameters are cast; None: they stay."""

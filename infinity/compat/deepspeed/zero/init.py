@@ -197,7 +197,7 @@ def _read(config: Any) -> Mapping[str, Any]:
 def _dtype_of(settings: Mapping[str, Any]) -> torch.dtype | None:
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
                        ("fp16", torch.float16)):  # fmt: skip
-        if (settings.get(key) or {}).get("enabled") is True:
+        if (settings.get(key) or {}).get("enabled") == 1:
             return dtype
     return None
 
