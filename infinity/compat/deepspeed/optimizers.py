@@ -108,11 +108,13 @@ def plan_optimizer(
     function that makes one of parameters), else that of the configuration; None without one.
 
     Raises: DeepSpeedRefusal for a rule that the engine has not, for a class that
-    zero_allow_untested_optimizer would have to allow, and for parameters that are not the model's.
+    zero_allow_untested_optimizer would have to allow, for parameters that are not the model's, and
+    for settings that are still "auto".
     """
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if optimizer is None and settings.run.optimizer is None:
         return None
+    settings.check_filled("gradient_clipping")
     if optimizer is None:
         plan = _of_configuration(settings, given)
     else:
@@ -129,8 +131,8 @@ def plan_optimizer(
 
 def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     assert settings.run.optimizer is not None
+    settings.check_filled("optimizer.params.")
     name, arguments = settings.run.optimizer
-    twin = Twin(_maker(name, arguments))
     groups = [dict(each) for each in given if isinstance(each, Mapping)]
     plain = [each for each in given if not isinstance(each, Mapping)]
     if groups and plain:
@@ -141,6 +143,12 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if name == "Adam" and not any(
+        group.get("weight_decay", arguments["weight_decay"]) for group in groups
+    ):
+        # The same update, by a kernel.
+        name = "AdamW"
+    twin = Twin(_maker(name, arguments))
     return OptimizerPlan(twin, [group for group in groups if group["params"]])
 
 

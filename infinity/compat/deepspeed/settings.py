@@ -85,6 +85,19 @@ class Settings:
         """Return the policy for a model that computes on `device`."""
         return inf.Policy.from_deepspeed(self.run, device=device)
 
+    def check_filled(self, start: str) -> None:
+        """Check that no key whose name begins so is still "auto". Raises: DeepSpeedRefusal."""
+        left = [
+            found.key
+            for found in self.run.keys
+            if found.value == "auto" and found.key.startswith(start)
+        ]
+        if left:
+            raise DeepSpeedRefusal(
+                f'{", ".join(left)}: "auto" is for a trainer to fill (transformers, Accelerate), '
+                "and none has; write the value"
+            )
+
     def section(self, name: str) -> Mapping[str, Any]:
         """Return an object of the configuration as it was given; empty where there is none."""
         found = self.config.get(name)
