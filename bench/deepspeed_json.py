@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON for R1, tuned by hand. Imports no engine: it also runs where DeepSpeed is not."""
+"""DeepSpeed's JSON for R1, tuned by hand. Imports no engine."""
 
 from __future__ import annotations
 

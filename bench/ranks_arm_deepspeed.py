@@ -28,7 +28,9 @@ def build_stage2(workload: r1.Workload) -> Any:
     for name, parameter in model.named_parameters():
         r1.fill(name, parameter.data, workload.seed)
     engine, _, _, _ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=deepspeed_json.stage2_with_states_in_ram(workload)
+        model=model,
+        model_parameters=model.parameters(),
+        config=deepspeed_json.stage2_with_states_in_ram(workload),
     )
     r1.renew_rotary(model)
     return engine

@@ -1,11 +1,10 @@
-"""transformers' Trainer with a DeepSpeed configuration, in unchanged scripts, over the stand-in: the
-numbers of the engine's own path, to the bit.
+"""transformers' Trainer with a DeepSpeed configuration, in unchanged scripts, over the stand-in:
+the numbers of the engine's own path, to the bit.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,12 @@ import pytest
 import torch
 import transformers
 
-import infinity as inf
 from tests.integrations.deepspeed_hf import (
     SCRIPTS,
     finetuned,
     found_in,
     logged,
     nvme,
-    ran,
     without,
     zero2,
     zero3,
@@ -53,7 +50,8 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(script: str, *arguments: Any) -> None:
     """Run a script in this process, without DeepSpeed."""
     spec = importlib.util.spec_from_file_location(script, SCRIPTS / f"{script}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.main(list(map(str, arguments)))
@@ -152,7 +150,8 @@ def test_two_ranks_are_the_native_path_and_resume(pretrained: Path, tmp_path: Pa
         assert_equals(found, ended)
     assert_same(weights_in(tmp_path / "whole"), ended.weights)
     first, second = (found["generated"][0] for found in whole)
-    assert len(first) < len(second) and second[: len(first)] == first
+    assert len(first) < len(second)
+    assert second[: len(first)] == first
     again = finetuned(
         tmp_path / "again", pretrained, config, ranks=2, **LIKE,
         resume_from_checkpoint=tmp_path / "whole" / "checkpoint-3",

@@ -1,8 +1,8 @@
-"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from the checkpoint's files.
+"""`from_pretrained` of transformers under ZeRO-3: parameters are mapped from files.
 
-transformers builds such a model under `zero.Init`, merges all files on rank 0, and copies tensor by
-tensor into the parameters of all ranks. Here each rank maps the files, and the memory of a parameter
-is its place in them:
+transformers builds such a model under `zero.Init`, merges all files on rank 0, and copies tensor
+by tensor into the parameters of all ranks. Here each rank maps the files, and the memory of a
+parameter is its place in them:
 
     from_pretrained            zero.Init notes parameters, and gives them no values
     _load_pretrained_model     a tensor of a file becomes the parameter's memory, as it is; one that
@@ -10,9 +10,9 @@ is its place in them:
                                the drive where parameters rest on one
     _finalize_model_loading    transformers' own: what no file has is initialised (rank 0's values)
 
-So a model is never in RAM as a whole, and is yet an ordinary model on the CPU: adapters are added to
-it, embeddings resized, and values read and written, with `GatheredParameters` or without. A write
-changes the memory of this process, and no file. `initialize` reads it unit by unit.
+So a model is never in RAM as a whole, and is yet an ordinary model on the CPU: adapters are added
+to it, embeddings resized, and values read and written, with `GatheredParameters` or without. A
+write changes the memory of this process, and no file. `initialize` reads it unit by unit.
 
 Other checkpoints (`.bin`, a state dict in memory) take transformers' own way, into memory of
 `zero.Init`.

@@ -233,6 +233,7 @@ def _offloaded(
     return kind(
         built,
         scaler,
+        model.parameters(),
         clip_norm=settings.run.clip_norm,
         skips=policy.on_nonfinite == "skip" or scaler.dynamic,
     )

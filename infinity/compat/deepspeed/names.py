@@ -13,7 +13,7 @@ VERSION = "0.19.8"
 """The release of DeepSpeed whose configuration and calls these are."""
 MAJOR, MINOR, PATCH = (int(part) for part in VERSION.split("."))
 COMMIT = "unknown"
-"""What releases of DeepSpeed say of the commit and branch that they were built from."""
+"""The commit and the branch of a build, as DeepSpeed's releases have them."""
 
 _HOME = "infinity.compat.deepspeed"
 _RELEASE = (
