@@ -349,7 +349,6 @@ def test_adam_of_the_configuration_with_the_decay_of_a_group(decay: float) -> No
         plain(x, y).backward()
         reference.step()
         reference.zero_grad()
-    # AdamW with this decay is 5e-3 away.
     for name, found in values_of(engine.module).items():
         torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
     engine.destroy()
