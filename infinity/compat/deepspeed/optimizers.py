@@ -130,7 +130,6 @@ def plan_optimizer(
 def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     assert settings.run.optimizer is not None
     name, arguments = settings.run.optimizer
-    twin = Twin(_maker(name, arguments))
     groups = [dict(each) for each in given if isinstance(each, Mapping)]
     plain = [each for each in given if not isinstance(each, Mapping)]
     if groups and plain:
@@ -141,6 +140,12 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if name == "Adam" and not any(
+        group.get("weight_decay", arguments["weight_decay"]) for group in groups
+    ):
+        # The same update, by a kernel.
+        name = "AdamW"
+    twin = Twin(_maker(name, arguments))
     return OptimizerPlan(twin, [group for group in groups if group["params"]])
 
 
