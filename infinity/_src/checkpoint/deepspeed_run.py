@@ -1,5 +1,5 @@
-"""What a run of DeepSpeed goes on from, beside its tensors: counts, hyper-parameters, the loss
-scaler, the scheduler and what the caller of `save_checkpoint` added.
+"""Counts, hyper-parameters, the loss scaler and the scheduler of a run of DeepSpeed, and the state
+that the caller of `save_checkpoint` added.
 """
 
 from __future__ import annotations
