@@ -24,7 +24,8 @@ from tests.test_interchange import assert_same, states_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TOLERANCE = 2e-7
-"""Of a loss: two units in the last place of fp32. DeepSpeed adds up ranks in another order."""
+"""Relative difference of losses: two units in the last place of fp32. DeepSpeed adds up ranks in
+another order."""
 READ = [name for name, case in make.CASES.items() if case.offload != "nvme"]
 
 
@@ -75,7 +76,7 @@ class Coming:
 
 
 def expected_states(directory: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """What DeepSpeed's own functions gave."""
+    """Read the states that DeepSpeed's own functions gave."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, value in load_file(directory / "expected.safetensors").items():
         state, _, name = key.partition(":")

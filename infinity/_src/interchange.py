@@ -28,7 +28,7 @@ from infinity._src.checkpoint.dcp import (
     tensors_of,
 )
 from infinity._src.checkpoint.deepspeed import DeepSpeedStates
-from infinity._src.checkpoint.deepspeed_run import DeepSpeedRun, match_groups, notes_on
+from infinity._src.checkpoint.deepspeed_run import LoadedDeepSpeed, match_groups, notes_on
 from infinity._src.checkpoint.deepspeed_universal import open_deepspeed
 from infinity._src.checkpoint.hub_conversion import is_hub_model
 from infinity._src.checkpoint.hub_export import hub_parts
@@ -247,7 +247,7 @@ def load_deepspeed(
     *,
     opt: Optimizer | None = None,
     strict: bool = True,
-) -> DeepSpeedRun:
+) -> LoadedDeepSpeed:
     """Go on from a checkpoint of DeepSpeed's ZeRO 1, 2 or 3, or a universal one, whatever the
     number of ranks that wrote it. Blocks.
 
@@ -299,7 +299,7 @@ def load_deepspeed(
     run = source.run
     if opt is not None:
         run = dataclasses.replace(run, notes=(*run.notes, *notes_on(source.hyper, source.label)))
-    return DeepSpeedRun(Loaded(missing, unexpected), run, _rounding(of, held))
+    return LoadedDeepSpeed(Loaded(missing, unexpected), run, _rounding(of, held))
 
 
 def _rounding(of: Handle, every: Iterable[Held]) -> str:

@@ -1,5 +1,5 @@
-"""What a run of DeepSpeed goes on from, beside its tensors: counts, hyper-parameters, the loss
-scaler, the scheduler and what the caller of `save_checkpoint` added.
+"""Counts, hyper-parameters, the loss scaler and the scheduler of a run of DeepSpeed, and the state
+that the caller of `save_checkpoint` added.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @final
-class DeepSpeedRun(Loaded):
+class LoadedDeepSpeed(Loaded):
     """The result of `inf.load_deepspeed`: as a pair, the names that strict=False left out.
 
     step: steps that DeepSpeed counted (`global_steps`), `skipped_steps` of them without an update;
@@ -58,7 +58,7 @@ class DeepSpeedRun(Loaded):
     rounded: str
     notes: tuple[str, ...]
 
-    def __new__(cls, left_out: Loaded, fields: RunFields, rounded: str) -> DeepSpeedRun:
+    def __new__(cls, left_out: Loaded, fields: RunFields, rounded: str) -> LoadedDeepSpeed:
         """Make it of the parts."""
         made = super().__new__(cls, *left_out)
         made.__dict__.update(vars(fields), rounded=rounded)
@@ -66,7 +66,7 @@ class DeepSpeedRun(Loaded):
 
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
-        return f"DeepSpeedRun(missing={self.missing}, unexpected={self.unexpected}, {given})"
+        return f"LoadedDeepSpeed(missing={self.missing}, unexpected={self.unexpected}, {given})"
 
     def grad_scaler_state(self) -> dict[str, Any] | None:
         """Return a state for `torch.amp.GradScaler.load_state_dict`, None where nothing was scaled.
@@ -99,7 +99,7 @@ class DeepSpeedRun(Loaded):
 
 @dataclasses.dataclass(frozen=True)
 class RunFields:
-    """The fields of a DeepSpeedRun that a checkpoint has."""
+    """The fields of a LoadedDeepSpeed that a checkpoint has."""
 
     step: int
     skipped_steps: int

@@ -42,7 +42,7 @@ class StateSource(Protocol):
         """Return the name that a state of a parameter has."""
 
     def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
-        """Say why a state is no tensor of this shape (None: no number); "" if it is. Reads nothing."""
+        """Say why a state is no tensor of this shape (None: no number); "" if it is one."""
 
     def read(self, name: str) -> Any:
         """Read one. Blocks."""

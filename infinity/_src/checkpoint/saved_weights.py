@@ -68,6 +68,7 @@ class SavedWeight:
         self, shape: tuple[int, ...], tiles: Sequence[tuple[SavedParam, TilePlace | None]]
     ) -> None:
         self.shape = shape
+        self.tiles = list(tiles)
         self.saved = [saved for saved, _ in tiles]
         self._at_place = {place: saved for saved, place in tiles}
         # None: some are no ranges.

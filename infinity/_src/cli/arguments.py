@@ -591,7 +591,7 @@ def add_ranks(parser: argparse.ArgumentParser) -> None:
 
 CHECKPOINT = (
     "What lies in checkpoints and durable runs, and what can be done with them without the model: "
-    "list, verify, export as safetensors, rewrite for another number of ranks. Exit status 0: "
+    "list, verify, export, rewrite for another number of ranks. Exit status 0: "
     "well, 1: damage was found, 2: a mistake, or an error."
 )
 
@@ -618,36 +618,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("directory", type=Path, metavar="DIR", help=where)
     verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
-    export = actions.add_parser(
-        "export",
-        help="safetensors, without the model",
-        description="Writes parameters and persistent "
-        "buffers as safetensors in the layout of Hugging Face, as inf.export_safetensors does, in "
-        "constant memory. Configuration and tokenizer are not in a checkpoint: copy them.",
-    )
-    export.add_argument("directory", type=Path, metavar="DIR", help=where)
-    export.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="where the files go; those of an earlier export are replaced",
-    )
-    export.add_argument(
-        "--masters",
-        action="store_true",
-        help="fp32 masters, where there are such, instead of what computes",
-    )
-    export.add_argument(
-        "--shard-bytes-max",
-        default="2GiB",
-        metavar="SIZE",
-        help="of one file; a unit stays whole (2GiB)",
-    )
-    export.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        help="of floating parameters (their own)",
-    )
+    export = _add_export(actions, where)
     reshard = actions.add_parser(
         "reshard",
         help="rewrite for another number of ranks",
@@ -665,3 +636,48 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         action.add_argument(
             "--generation", type=int, metavar="N", help="not the newest (whole) one, but this"
         )
+
+
+def _add_export(
+    actions: argparse._SubParsersAction[argparse.ArgumentParser], where: str
+) -> argparse.ArgumentParser:
+    """Add `infinity checkpoint export`."""
+    export = actions.add_parser(
+        "export",
+        help="safetensors, or for DeepSpeed, without the model",
+        description="Writes parameters and persistent "
+        "buffers as safetensors in the layout of Hugging Face, as inf.export_safetensors does, in "
+        "constant memory. Configuration and tokenizer are not in a checkpoint: copy them. --to "
+        "deepspeed-universal writes masters, moments and hyper-parameters as a universal "
+        "checkpoint, from which DeepSpeed goes on (load_universal), a parameter in memory at a "
+        "time.",
+    )
+    export.add_argument("directory", type=Path, metavar="DIR", help=where)
+    export.add_argument(
+        "out",
+        type=Path,
+        metavar="OUT",
+        help="where the files go; those of an earlier export are replaced",
+    )
+    export.add_argument(
+        "--to",
+        choices=("safetensors", "deepspeed-universal"),
+        default="safetensors",
+        help="the format (safetensors)",
+    )
+    export.add_argument(
+        "--masters",
+        action="store_true",
+        help="fp32 masters, where there are such, instead of what computes",
+    )
+    export.add_argument(
+        "--shard-bytes-max",
+        metavar="SIZE",
+        help="of one file; a unit stays whole (2GiB)",
+    )
+    export.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        help="of floating parameters (their own)",
+    )
+    return export

@@ -28,6 +28,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from infinity._src.checkpoint.deepspeed_export import UniversalExport
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
 from infinity._src.checkpoint.run_files import run_directory
@@ -49,6 +50,7 @@ from infinity.errors import InfinityError
 
 LIST_SCHEMA = "infinity.checkpoint.ls/1"
 VERIFY_SCHEMA = "infinity.checkpoint.verify/1"
+_SHARD_BYTES_MAX = "2GiB"
 _PIPED_WIDTH = 10_000
 """Columns of a file or pipe; tables take as many as they need."""
 
@@ -125,10 +127,13 @@ def _verify(options: argparse.Namespace, console: Console) -> int:
 
 
 def _export(options: argparse.Namespace, console: Console) -> int:
+    if options.to == "deepspeed-universal":
+        return _export_universal(options, console)
+    given = options.shard_bytes_max or _SHARD_BYTES_MAX
     try:
-        most = parse_size(options.shard_bytes_max)
+        most = parse_size(given)
     except ValueError as error:
-        raise ValueError(f"--shard-bytes-max {options.shard_bytes_max}: {error}") from None
+        raise ValueError(f"--shard-bytes-max {given}: {error}") from None
     dtype = getattr(torch, options.dtype) if options.dtype else None
     began = time.monotonic()
     with _opened(options) as checkpoint:
@@ -147,6 +152,29 @@ def _export(options: argparse.Namespace, console: Console) -> int:
             f"note: the checkpoint was saved with frozen=False, so {options.out} lacks {names}",
             highlight=False, markup=False, soft_wrap=True,
         )  # fmt: skip
+    console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
+    return 0
+
+
+def _export_universal(options: argparse.Namespace, console: Console) -> int:
+    for option in ("masters", "shard_bytes_max", "dtype"):
+        if getattr(options, option):
+            raise ValueError(
+                f"--{option.replace('_', '-')} is of safetensors: a universal checkpoint of "
+                "DeepSpeed has fp32 masters and moments, a file each"
+            )
+    began = time.monotonic()
+    with _opened(options) as checkpoint:
+        job = UniversalExport(checkpoint)
+        with _bar(console, "exporting", job.size_bytes) as advance:
+            written = job.export(options.out, progress=advance)
+    console.print(
+        f"step {checkpoint.step} of {escape(str(checkpoint.directory))}: "
+        f"{_count(written.params, 'parameter')} in {escape(str(written.folder))}",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    for note in written.notes:
+        console.print(f"note: {note}", highlight=False, markup=False, soft_wrap=True)
     console.print(_rate("written", written.size_bytes, time.monotonic() - began), highlight=False)
     return 0
 

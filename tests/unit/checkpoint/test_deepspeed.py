@@ -1,4 +1,4 @@
-"""Defects of DeepSpeed's checkpoints: each is named, and nothing of the files is believed or run."""
+"""Defects of DeepSpeed's checkpoints: each is named, and nothing in the files is run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Change = Callable[[Any], object]
 
 
 def opened(directory: Path) -> DeepSpeedCheckpoint:
-    """What a load does before it writes."""
+    """Open and check, as a load does before it writes."""
     source = open_deepspeed(directory, None)
     try:
         DeepSpeedStates(source)
