@@ -1,5 +1,5 @@
-"""Checkpoints of torch.distributed.checkpoint and of DeepSpeed, in and out: bit for bit, checked
-before anything is written."""
+"""Checkpoints of torch.distributed.checkpoint, in and out: bit for bit, checked before anything is
+written. Formats of others on two ranks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.state_dict as dcp_states
-from safetensors.torch import load_file
 from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.dcp import DCPFiles
 from infinity.errors import PeerFailed
 from tests import models
-from tests.data.deepspeed_zero3 import make
+from tests.data.deepspeed import make
 from tests.distributed.test_two_ranks import on_two_ranks
 from tests.test_interchange import CPU, NVME, Odd, assert_same, opened, states_of, train
+from tests.test_load_deepspeed import Coming
 
 
 def plain_fp32(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
@@ -136,9 +136,15 @@ class OnRanks:
             with pytest.raises(PeerFailed if rank else OSError, match="file"):
                 inf.export_safetensors(model, place / "file" / "out")
             assert_same(seen["dcp"], states_of(model, handle))
-            inf.load_deepspeed(model, DEEPSPEED / "two_ranks_fp32")
-            seen["deepspeed"] = states_of(model, handle)
+        for name in FROM_DEEPSPEED:
+            coming = Coming(name, place.parent)
+            assert inf.load_deepspeed(coming.model, coming.directory, opt=coming.opt) == ((), ())
+            seen[name] = coming.states()
         return seen
+
+
+FROM_DEEPSPEED = ("zero2_one_rank", "zero3_cpu", "universal_zero2")
+"""Cases that one or two ranks of DeepSpeed wrote."""
 
 
 def save_sharded(directory: Path) -> None:
@@ -165,19 +171,20 @@ def sharded_values() -> dict[str, torch.Tensor]:
 
 def test_two_ranks_write_and_read_all_of_it_and_fail_together(tmp_path: Path) -> None:
     place = tmp_path / "ranks"
+    for name in FROM_DEEPSPEED:
+        make.unpack(name, tmp_path)
     first, second = on_two_ranks(OnRanks(), place)
     assert_same(first, second)
-    trained, expected = (
-        first["trained"],
-        load_file(DEEPSPEED / "two_ranks_fp32" / "expected.safetensors"),
-    )
+    trained = first["trained"]
     assert_same(
         {name: state["master"] for name, state in trained.items()},
         {n: s["master"] for n, s in first["safetensors"].items()},
     )
     assert_same(trained, first["dcp"])
-    for name, state in first["deepspeed"].items():
-        assert torch.equal(state["master"], expected[name])
+    for name in FROM_DEEPSPEED:
+        coming = Coming(name, tmp_path)
+        inf.load_deepspeed(coming.model, coming.directory, opt=coming.opt)
+        assert_same(first[name], coming.states())
     # what two wrote, one reads
     with opened(make.Net, tmp_path, seed=1) as (model, optimizer, handle):
         inf.load_dcp(model, optimizer, place / "dcp")
@@ -246,34 +253,3 @@ def train_odd(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(torch.ones(1, 4, dtype=torch.bfloat16)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-# -- DeepSpeed -------------------------------------------------------------------------------------
-
-DEEPSPEED = Path(__file__).parent / "data" / "deepspeed_zero3"
-
-
-@pytest.mark.parametrize("name", ["one_rank", "two_ranks_cpu_offload", "two_ranks_fp32"])
-def test_the_weights_of_a_checkpoint_that_deepspeed_wrote(name: str, tmp_path: Path) -> None:
-    expected = load_file(DEEPSPEED / name / "expected.safetensors")
-    frozen = expected.pop("frozen.weight")
-    with opened(make.Net, tmp_path, **NVME) as (model, _, handle):
-        model.scale.zero_()
-        assert inf.load_deepspeed(model, DEEPSPEED / name) == ((), ())
-        assert_same(
-            expected, {name: state["master"] for name, state in states_of(model, handle).items()}
-        )
-        assert torch.equal(model.state_dict()["frozen.weight"], frozen.bfloat16())
-        assert model.scale == 2
-        assert inf.load_deepspeed(model, DEEPSPEED / name, "global_step3") == ((), ())
-        assert inf.load_deepspeed(model, DEEPSPEED / name / "global_step3") == ((), ())
-
-
-def test_a_model_that_is_not_the_one_deepspeed_saved_is_refused(tmp_path: Path) -> None:
-    with opened(Odd, tmp_path) as (model, _, _):
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with pytest.raises(
-            ValueError, match=r"missing: nothing, first\.weight.*unexpected: blocks\.0\.bias"
-        ):
-            inf.load_deepspeed(model, DEEPSPEED / "one_rank")
-        assert_same(before, dict(model.state_dict()))

@@ -496,7 +496,7 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
         name = _adam(given, kind, arguments)
     given.became("optimizer.type", f"inf.{name}" if name in _KERNELS else _elementwise(name))
     if name not in _KERNELS:
-        given.differs("optimizer.type", _elementwise(name) + ": no kernel, and `step()` waits")
+        given.differs("optimizer.type", _without_kernel(name, arguments))
     for key in arguments:
         given.became(_PARAMS + key, f"{key}={arguments[key]!r}")
     return name, arguments
@@ -504,6 +504,13 @@ def _optimizer(given: Given) -> tuple[str, dict[str, Any]] | None:
 
 def _elementwise(name: str) -> str:
     return f"inf.Elementwise(torch.optim.{name})"
+
+
+def _without_kernel(name: str, arguments: Mapping[str, Any]) -> str:
+    slow = _elementwise(name) + ": no kernel, and `step()` waits"
+    if name == "Adam" and not arguments["weight_decay"]:
+        return f"inf.AdamW, the same update while no parameter group decays; else {slow}"
+    return slow
 
 
 def _adam(given: Given, kind: str, arguments: dict[str, Any]) -> str:
@@ -514,8 +521,8 @@ def _adam(given: Given, kind: str, arguments: dict[str, Any]) -> str:
     if torch_adam and decoupled and not given.has(_PARAMS + "weight_decay"):
         # torch.optim.AdamW's own default.
         arguments["weight_decay"] = 1e-2
-    # Without decay the two are the same update.
-    return "AdamW" if decoupled or not arguments["weight_decay"] else "Adam"
+    # Without decay the two are the same update. But parameter groups may have one of their own.
+    return "AdamW" if decoupled else "Adam"
 
 
 _WARMUP = frozenset(["warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type"])

@@ -677,7 +677,8 @@ UPDATES = _flat((
             mapped("eps", number(0), _OF_OPTIMIZER),
             mapped("weight_decay", number(0), _OF_OPTIMIZER),
             mapped(
-                "adam_w_mode", FLAG, 'of Adam: false with weight_decay is `"Adam"`, else `"AdamW"`',
+                "adam_w_mode", FLAG,
+                'of Adam: false is `"Adam"`, else `"AdamW"`; without decay they are one',
                 True,
             ),
             mapped("torch_adam", FLAG, "torch's default of weight_decay; the update is the same",

@@ -10,6 +10,7 @@ only, and none is imported for its sake.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,23 +19,29 @@ from typing import Any, Literal
 import torch
 
 from infinity._src.checkpoint.dcp import (
-    MASTER,
     DCPFiles,
     DCPWriter,
-    Held,
     Key,
     ModelPart,
+    StatePart,
     groups_of,
-    match_states,
-    take_in_states,
     tensors_of,
 )
-from infinity._src.checkpoint.deepspeed import DeepSpeedWeights
+from infinity._src.checkpoint.deepspeed import DeepSpeedStates
+from infinity._src.checkpoint.deepspeed_run import DeepSpeedRun, match_groups, notes_on
+from infinity._src.checkpoint.deepspeed_universal import open_deepspeed
 from infinity._src.checkpoint.hub_conversion import is_hub_model
 from infinity._src.checkpoint.hub_export import hub_parts
 from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.checkpoint.load import Loaded, check_idle, match, take_in
 from infinity._src.checkpoint.metadata import buffers_of
+from infinity._src.checkpoint.optimizer_states import (
+    MASTER,
+    Held,
+    match_states,
+    take_in_states,
+)
+from infinity._src.checkpoint.reshard import rounding
 from infinity._src.checkpoint.safetensors import (
     module_parts,
     read_value,
@@ -43,6 +50,7 @@ from infinity._src.checkpoint.safetensors import (
 )
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.engine import Handle, handle
+from infinity._src.memory.planner import state_format
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
 
@@ -216,15 +224,16 @@ def load_dcp(
             part = ModelPart(files, keys[0])
             # Everything is matched before anything is written, on all ranks.
             matched = match(model, of.units, part, strict=strict)
+            part_states = StatePart(files, keys[1])
             states = (
-                match_states(files, keys[1], _held(of, opt), strict=strict)
+                match_states(part_states, _held(of, opt), strict=strict)
                 if opt is not None
                 else None
             )
         with Rendezvous(comm, f"loading {directory}"):
             take_in(of, part, matched)
             if states is not None:
-                take_in_states(files, states)
+                take_in_states(part_states, states)
     others = states.left_out if states is not None else Loaded((), ())
     return Loaded(
         matched.left_out.missing + others.missing, matched.left_out.unexpected + others.unexpected
@@ -236,23 +245,71 @@ def load_deepspeed(
     directory: str | os.PathLike[str],
     tag: str | None = None,
     *,
+    opt: Optimizer | None = None,
     strict: bool = True,
-) -> Loaded:
-    """Set parameters, masters and buffers from a ZeRO-3 checkpoint of DeepSpeed, whatever its
-    number of ranks. Blocks.
+) -> DeepSpeedRun:
+    """Go on from a checkpoint of DeepSpeed's ZeRO 1, 2 or 3, or a universal one, whatever the
+    number of ranks that wrote it. Blocks.
 
     directory: the one given to `save_checkpoint`; `tag` names a folder in it, and None is the one
-    that `latest` names. Masters take the fp32 weights; frozen parameters have the dtype that they
-    had there. Moments, step counts and hyper-parameters of this model's optimizer stay as they are:
-    they are not read. Nothing of DeepSpeed is imported, and no file is unpickled freely. Otherwise
-    as `load_safetensors`.
+    that `latest` (or else `latest_universal`) names. Masters take the fp32 weights; frozen
+    parameters and buffers have the dtype that they had there. opt: the optimizer of the model's
+    parameters, which takes moments, step counts, and the hyper-parameters of each group by the
+    names of its parameters. Moments are rounded to what the policy's `state` holds. Without it,
+    they stay as they are. The result has what the loop has to take over itself: the loss scaler,
+    the scheduler's state, client state and the count of steps.
 
-    Raises: FileNotFoundError; ValueError as `load_safetensors`, and for another ZeRO stage, model
-    parallelism, files that name classes other than DeepSpeed's own (as `client_state` may), or
-    masters that are not in the checkpoint: with the optimizer offloaded to NVMe, DeepSpeed does not
-    write all of them.
+    Nothing of DeepSpeed is imported, and no file is unpickled freely. All is matched by name and
+    shape, and every byte that is used is compared with the checksums of its file, before anything
+    is written. One tensor is in memory at a time. strict=False: names that either side lacks are
+    left out, and returned. On several ranks all call it, and each stores its shard.
+
+    Raises: FileNotFoundError; ValueError naming what is missing, unexpected, different, damaged or
+    refused: model and pipeline parallelism, DeepSpeed's experts, ZenFlow, files that name classes
+    other than DeepSpeed's own (as `client_state` may), an optimizer that was offloaded to NVMe, of
+    which DeepSpeed writes a part; RuntimeError inside forward, backward or gather(). After an error
+    of reading or writing some values are loaded and others not.
     """
-    return _load(model, lambda: DeepSpeedWeights(Path(directory), tag), strict=strict)
+    of = handle(model)
+    comm = of.comm
+    of.flush()
+    with contextlib.ExitStack() as undo:
+        with Rendezvous(comm, f"opening {directory}"):
+            check_idle(of.units)
+            source = open_deepspeed(Path(directory), tag)
+            undo.callback(source.close)
+            matched = match(model, of.units, source, strict=strict)
+            missing, unexpected = matched.left_out
+            states, held = None, _held(of, opt)
+            if opt is not None:
+                found = DeepSpeedStates(source)
+                states = match_states(found, held, strict=strict)
+                groups = match_groups(opt, source.hyper, source.group_of, source.label)
+                missing += states.left_out.missing
+                unexpected += states.left_out.unexpected
+            # Each rank reads some of the files: together all.
+            wanted = {state for each in held for state in each.tensors}
+            source.verify(wanted, comm.rank, comm.world)
+        with Rendezvous(comm, f"loading {source.label}"):
+            take_in(of, source, matched)
+            if opt is not None and states is not None:
+                take_in_states(found, states)
+                for group, taken in zip(opt.param_groups, groups, strict=True):
+                    group.update(taken)
+    run = source.run
+    if opt is not None:
+        run = dataclasses.replace(run, notes=(*run.notes, *notes_on(source.hyper, source.label)))
+    return DeepSpeedRun(Loaded(missing, unexpected), run, _rounding(of, held))
+
+
+def _rounding(of: Handle, every: Iterable[Held]) -> str:
+    """Say how the state formats of these parameters round exact states; "" if they do not."""
+    texts = []
+    for param in dict.fromkeys(held.param for held in every):
+        target = of.states.store[param.flat].format
+        exact = state_format("exact", param.dtype, target.count)
+        texts.append(rounding(exact, target) if exact is not None else "")
+    return "; ".join(dict.fromkeys(text for text in texts if text))
 
 
 def _held(of: Handle, opt: Optimizer | None) -> list[Held]:

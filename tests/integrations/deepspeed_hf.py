@@ -14,7 +14,13 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "deepspeed_scripts"
 
-_AUTO = dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu"), "auto")  # fmt: skip
+_AUTO = dict.fromkeys(
+    (
+        "gradient_accumulation_steps", "gradient_clipping", "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+    ),
+    "auto",
+)  # fmt: skip
 _FP16 = {
     "enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16,
     "hysteresis": 2, "min_loss_scale": 1,
@@ -70,7 +76,9 @@ def nvme(drive: Path) -> dict[str, Any]:
 def _whole(zero: dict[str, Any]) -> dict[str, Any]:
     rest = {"fp16": _FP16, "bf16": {"enabled": "auto"}, "optimizer": _OPTIMIZER}
     rest |= {"scheduler": _SCHEDULER, "steps_per_print": 2000, "wall_clock_breakdown": False}
-    return json.loads(json.dumps({**rest, "zero_optimization": zero, **_AUTO}))  # type: ignore[no-any-return]
+    whole = {**rest, "zero_optimization": zero, **_AUTO}
+    copied: dict[str, Any] = json.loads(json.dumps(whole))
+    return copied
 
 
 def without(config: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def alike(place: Path) -> None:
 
 
 def other_ways(place: Path) -> None:
-    """What cannot be mapped is loaded by transformers' own way, or refused by it."""
+    """Weights that cannot be mapped are loaded by transformers' own way, or refused by it."""
     config = configuration(place)
     deepspeed.init_distributed()
     kind, shape = tiny("llama")
@@ -165,7 +165,7 @@ def order(place: Path) -> None:
 
 
 def memory(place: Path) -> None:
-    """Of a model of 470 MiB no more is in RAM than the engine's budget and some tensors."""
+    """Loading a model of 470 MiB takes no more RAM than the engine's budget and some tensors."""
     write_checkpoint(place / "weights", 1024, 10)
     largest = 32000 * 1024 * 2
     total = sum(file.stat().st_size for file in (place / "weights").glob("*.safetensors"))
@@ -184,7 +184,7 @@ def memory(place: Path) -> None:
 
 
 def deepspeed_budget(engine: Any) -> int:
-    """What the engine plans to use."""
+    """Return the bytes that the engine plans to use."""
     import infinity as inf
 
     return int(inf.handle(engine.module).stats().ram_bytes)

@@ -330,6 +330,42 @@ def test_groups_of_model_parameters_for_the_configurations_optimizer() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("decay", [0.5, 0.0])
+def test_adam_of_the_configuration_with_the_decay_of_a_group(decay: float) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        matrices = [param for param in model.parameters() if param.dim() > 1]
+        others = [param for param in model.parameters() if param.dim() == 1]
+        return [{"params": matrices, "weight_decay": decay}, {"params": others}]
+
+    adam = {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False}}
+    model, plain = net(), net()
+    engine = built(
+        model, config(optimizer=adam, gradient_clipping=0.0), model_parameters=groups(model)
+    )
+    assert isinstance(engine.basic_optimizer, inf.Elementwise if decay else inf.AdamW)
+    reference = torch.optim.Adam(groups(plain), lr=1e-2)
+    train(engine, batches(3))
+    for x, y in batches(3):
+        plain(x, y).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, found in values_of(engine.module).items():
+        torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
+    engine.destroy()
+
+
+def test_a_schedule_that_the_scripts_own_replaces_is_not_tried() -> None:
+    auto = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    engine = built(
+        net(),
+        config(scheduler=auto),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+    )
+    train(engine, batches(1))
+    assert engine.get_lr() == [5e-3]
+    engine.destroy()
+
+
 def test_a_model_without_an_optimizer_computes_only() -> None:
     settings = config()
     del settings["optimizer"]

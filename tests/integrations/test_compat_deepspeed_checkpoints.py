@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.compat.deepspeed import DeepSpeedEngine
+from infinity.compat.deepspeed import DeepSpeedEngine, DeepSpeedRefusal
 from infinity.errors import AioError
 from tests.integrations.deepspeed_runs import (
     WIDTH,
@@ -167,6 +167,18 @@ def test_without_a_newest_one_nothing_is_loaded(tmp_path: Path) -> None:
     assert_same(values_of(engine.module), before)
     with pytest.raises(AioError, match="nowhere"):
         engine.load_checkpoint(tmp_path, tag="nowhere")
+    engine.destroy()
+
+
+def test_a_checkpoint_of_deepspeed_itself_names_the_call_that_reads_it(tmp_path: Path) -> None:
+    engine = built(net(), config())
+    before = values_of(engine.module)
+    (tmp_path / "global_step3").mkdir()
+    (tmp_path / "latest").write_text("global_step3")
+    torch.save({}, tmp_path / "global_step3" / "mp_rank_00_model_states.pt")
+    with pytest.raises(DeepSpeedRefusal, match=r"inf\.load_deepspeed"):
+        engine.load_checkpoint(tmp_path)
+    assert_same(values_of(engine.module), before)
     engine.destroy()
 
 

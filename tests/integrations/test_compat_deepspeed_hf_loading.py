@@ -1,4 +1,4 @@
-"""`from_pretrained` under ZeRO-3 over the stand-in: `deepspeed_loads` has the tests themselves, each
+"""`from_pretrained` under ZeRO-3 over the stand-in: `deepspeed_loads` has the tests, each
 run in a process of its own, since `install()` is for a whole process.
 """
 

@@ -49,7 +49,7 @@ TRAINING = {
 
 @pytest.mark.parametrize(
     "flags",
-    [("--lora", "--vocabulary=70"), ("--labels=3",)],
+    [("--lora", "--vocabulary=70"), pytest.param(("--labels=3",), marks=pytest.mark.slow)],
     ids=["lora on resized embeddings", "a new head"],
 )
 def test_changed_models_train_as_without_deepspeed(

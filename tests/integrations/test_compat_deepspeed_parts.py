@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from infinity.compat.deepspeed.sources import set_source
 from torch import nn
 
 from infinity.compat.deepspeed import DeepSpeedRefusal, checkpointing, comm, get_accelerator, ops
-from infinity.compat.deepspeed.sources import set_source
 from infinity.compat.deepspeed.utilities import OnDevice, clone_tensors_for_torch_save
 from tests.integrations.deepspeed_runs import (
     alone,

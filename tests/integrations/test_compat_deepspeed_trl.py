@@ -77,12 +77,12 @@ def without_deepspeed(name: str, given: dict[str, Any], *flags: str) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "stage", "flags"),
     [
-        ("sft", "texts", 3, ()),
-        ("sft", "texts", 2, ()),
+        pytest.param("sft", "texts", 3, (), marks=pytest.mark.slow),
+        pytest.param("sft", "texts", 2, (), marks=pytest.mark.slow),
         ("sft", "texts", 3, ("--use_peft",)),
         ("dpo", "preferences", 3, ()),
-        ("dpo", "preferences", 2, ()),
-        ("dpo", "preferences", 3, ("--use_peft",)),
+        pytest.param("dpo", "preferences", 2, (), marks=pytest.mark.slow),
+        pytest.param("dpo", "preferences", 3, ("--use_peft",), marks=pytest.mark.slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -107,6 +107,7 @@ def test_a_script_of_trl_trains_as_without_deepspeed(
     assert (tmp_path / "script" / f"{kind}.safetensors").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_reference_model_is_synchronised(ranks: int, place: Path, tmp_path: Path) -> None:
     given = {

@@ -497,8 +497,10 @@ def test_figures_of_the_drives_stand_beside_the_loss(tmp_path: Path) -> None:
     reported = [line for line in report.lines if "loss" in line]
     for line in (*history, *reported):
         assert names <= line.keys()
-        assert line["drive_read_gb_per_s"] > 0
+        assert line["drive_read_gb_per_s"] >= 0
         assert 0 <= line["waiting"] <= 1
+    # A step's updates may read while the next one runs, and count there.
+    assert sum(line["drive_read_gb_per_s"] for line in history) > 0
     assert len(history) == len(reported) == 6
     assert not any(names & line.keys() for line in report.lines if "eval_loss" in line)
 

@@ -32,11 +32,10 @@ import torch
 
 from infinity._src._torch_compat import dcp_storage_info
 from infinity._src.checkpoint.directory import fsync_directory, publish
-from infinity._src.checkpoint.load import LastRead, Loaded, explain
+from infinity._src.checkpoint.optimizer_states import MASTER, Held
 from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record, load_tensors
 from infinity._src.checkpoint.safetensors import Whole
 from infinity._src.optim.base import Optimizer
-from infinity._src.optim.state_access import OptimizerState
 from infinity._src.params.materialize import NamedTensors
 from infinity._src.params.unit import Param
 
@@ -438,9 +437,6 @@ class DCPWriter:
             (self._directory / (name + ".partial")).unlink(missing_ok=True)
 
 
-MASTER = "master"
-
-
 # -- optimizer states ------------------------------------------------------------------------------
 
 
@@ -478,103 +474,47 @@ class ModelPart(NamedTensors):
         return self._files.read(self._prefix + name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Held:
-    """A parameter with its optimizer states, and the names of those: tensors of its shape, and
-    numbers.
-    """
+class StatePart:
+    """The optimizer states of a checkpoint under one key: a `StateSource`."""
 
-    param: Param
-    state: OptimizerState
-    tensors: tuple[str, ...]
-    numbers: tuple[str, ...]
+    def __init__(self, files: DCPFiles, key: str) -> None:
+        self._files = files
+        self._prefix = f"{key}.state."
 
+    @property
+    def label(self) -> str:
+        """The directory."""
+        return self._files.label
 
-@dataclasses.dataclass(frozen=True)
-class MatchedStates:
-    """The states that were found, in the order in which they are written."""
-
-    names: list[tuple[Held, str, str]]  # (parameter, state, name in the checkpoint)
-    left_out: Loaded
-
-
-def match_states(
-    files: DCPFiles, key: str, every: Sequence[Held], *, strict: bool
-) -> MatchedStates:
-    """Find the states of every parameter that is held. Nothing is read or written.
-
-    A master is optional: without one the parameter's own value is it. Raises: ValueError naming
-    what is missing or unexpected (with `strict`), and what has another shape (always).
-    """
-    prefix = f"{key}.state."
-    there = {name for name in (*files.tensors, *files.objects) if name.startswith(prefix)}
-    found: list[tuple[Held, str, str]] = []
-    missing: list[str] = []
-    wrong: list[str] = []
-    for held in every:
-        wanted = (*held.tensors, *held.numbers)
-        roots = [f"{prefix}{name}." for name in held.param.keys]
-        # Any of a tied parameter's names may be the one that the file has.
-        root = next(
-            (root for root in roots if any(root + state in there for state in wanted)), roots[0]
-        )
-        for state in wanted:
-            name = root + state
-            if name in there:
-                found.append((held, state, name))
-                wrong += _problems(
-                    files, name, held.param.whole_shape if state in held.tensors else None
-                )
-            # A checkpoint of a plain loop has none: the parameter's own value is the master then.
-            elif state != MASTER:
-                missing.append(name)
-    unexpected = sorted(there - {name for _, _, name in found})
-    # Each once: the tiles of a weight say the same.
-    missing, wrong = list(dict.fromkeys(missing)), list(dict.fromkeys(wrong))
-    if wrong or (strict and (missing or unexpected)):
-        raise ValueError(
-            explain(files.label, missing if strict else [], unexpected if strict else [], wrong)
-        )
-    return MatchedStates(found, Loaded(tuple(missing), tuple(unexpected)))
-
-
-def _problems(files: DCPFiles, name: str, shape: tuple[int, ...] | None) -> list[str]:
-    if name in files.objects:
-        return [f"{name} is no tensor there"] if shape is not None else []
-    if shape is None:
-        return [] if files.shape(name) in ((), (1,)) else [f"{name} is no number there"]
-    if files.shape(name) != shape or not files.is_floating_point(name):
-        there = files.tensors[name].dtype
+    @property
+    def names(self) -> list[str]:
+        """The names of all states, as the checkpoint has them."""
         return [
-            f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
+            name
+            for name in (*self._files.tensors, *self._files.objects)
+            if name.startswith(self._prefix)
         ]
-    return []
 
+    def name_of(self, param: str, state: str) -> str:
+        """Return the name that a state of a parameter has."""
+        return f"{self._prefix}{param}.{state}"
 
-def take_in_states(files: DCPFiles, matched: MatchedStates) -> None:
-    """Write the states that were matched, one tensor in memory at a time. Calls no collective.
-    Blocks.
+    def fault(self, name: str, shape: tuple[int, ...] | None) -> str:
+        """Say why a state is no tensor of this shape (None: no number); "" if it is."""
+        files = self._files
+        if name in files.objects:
+            return f"{name} is no tensor there" if shape is not None else ""
+        if shape is None:
+            return "" if files.shape(name) in ((), (1,)) else f"{name} is no number there"
+        if files.shape(name) == shape and files.is_floating_point(name):
+            return ""
+        there = files.tensors[name].dtype
+        return f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
 
-    Raises: any error of reading or writing, ValueError for an impossible number; then some states
-    have been written.
-    """
-    # By the names in the file: the tiles of a weight take their parts of one tensor, which is read
-    # once.
-    read = LastRead(files.read)
-    order = {name: index for index, (_, _, name) in reversed(list(enumerate(matched.names)))}
-    for held, state, name in sorted(matched.names, key=lambda match: order[match[2]]):
-        value = read(name) if name in files.tensors else files.read_object(name)
-        if state in held.numbers:
-            value = value.item() if isinstance(value, torch.Tensor) else value
-            # torch.optim keeps it as a tensor of fp32; here it counts in whole numbers.
-            if state == "step" and isinstance(value, float) and value.is_integer():
-                value = int(value)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ValueError(f"{name} of {files.label} is {value!r}, which is no number")
-        place = held.param.place
-        held.state[state] = (
-            place.of(value) if place is not None and state in held.tensors else value
-        )
+    def read(self, name: str) -> Any:
+        """Read one. Blocks. Raises: OSError, ValueError."""
+        files = self._files
+        return files.read(name) if name in files.tensors else files.read_object(name)
 
 
 def _state_of(every: Mapping[Param, Held], state: str, param: Param) -> torch.Tensor:

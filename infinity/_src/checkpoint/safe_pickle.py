@@ -16,8 +16,7 @@ import io
 import pickle
 import re
 import types
-from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,6 +51,30 @@ def record_class(name: str) -> Any:
     return type("Record", (Record,), {"kind": name})
 
 
+class KnownNames:
+    """The names that a pickle may have in it: `records`, and all that begin with `prefix`, become
+    records; `values` are harmless as they are.
+    """
+
+    def __init__(
+        self, records: Collection[str], values: Mapping[str, Any], *, prefix: str = ""
+    ) -> None:
+        self._known = {**{name: record_class(name) for name in records}, **values}
+        self._prefix = prefix
+
+    def find(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name. Raises: pickle.UnpicklingError for any other."""
+        full = f"{module}.{name}"
+        if self._prefix and full.startswith(self._prefix) and full not in self._known:
+            self._known[full] = record_class(full)
+        # A list of what is needed, not of what is harmful: unknown names are refused.
+        if full not in self._known:
+            raise pickle.UnpicklingError(
+                f"it names {full}, which such a file has no need of, and which was not imported"
+            )
+        return self._known[full]
+
+
 class InertUnpickler(pickle.Unpickler):
     """Reads a pickle in which these names become records, or the given harmless values; any other
     name is refused.
@@ -61,57 +84,30 @@ class InertUnpickler(pickle.Unpickler):
 
     def __init__(self, data: bytes, *, records: Collection[str], values: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = {**{name: record_class(name) for name in records}, **values}
+        self._names = KnownNames(records, values)
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return the stand-in for a name."""
-        full = f"{module}.{name}"
-        # A list of what is needed, not of what is harmful: unknown names are refused.
-        if full not in self._known:
-            raise pickle.UnpicklingError(
-                f"it names {full}, which such a file has no need of, and which was not imported"
-            )
-        return self._known[full]
+        return self._names.find(module, name)
 
     def persistent_load(self, pid: Any, /) -> NoReturn:  # noqa: ARG002 - whatever it is
         """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError("it refers to objects outside of itself")
 
 
-def load_tensors(source: Path | io.BufferedReader, *, records: str = "") -> Any:
-    """Read a file of `torch.save` by torch.load(weights_only=True) on the CPU. A path is mapped:
-    only used parts are read.
+def load_tensors(source: io.BufferedReader) -> Any:
+    """Read a file of `torch.save` by torch.load(weights_only=True) on the CPU, whole.
 
-    Names that begin with `records` ("package.") become records; any other that torch does not know
-    as harmless is refused. Blocks. Raises: OSError; ValueError for damage, or naming what is
-    refused.
+    Any name that torch does not know as harmless is refused. Blocks. Raises: OSError; ValueError
+    for damage, or naming what is refused.
     """
     try:
-        with _as_records(source, records) if records else contextlib.nullcontext():
-            # Only a path can be mapped.
-            is_path = isinstance(source, Path)
-            return torch.load(
-                str(source) if is_path else source,
-                map_location="cpu",
-                weights_only=True,
-                mmap=is_path,
-            )
+        return torch.load(source, map_location="cpu", weights_only=True)
     except OSError:
         raise
     # Damaged bytes make torch raise errors of zip, pickle, struct and others.
     except Exception as error:
         raise ValueError(reason_of(str(error))) from error
-
-
-@contextlib.contextmanager
-def _as_records(source: Path | io.BufferedReader, prefix: str) -> Iterator[None]:
-    """Inside, torch.load makes records of what a file names under a prefix."""
-    assert isinstance(source, Path), source
-    # Reads the names without calling any of them.
-    names = torch.serialization.get_unsafe_globals_in_checkpoint(source)
-    stand_ins: list[Any] = [(record_class(name), name) for name in names if name.startswith(prefix)]
-    with torch.serialization.safe_globals(stand_ins):
-        yield
 
 
 def reason_of(message: str) -> str:

@@ -15,8 +15,8 @@ _TESTED = "1.15.0"
 def adapt(state: Any) -> None:
     """Let `PartialState` name the backend of the CPU's ranks where DeepSpeed was asked for.
 
-    Where accelerate finds no GPU it names none, and takes each rank for the only one: all of them
-    would train on the same rows. state: the module accelerate.state. Raises: ImportError for a
+    Without a GPU accelerate names none, and takes each rank for the only one: all of them would
+    train on the same rows. state: the module accelerate.state. Raises: ImportError for a
     release without the method.
     """
     check_methods(state.PartialState, ("_prepare_backend",), "accelerate", _TESTED)

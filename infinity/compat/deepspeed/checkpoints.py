@@ -44,7 +44,6 @@ class Checkpointed(Protocol):
 class Wanted:
     """Parts of a checkpoint to go on from, beside the parameters."""
 
-    strict: bool
     optimizer: bool
     scheduler: bool
     counts: bool
@@ -119,6 +118,11 @@ def load(
             return None, None
         tag = newest.read_text().strip()
     path = home / str(tag)
+    if any(path.glob("*_model_states.pt")):
+        raise DeepSpeedRefusal(
+            f"{path} was written by DeepSpeed itself: load it by inf.load_deepspeed("
+            f"engine.module, {str(path)!r}, opt=engine.optimizer.optimizer)"
+        )
     # The module as it is, for a function that decides itself what it takes.
     mine = None if custom_load_fn is None else _copied(engine.module)
     restored = inf.restore(
@@ -127,7 +131,7 @@ def load(
     if mine is not None:
         saved = _copied(engine.module)
         load_module(engine.module, mine, True, None)
-        load_module(engine.module, saved, wanted.strict, custom_load_fn)
+        load_module(engine.module, saved, True, custom_load_fn)
     extra = restored.extra or {}
     if wanted.counts:
         for key, value in extra.get("counts", {}).items():

@@ -351,7 +351,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self,
         load_dir: str | os.PathLike[str],
         tag: Any = None,
-        load_module_strict: bool = True,
+        load_module_strict: bool = True,  # noqa: ARG002 - a directory of `inf.save` fits or not
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -359,7 +359,9 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     ) -> tuple[str | None, Client | None]:
         """Go on from a checkpoint, on any number of ranks. Blocks. All ranks call it.
 
-        tag: default what the file "latest" says. load_module_only: parameters alone. custom_load_fn
+        tag: default what the file "latest" says. load_module_strict: nothing depends on it: the
+        checkpoint must have the model's parameters, but for frozen ones that it was told to leave
+        out, which keep their values. load_module_only: parameters alone. custom_load_fn
         gets the saved state dict and the module, `custom_load_fn(src=, dst=)`, and sets parameters;
         the state dict is whole in memory then. Returns the checkpoint's path and the script's
         state; (None, None) where there is no "latest".
@@ -371,7 +373,6 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
             load_dir,
             tag,
             checkpoints.Wanted(
-                strict=load_module_strict,
                 optimizer=load_optimizer_states and not load_module_only,
                 scheduler=load_lr_scheduler_states and not load_module_only,
                 counts=not load_module_only,

@@ -94,7 +94,7 @@ def initialize(
     device = get_accelerator().device()
     policy = _with_leaves(settings, model, settings.policy(_local_device(device)))
     plan = plan_optimizer(settings, model, optimizer, model_parameters)
-    _check_schedule(settings, plan)
+    _check_schedule(settings, plan, lr_scheduler)
     if training_data is not None:
         check_dataset(training_data)
     with contextlib.ExitStack() as undo:
@@ -241,6 +241,7 @@ def _offloaded(
     return kind(
         built,
         scaler,
+        model.parameters(),
         clip_norm=settings.run.clip_norm,
         skips=policy.on_nonfinite == "skip" or scaler.dynamic,
     )
@@ -293,9 +294,13 @@ def _give(model: torch.nn.Module, attributes: Mapping[str, dict[str, Any]]) -> N
         vars(param).update(attributes.get(name, {}))
 
 
-def _check_schedule(settings: Settings, plan: OptimizerPlan | None) -> None:
-    """Try the schedule of the configuration. Raises: DeepSpeedRefusal."""
-    if plan is None or plan.rehearsal is None or settings.run.scheduler is None:
+def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any) -> None:
+    """Try the schedule of the configuration, unless the script has its own. Raises:
+    DeepSpeedRefusal.
+    """
+    if plan is None or plan.rehearsal is None or client is not None:
+        return
+    if settings.run.scheduler is None:
         return
     name, arguments = settings.run.scheduler
     try:

@@ -130,7 +130,6 @@ def plan_optimizer(
 def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     assert settings.run.optimizer is not None
     name, arguments = settings.run.optimizer
-    twin = Twin(_maker(name, arguments))
     groups = [dict(each) for each in given if isinstance(each, Mapping)]
     plain = [each for each in given if not isinstance(each, Mapping)]
     if groups and plain:
@@ -141,6 +140,12 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    if name == "Adam" and not any(
+        group.get("weight_decay", arguments["weight_decay"]) for group in groups
+    ):
+        # The same update, by a kernel.
+        name = "AdamW"
+    twin = Twin(_maker(name, arguments))
     return OptimizerPlan(twin, [group for group in groups if group["params"]])
 
 
@@ -219,11 +224,21 @@ class ZeROOptimizer:
     steps (fp16, or bf16.check_grad_overflow), the step is skipped on all ranks and `overflow` is
     True. Else gradients are divided by the loss scale and clipped by the norm, and the engine's
     optimizer takes its step.
+
+    params: those of the model in its order, in which norms are added up: groups of another order
+    have the same norm, to the bit.
     """
 
     def __init__(
-        self, optimizer: Any, scaler: LossScaler, *, clip_norm: float, skips: bool
+        self,
+        optimizer: Any,
+        scaler: LossScaler,
+        params: Iterable[torch.nn.Parameter],
+        *,
+        clip_norm: float,
+        skips: bool,
     ) -> None:
+        self._order = {id(param): number for number, param in enumerate(params)}
         self.optimizer = optimizer
         self.loss_scaler = scaler
         self.clip_grad = clip_norm
@@ -288,12 +303,9 @@ class ZeROOptimizer:
         self.optimizer.step()
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [
-            param.grad
-            for group in self.param_groups
-            for param in group["params"]
-            if param.grad is not None
-        ]
+        params = [param for group in self.param_groups for param in group["params"]]
+        params.sort(key=lambda param: self._order[id(param)])
+        return [param.grad for param in params if param.grad is not None]
 
     # -- the loss scale ----------------------------------------------------------------------------
 

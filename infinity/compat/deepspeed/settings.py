@@ -26,8 +26,8 @@ _STRAYS = (
     "zero_optimization.stage3_param_persistence_threshold",
     "zero_optimization.stage3_prefetch_bucket_size",
 )
-"""Keys that TRL adds at the top for a reference model. DeepSpeed does not read them there, and where
-they belong they have no meaning here."""
+"""Keys that TRL adds at the top for a reference model. DeepSpeed does not read them there, and in
+their own section they have no meaning here."""
 _STAGE_0 = (
     "zero_optimization.stage=0: states rest in CPU memory and are split over the ranks, as with "
     "stage 1, with the same numbers"

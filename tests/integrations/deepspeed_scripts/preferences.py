@@ -1,6 +1,6 @@
 """DPO by TRL with a reference model that is given, synchronised as training goes on.
 
-    deepspeed preferences.py --model_name_or_path DIR --output_dir OUT --deepspeed ds_config.json ...
+    deepspeed preferences.py --model_name_or_path DIR --output_dir OUT --deepspeed FILE ...
 """
 
 import dataclasses

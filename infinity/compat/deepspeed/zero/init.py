@@ -123,7 +123,8 @@ class Init(contextlib.ContextDecorator):
             return
         note_zero_param(param)
         self._built.append(param)
-        if self.memory is not None and param.device.type == "cpu" and param.nbytes >= FILE_BYTES_MIN:
+        in_ram = param.device.type == "cpu"
+        if self.memory is not None and in_ram and param.nbytes >= FILE_BYTES_MIN:
             # A cast finds its memory here.
             param.ds_memory = self.memory  # type: ignore[attr-defined]
         if _RESERVING.get():
@@ -158,7 +159,7 @@ def is_reserved(param: torch.Tensor) -> bool:
 
 
 def set_values(param: torch.nn.Parameter, values: torch.Tensor, *, mapped: bool = False) -> None:
-    """Give a parameter its values, a tensor [param.shape], cast to its dtype, in its kind of memory.
+    """Give a parameter its values, a tensor [param.shape], in its dtype and its kind of memory.
 
     mapped: the memory of `values` is that of a file, and becomes the parameter's where that can be.
     May block while pages are written out.
