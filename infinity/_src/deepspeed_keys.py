@@ -65,9 +65,10 @@ class Check:
 
 
 def _flag(value: Any) -> bool:
-    if not isinstance(value, bool):
+    # Numbers as well: DeepSpeed takes 0 and 1 for a truth value.
+    if not isinstance(value, int) or value not in (0, 1):
         raise ValueError
-    return value
+    return bool(value)
 
 
 def _number(value: Any) -> float:
@@ -257,12 +258,22 @@ class Off:
     tells: Callable[[Any], bool]
 
 
+def _as_flag(value: Any) -> Any:
+    """Return a number for a truth value as the truth value; any other value as it is."""
+    return bool(value) if isinstance(value, int) and value in (0, 1) else value
+
+
+def _is_same(value: Any, one: Any) -> bool:
+    return not isinstance(value, bool) and bool(value == one)
+
+
 def off_at(*values: Any) -> Off:
-    """Equal to one of `values`, in type too: `true == 1`."""
+    """Equal to one of `values`. true is no number, but 0 and 1 are truth values."""
 
     def tells(value: Any) -> bool:
         return any(
-            value == one and isinstance(value, bool) == isinstance(one, bool) for one in values
+            _as_flag(value) is one if isinstance(one, bool) else _is_same(value, one)
+            for one in values
         )
 
     return Off(" or ".join(f"`{shown(value)}`" for value in values), tells)
@@ -270,8 +281,8 @@ def off_at(*values: Any) -> Off:
 
 def _is_switched_off(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return not value or value.get("enabled") is False
-    return value is False
+        return not value or _as_flag(value.get("enabled")) is False
+    return _as_flag(value) is False
 
 
 SWITCH = Off('`false`, `{}` or `{"enabled": false}`', _is_switched_off)
@@ -280,8 +291,8 @@ SWITCH = Off('`false`, `{}` or `{"enabled": false}`', _is_switched_off)
 def _optional_switch(value: Any) -> bool:
     # Without "enabled" these sections are off.
     if isinstance(value, Mapping):
-        return value.get("enabled", False) is False
-    return value is False
+        return _as_flag(value.get("enabled", False)) is False
+    return _as_flag(value) is False
 
 
 DEFAULT_OFF = Off('an object without `"enabled": true`', _optional_switch)
@@ -600,7 +611,8 @@ ZERO = below(
     ignored("save_muon_momentum_buffer_in_memory", FLAG, "there is no Muon here"),
     ignored(
         "leaf_module.classes leaf_module.names leaf_module.name_suffixes", TEXTS,
-        "a block is gathered as one, whatever its parts do; `units` names other blocks",
+        "a block is gathered as one, whatever its parts do; `units` names other blocks, and "
+        "`infinity.compat.deepspeed` makes leaves units",
     ),
     refused(
         "zenflow", off_at(None),

@@ -453,20 +453,17 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "bad schedule": (
         {"config": config(scheduler={"type": "StepLR", "params": {"gamma": 2}})}, "step_size",
     ),
-    "rate to be filled": (
+    "open auto": (
         {"config": config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})},
-        "optimizer.params.lr: \"auto\" is for a trainer",
+        r'optimizer.params.lr: "auto" is for the trainer to fill',
     ),
-    "warm-up to be filled": (
-        {
-            "config": config(
-                scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
-            )
-        },
-        "scheduler.params.warmup_num_steps: \"auto\"",
+    "open auto of batches": (
+        {"config": config(gradient_accumulation_steps="auto")}, "gradient_accumulation_steps",
     ),
-    "clipping to be filled": (
-        {"config": config(gradient_clipping="auto")}, "gradient_clipping: \"auto\"",
+    "open auto of a schedule": (
+        {"config": config(scheduler={
+            "type": "WarmupLR", "params": {"warmup_max_lr": "auto"},
+        })}, r"scheduler.params.warmup_max_lr",
     ),
     "optimizer of a wrong type": ({"optimizer": 3}, "unexpected type int"),
     "no data set": ({"training_data": 3}, "training_data=int"),
@@ -495,6 +492,21 @@ def test_nothing_is_half_built_after_a_refusal(name: str) -> None:
     # And it can be built then.
     engine = built(model, config())
     train(engine, batches(1))
+    engine.destroy()
+
+
+def test_an_open_auto_of_what_is_not_taken_is_left_alone() -> None:
+    settings = config(
+        optimizer={"type": "AdamW", "params": {"lr": "auto"}},
+        scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}},
+    )
+    model = net()
+    arguments = {
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2),
+        "lr_scheduler": lambda opt: LambdaLR(opt, lambda _: 0.5),
+    }
+    engine = built(model, settings, **arguments)
+    assert engine.get_lr() == [5e-3]
     engine.destroy()
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from infinity.compat import deepspeed
 from infinity.compat.deepspeed import DeepSpeedRefusal, zero
-from infinity.compat.deepspeed.zero import access
+from infinity.compat.deepspeed.zero import access, leaf_modules
 from tests.distributed.ranks import on_ranks
 from tests.integrations.deepspeed_runs import (
     WIDTH,
@@ -99,6 +99,31 @@ def test_the_first_ranks_values_and_those_that_a_rank_writes(tmp_path: Path) -> 
     assert first == second
     assert first[:4] == (True, True, True, True)
     assert first[5] == 1.0
+
+
+def _run_different_children(rank: int, _place: Path) -> Any:
+    ready(rank)
+    model = net()
+    layers = model.layers
+    leaf_modules.set_z3_leaf_modules(model, [type(model)])
+
+    def forward(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(layers[1 + rank](x), y)
+
+    model.forward = forward  # type: ignore[method-assign]
+    engine = built(model, config(3))
+    losses = train(engine, batches(2))
+    values = values_of(engine.module)
+    moved = [
+        not torch.equal(values[f"layers.{index}.weight"], layer.weight)
+        for index, layer in enumerate(net().layers)
+    ]
+    engine.destroy()
+    return losses[1] < losses[0] + 1, moved
+
+
+def test_ranks_run_different_children_of_a_leaf(tmp_path: Path) -> None:
+    assert on_ranks(_run_different_children, tmp_path / "ranks", 2) == [(True, [True] * 3)] * 2
 
 
 def _overflows(rank: int, _place: Path) -> Any:

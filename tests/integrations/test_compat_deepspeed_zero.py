@@ -361,6 +361,56 @@ def test_leaf_modules_are_flags() -> None:
     engine.destroy()
 
 
+class Routed(nn.Module):
+    """One of two layers: that of `choice`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.choice = 0
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.experts[self.choice](x).float(), y)
+
+
+class Router(nn.Module):
+    """A module around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routed = Routed()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.routed(x, y)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("classes", ["Routed"]), ("names", ["routed"]), ("name_suffixes", "outed")],
+)
+def test_parameters_of_a_configured_leaf_that_were_not_used_have_gradients_of_zeros(
+    key: str, value: Any
+) -> None:
+    torch.manual_seed(0)
+    model, settings = Router(), config()
+    settings["zero_optimization"]["leaf_module"] = {key: value}
+    before = values_of(model)
+    engine = built(model, settings)
+    assert leaf_modules.get_z3_leaf_modules(engine.module) == [model.routed]
+    train(engine, batches(1))
+    # Of AdamW nothing is left but the decay of weights.
+    name = "routed.experts.1.weight"
+    torch.testing.assert_close(values_of(engine.module)[name], before[name] * (1 - 1e-2 * 0.1))
+    engine.destroy()
+
+
+def test_a_container_is_no_leaf() -> None:
+    model = Routed()
+    leaf_modules.set_z3_leaf_module(model.experts, True)
+    with pytest.raises(ValueError, match="'experts' is a ModuleList"):
+        built(model, config())
+
+
 def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     need = estimate_zero3_model_states_mem_needs
     assert need(100, 10, 2, 1, additional_buffer_factor=1.0) == (1800, 40, 40)

@@ -746,6 +746,16 @@ def test_a_policy_needs_only_what_its_fields_depend_on() -> None:
     assert filled.params == "cpu"
 
 
+def test_0_and_1_are_truth_values() -> None:
+    assert read(("bf16.enabled", 1)) == read(("bf16.enabled", True))
+    assert read(("bf16.enabled", 0), ("zero_allow_untested_optimizer", 1)).dtype is None
+    for name in ("sparse_gradients", "amp.enabled", "compression_training.enabled"):
+        read((name, 0))
+        assert name.split(".")[0] in message(config((name, 1)))
+    assert "bf16.enabled=2: give true or false" in message(config(("bf16.enabled", 2)))
+    assert "mics_shard_size" in message(config((Z + "mics_shard_size", True)))
+
+
 # -- Files, and what is no configuration -----------------------------------------------------------
 
 

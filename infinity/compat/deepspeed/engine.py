@@ -27,6 +27,7 @@ from infinity.compat.deepspeed.data import DeepSpeedDataLoader, check_dataset
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
 from infinity.compat.deepspeed.settings import ConfigNames, Settings
+from infinity.compat.deepspeed.zero.leaf_modules import fill_missing_grads
 
 log = logging.getLogger("infinity")
 
@@ -158,6 +159,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
 
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._trained("step")
+        fill_missing_grads(self.module)
         optimizer.step()
         optimizer.zero_grad()
         if optimizer.overflow:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -39,6 +40,7 @@ from infinity.compat.deepspeed.replicas import broadcast_module
 from infinity.compat.deepspeed.schedules import scheduler_class
 from infinity.compat.deepspeed.settings import Settings
 from infinity.compat.deepspeed.zero.init import cast
+from infinity.compat.deepspeed.zero.leaf_modules import flag_configured, leaf_units
 
 log = logging.getLogger("infinity")
 
@@ -83,8 +85,14 @@ def initialize(
     settings = Settings.read(_config_of(args, config, config_params), _world_size())
     _check_args(args)
     _check_client(optimizer, lr_scheduler)
+    settings.check_filled(
+        _world_size(),
+        optimizer=optimizer is None,
+        scheduler=lr_scheduler is None
+        and (optimizer is not None or settings.run.optimizer is not None),
+    )
     device = get_accelerator().device()
-    policy = settings.policy(_local_device(device))
+    policy = _with_leaves(settings, model, settings.policy(_local_device(device)))
     plan = plan_optimizer(settings, model, optimizer, model_parameters)
     _check_schedule(settings, plan, lr_scheduler)
     if training_data is not None:
@@ -239,6 +247,16 @@ def _offloaded(
     )
 
 
+def _with_leaves(settings: Settings, model: torch.nn.Module, policy: inf.Policy) -> inf.Policy:
+    """Flag the leaf modules of the configuration, and gather each leaf as one where ranks may run
+    different children of it."""
+    flag_configured(model, settings.zero.get("leaf_module") or {})
+    units = leaf_units(model)
+    if units is None or _world_size() == 1:
+        return policy
+    return dataclasses.replace(policy, units=units)
+
+
 def _make_directories(policy: inf.Policy) -> None:
     """Make the directories on NVMe, as DeepSpeed does, but for those of single ranks."""
     for path in policy.directories:
@@ -280,10 +298,9 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any)
     """Try the schedule of the configuration, unless the script has its own. Raises:
     DeepSpeedRefusal.
     """
-    if plan is None or settings.run.scheduler is None or client is not None:
+    if plan is None or plan.rehearsal is None or client is not None:
         return
-    settings.check_filled("scheduler.params.")
-    if plan.rehearsal is None:
+    if settings.run.scheduler is None:
         return
     name, arguments = settings.run.scheduler
     try:

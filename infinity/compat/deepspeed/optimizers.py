@@ -108,13 +108,11 @@ def plan_optimizer(
     function that makes one of parameters), else that of the configuration; None without one.
 
     Raises: DeepSpeedRefusal for a rule that the engine has not, for a class that
-    zero_allow_untested_optimizer would have to allow, for parameters that are not the model's, and
-    for settings that are still "auto".
+    zero_allow_untested_optimizer would have to allow, and for parameters that are not the model's.
     """
     given = list(model.parameters() if model_parameters is None else model_parameters)
     if optimizer is None and settings.run.optimizer is None:
         return None
-    settings.check_filled("gradient_clipping")
     if optimizer is None:
         plan = _of_configuration(settings, given)
     else:
@@ -131,7 +129,6 @@ def plan_optimizer(
 
 def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     assert settings.run.optimizer is not None
-    settings.check_filled("optimizer.params.")
     name, arguments = settings.run.optimizer
     groups = [dict(each) for each in given if isinstance(each, Mapping)]
     plain = [each for each in given if not isinstance(each, Mapping)]

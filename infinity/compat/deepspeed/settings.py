@@ -71,6 +71,21 @@ class Settings:
             log.info("DeepSpeed configuration: %s", _STAGE_0)
         return cls(values, run, stage)
 
+    def check_filled(self, world_size: int, *, optimizer: bool, scheduler: bool) -> None:
+        """Check that no value that counts is "auto" still: DeepSpeed leaves them to its caller.
+        optimizer, scheduler: whether those of the configuration are taken.
+
+        Raises: DeepSpeedRefusal naming the keys and the fix.
+        """
+        taken = {"optimizer": optimizer, "scheduler": scheduler}
+        values = {name: value for name, value in self.config.items() if taken.get(name, True)}
+        try:
+            inf.read_deepspeed(
+                values if self.stage else _as_stage_1(values), world_size=world_size
+            )
+        except ValueError as error:
+            raise DeepSpeedRefusal(str(error)) from error
+
     @property
     def dtype(self) -> torch.dtype | None:
         """The dtype to which parameters are cast; None: they stay."""
@@ -84,19 +99,6 @@ class Settings:
     def policy(self, device: torch.device) -> inf.Policy:
         """Return the policy for a model that computes on `device`."""
         return inf.Policy.from_deepspeed(self.run, device=device)
-
-    def check_filled(self, start: str) -> None:
-        """Check that no key whose name begins so is still "auto". Raises: DeepSpeedRefusal."""
-        left = [
-            found.key
-            for found in self.run.keys
-            if found.value == "auto" and found.key.startswith(start)
-        ]
-        if left:
-            raise DeepSpeedRefusal(
-                f'{", ".join(left)}: "auto" is for a trainer to fill (transformers, Accelerate), '
-                "and none has; write the value"
-            )
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return an object of the configuration as it was given; empty where there is none."""

@@ -188,7 +188,7 @@ def cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
 def _dtype_of(settings: Mapping[str, Any]) -> torch.dtype | None:
     for key, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16),
                        ("fp16", torch.float16)):  # fmt: skip
-        if (settings.get(key) or {}).get("enabled") is True:
+        if (settings.get(key) or {}).get("enabled") == 1:
             return dtype
     return None
 

@@ -1,16 +1,25 @@
-"""Leaf modules: flags on modules whose parameters DeepSpeed gathers together.
+"""Leaf modules: modules whose parameters are gathered together, whichever of their children runs.
 
-The engine finds its units, and experts in them, by itself. Flags are kept for the scripts that ask
-for them, and nothing else depends on them.
+    flags    of the script (`set_z3_leaf_modules`) and of zero_optimization.leaf_module
+    units    on several ranks a leaf is a unit beside the blocks that the engine finds, so ranks may
+             run different children of it
+    zeros    once a backward has gone through a leaf, parameters of it without a gradient have one
+             of zeros, as in DeepSpeed
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
+from infinity._src.params.blocks import CONTAINERS, find_blocks
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
+from infinity.compat.deepspeed.zero.access import safe_set_full_grad
+
+log = logging.getLogger("infinity")
 
 Module = torch.nn.Module
 
@@ -68,6 +77,60 @@ def set_z3_leaf_modules_by_suffix(
     has.
     """
     return _set_by(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+
+
+def flag_configured(model: Module, section: Mapping[str, Any]) -> None:
+    """Flag the modules that zero_optimization.leaf_module names. What no module has is logged, as
+    one file may serve several models.
+    """
+    missing: list[str] = []
+    for kind in _listed(section.get("classes")):
+        if not _set(model, [kind], True, raise_if_not_found=False):
+            missing.append(kind)
+    for key, flag in (
+        ("names", set_z3_leaf_modules_by_name),
+        ("name_suffixes", set_z3_leaf_modules_by_suffix),
+    ):
+        missing += flag(model, _listed(section.get(key)), raise_if_not_found=False)[1]
+    if missing:
+        log.warning("zero_optimization.leaf_module: the model has no %s", ", ".join(missing))
+
+
+def _listed(names: str | Sequence[str] | None) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names or ()
+
+
+def leaf_units(model: Module) -> list[str] | None:
+    """Return the qualified names of the blocks that the engine finds and of the leaves, for
+    `Policy(units=)`; None without leaves.
+
+    Raises: DeepSpeedRefusal for a leaf that is a container.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    leaves = get_z3_leaf_modules(model)
+    for leaf in leaves:
+        if isinstance(leaf, CONTAINERS):
+            raise DeepSpeedRefusal(
+                f"leaf module {names[id(leaf)]!r} is a {type(leaf).__name__}, which is never "
+                "called: flag the module that has it"
+            )
+    if not leaves:
+        return None
+    blocks = [*find_blocks(model, None, argument="units"), *leaves]
+    return list(dict.fromkeys(names[id(block)] for block in blocks))
+
+
+def fill_missing_grads(model: Module) -> None:
+    """Give parameters of leaves without a gradient one of zeros, where others of the leaf have one.
+    Collective: ranks have gradients of the same parameters.
+    """
+    for leaf in get_z3_leaf_modules(model):
+        params = [param for param in leaf.parameters() if param.requires_grad]
+        lacking = [param for param in params if param.grad is None]
+        if len(lacking) == len(params):
+            continue
+        for param in lacking:
+            safe_set_full_grad(param, torch.zeros(param.shape, dtype=param.dtype))
 
 
 def _set(
