@@ -83,10 +83,11 @@ def flag_configured(model: Module, section: Mapping[str, Any]) -> None:
     """Flag the modules that zero_optimization.leaf_module names. What no module has is logged, as
     one file may serve several models.
     """
-    missing: list[str] = []
-    for kind in _listed(section.get("classes")):
-        if not _set(model, [kind], True, raise_if_not_found=False):
-            missing.append(kind)
+    missing = [
+        kind
+        for kind in _listed(section.get("classes"))
+        if not _set(model, [kind], True, raise_if_not_found=False)
+    ]
     for key, flag in (
         ("names", set_z3_leaf_modules_by_name),
         ("name_suffixes", set_z3_leaf_modules_by_suffix),
