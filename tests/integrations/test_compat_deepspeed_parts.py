@@ -1,28 +1,17 @@
-"""Smaller parts of infinity.compat.deepspeed: values that come later, activation checkpointing,
-Lion on ordinary parameters, the accelerator, torch.distributed by DeepSpeed's names."""
+"""Smaller parts of infinity.compat.deepspeed: activation checkpointing, Lion on ordinary
+parameters, the accelerator, torch.distributed by DeepSpeed's names."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
-from infinity.compat.deepspeed.sources import set_source
 from torch import nn
 
 from infinity.compat.deepspeed import DeepSpeedRefusal, checkpointing, comm, get_accelerator, ops
 from infinity.compat.deepspeed.utilities import OnDevice, clone_tensors_for_torch_save
-from tests.integrations.deepspeed_runs import (
-    alone,
-    assert_same,
-    batches,
-    built,
-    config,
-    net,
-    train,
-    values_of,
-)
+from tests.integrations.deepspeed_runs import alone
 
 
 @pytest.fixture(autouse=True)
@@ -30,53 +19,6 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("LOCAL_RANK", "0")
     with alone():
         yield
-
-
-class Stored:
-    """Values of a module, read one at a time."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.values, self.reads = values_of(module), 0
-
-    def names(self) -> Iterable[str]:
-        return self.values
-
-    def shape(self, name: str) -> Sequence[int]:
-        return tuple(self.values[name].shape)
-
-    def read(self, name: str) -> torch.Tensor:
-        self.reads += 1
-        return self.values[name]
-
-
-class Wrapped(nn.Module):
-    """A module inside of another one that has a parameter of its own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.gain = nn.Parameter(torch.full((1,), 1.5))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.inner(x * self.gain, y)
-        return loss
-
-
-def test_values_of_a_model_without_any_come_when_it_is_offloaded(tmp_path: Path) -> None:
-    settings = config(3, tmp_path, bf16={"enabled": True})
-    data = batches(2, torch.bfloat16)
-    engine = built(Wrapped(net()), settings)
-    losses, values = train(engine, data), values_of(engine.module)
-    engine.destroy()
-    with torch.device("meta"):
-        inner = net().to(torch.bfloat16)
-    source = Stored(net())
-    set_source(inner, source)
-    engine = built(Wrapped(inner), settings)
-    assert train(engine, data) == losses
-    assert_same(values_of(engine.module), values)
-    assert source.reads > 0
-    engine.destroy()
 
 
 def test_activation_checkpointing_is_torchs() -> None:

@@ -3,6 +3,8 @@ states."""
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,11 +177,21 @@ def test_whole_numbers_and_tied_weights_stay() -> None:
         ({"remote_device": "nvme"}, "without a drive"),
         ({"remote_device": "tape"}, "remote_device='tape'"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights"),
+        ({"config_dict_or_path": "nowhere.json"}, "nowhere.json"),
     ],
 )
 def test_refusals_of_init(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(DeepSpeedRefusal, match=says):
         zero.Init(**settings)
+
+
+def test_init_reads_what_initialize_reads(tmp_path: Path) -> None:
+    text = json.dumps(config(bf16={"enabled": True})).encode()
+    (tmp_path / "ds.json").write_bytes(text)
+    for given in (str(tmp_path / "ds.json"), base64.urlsafe_b64encode(text).decode()):
+        with zero.Init(config_dict_or_path=given):
+            model = net()
+        assert model.layers[0].weight.dtype is torch.bfloat16
 
 
 def test_mics_is_refused() -> None:
@@ -205,6 +217,12 @@ def test_parameters_are_read_and_written_while_they_are_gathered(tmp_path: Path)
     ):
         weight.fill_(2.0)
         engine.module.layers[0].bias.data.zero_()
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    with zero.GatheredParameters([weight]):
+        with zero.GatheredParameters([weight]):
+            pass
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
+        assert (weight == 2).all()
     assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
     found = values_of(engine.module)
     assert (found["layers.1.weight"] == 2).all()

@@ -52,9 +52,9 @@ class Settings:
         """
         if isinstance(config, Mapping):
             config = {name: value for name, value in config.items() if name not in _STRAYS}
+        values = written(config)
+        stage = _stage(values)
         try:
-            _, values = load(config)
-            stage = _stage(values)
             run = inf.read_deepspeed(
                 config if stage else _as_stage_1(values),
                 world_size=world_size,
@@ -109,6 +109,16 @@ class Settings:
     def zero(self) -> Mapping[str, Any]:
         """The section of ZeRO."""
         return self.section("zero_optimization")
+
+
+def written(config: Config) -> Mapping[str, Any]:
+    """Return a configuration as it is written: a mapping, a file's, or base64's. Raises:
+    DeepSpeedRefusal for what is none.
+    """
+    try:
+        return load(config)[1]
+    except ValueError as error:
+        raise DeepSpeedRefusal(str(error)) from error
 
 
 def _stage(config: Mapping[str, Any]) -> Any:

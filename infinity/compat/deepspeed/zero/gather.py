@@ -48,25 +48,25 @@ class GatheredParameters:
             }.values()
         )
         self._windows = contextlib.ExitStack()
+        self._before: list[tuple[Any, ZeroParamStatus]] = []
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
         for handle, params in by_handle(self.params):
             self._windows.enter_context(handle.gather(params))
-        self._set(ZeroParamStatus.AVAILABLE)
+        # A context around this one may have them open.
+        self._before = [(param, param.ds_status) for param in self.params if is_zero_param(param)]
+        for param, _ in self._before:
+            set_status(param, ZeroParamStatus.AVAILABLE)
 
     def __exit__(self, *exc: object) -> None:
         if not self.enabled:
             return
         with self._windows:
-            self._set(ZeroParamStatus.NOT_AVAILABLE)
+            for param, status in self._before:
+                set_status(param, status)
             # After an exception the other ranks may not come.
             if self.src_rank is not None and exc[0] is None:
                 for param in self.params:
                     comm.broadcast_values(param.data, self.src_rank)
-
-    def _set(self, status: ZeroParamStatus) -> None:
-        for param in self.params:
-            if is_zero_param(param):
-                set_status(param, status)

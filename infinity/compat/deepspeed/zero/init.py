@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.parameters import is_zero_param, note_zero_param
+from infinity.compat.deepspeed.settings import written
 from infinity.compat.deepspeed.zero.file_memory import FileMemory
 
 FILE_BYTES_MIN = 1 << 20
@@ -48,7 +48,7 @@ class Init(contextlib.ContextDecorator):
 
     Of several ranks each builds the model; `initialize` takes the values of the first. Blocks while
     pages are written. Raises: DeepSpeedRefusal for groups of some of the ranks, quantized weights,
-    and a device without a place.
+    a device without a place, and what is no configuration.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Init(contextlib.ContextDecorator):
                     f"{comm.get_world_size()} ranks: the engine splits over all; leave it out"
                 )
         given = config_dict_or_path if config_dict_or_path is not None else config
-        settings = _read(given)
+        settings = {} if given is None else written(given)
         self.dtype = dtype if dtype is not None else _dtype_of(settings)
         self.remote_device, path = _place_of(settings, remote_device)
         self.memory = FileMemory(path) if path is not None else None
@@ -183,15 +183,6 @@ def cast(param: torch.nn.Parameter, dtype: torch.dtype) -> None:
         param.data = param.data.to(dtype)
     else:
         param.data = memory.copy_of(param.data, dtype)
-
-
-def _read(config: Any) -> Mapping[str, Any]:
-    if config is None:
-        return {}
-    if isinstance(config, Mapping):
-        return config
-    loaded: Mapping[str, Any] = json.loads(Path(config).read_text())
-    return loaded
 
 
 def _dtype_of(settings: Mapping[str, Any]) -> torch.dtype | None:
