@@ -80,8 +80,8 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def flag_configured(model: Module, section: Mapping[str, Any]) -> None:
-    """Flag the modules that zero_optimization.leaf_module names. What no module has is logged, as
-    one file may serve several models.
+    """Flag the modules that zero_optimization.leaf_module names. Logs names that fit no module: one
+    file may serve several models.
     """
     missing = [
         kind
