@@ -134,7 +134,7 @@ def finetuned(
 
 
 def found_in(out: Path, ranks: int) -> list[dict[str, Any]]:
-    """What a script has written on each rank."""
+    """Return the files of a script, one of each rank."""
     return [json.loads((out / f"found-{rank}.json").read_text()) for rank in range(ranks)]
 
 
