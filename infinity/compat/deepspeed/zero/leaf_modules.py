@@ -80,8 +80,8 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def flag_configured(model: Module, section: Mapping[str, Any]) -> None:
-    """Flag the modules that zero_optimization.leaf_module names. Names without a module are logged, as
-    one file may serve several models.
+    """Flag the modules that zero_optimization.leaf_module names. Names without a module are
+    logged, as one file may serve several models.
     """
     missing = [
         kind
