@@ -4,9 +4,9 @@
     slice i draws as after torch.manual_seed(base + i), through all modules of the forward
 
 A plain loop that seeds so before micro-batch i draws the same masks. The generator of the caller
-moves on by that one number if a slice has drawn any, and stays if none has. What the model's own
-code draws between its modules is of the whole batch, and of the caller's generator: a loop has
-other numbers there, and other masks after them.
+moves on by that one number if a slice has drawn any, and stays if none has. Numbers that the
+model's own code draws between its modules are of the whole batch, and from the caller's generator:
+a loop has others there, and other masks after them.
 
 The generators of Python and NumPy are not divided so (`HostState`).
 """
