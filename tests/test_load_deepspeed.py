@@ -321,7 +321,7 @@ class Split:
 # -- memory ----------------------------------------------------------------------------------------
 
 PEAK = """
-import resource, sys
+import re, sys
 from pathlib import Path
 import torch
 import infinity as inf
@@ -336,11 +336,13 @@ folder = Path(sys.argv[1])
 torch.set_num_threads(1)
 model = inf.offload(Wide().bfloat16(), inf.Policy(params="cpu", optim="cpu"))
 opt = inf.AdamW(model.parameters())
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before = peak()
+def resident(name):
+    text = Path("/proc/self/status").read_text()
+    return int(re.search(name + r":\\s+(\\d+) kB", text)[1]) << 10
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = resident("VmRSS")
 assert inf.load_deepspeed(model, folder, opt=opt) == ((), ())
-print(peak() - before)
+print(resident("VmHWM") - before)
 """
 
 

@@ -132,8 +132,11 @@ class DeepSpeedCheckpoint(NamedTensors):
         try:
             self.run = self._take()
             self._check()
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+        # What a damaged file has where numbers and dicts should be, may raise any of these.
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             self.close()
+            if isinstance(error, ValueError) and str(folder) in str(error):
+                raise
             raise ValueError(
                 f"{folder} is no ZeRO checkpoint as DeepSpeed writes it: {error!r}. {WAY_OUT}"
             ) from error

@@ -174,6 +174,8 @@ def hyper_of(file: TorchFile, group: Mapping[str, Any]) -> dict[str, Any]:
             continue
         plain = file.plain(value)
         if isinstance(plain, torch.Tensor):
+            if plain.numel() != 1:
+                raise TypeError(f"{name} of a group is a tensor of shape {tuple(plain.shape)}")
             plain = plain.item()
         found[str(name)] = tuple(plain) if isinstance(plain, list) else plain
     config = file.root.get("ds_config")
@@ -255,7 +257,10 @@ def match_groups(
             if (name in group and name not in _IMPLEMENTATION) or name == "initial_lr"
         }
         if mine:
-            optimizer.check_group({**group, **mine})
+            try:
+                optimizer.check_group({**group, **mine})
+            except ValueError as error:
+                raise ValueError(f"{label} has hyper-parameters that cannot be: {error}") from error
         taken.append(mine)
     return taken
 

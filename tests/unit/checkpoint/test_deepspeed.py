@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import os
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +294,51 @@ def test_a_hostile_file_runs_nothing(name: str, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ValueError, match=f"{name} is refused: it is no zip.*cut short"):
         opened(directory)
+
+
+JUNK: list[Any] = [
+    None, True, -1, 1 << 70, 0.5, float("nan"), "x", b"x", [], [1], {}, {"x": 1}, {0: "x"}, (),
+    torch.ones(2), torch.tensor(3), torch.ones(2, 2, dtype=torch.int64), torch.Size([1 << 40]),
+    "\0", ["abc"], {"": None}, {"../x": torch.Size([1])},
+]  # fmt: skip
+
+
+def places_in(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Every container in a value, with a key of it."""
+    if isinstance(value, (dict, list)):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield value, key
+            yield from places_in(each)
+
+
+@pytest.mark.parametrize("name", ["zero2_cpu", "zero3_cpu", "universal_zero2", "universal_zero3"])
+def test_junk_anywhere_is_an_error_that_names_the_place_or_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    directory = make.unpack(name, tmp_path)
+    (directory / "expected.safetensors").unlink()
+    draw = random.Random(name)
+    errors = 0
+    for path in sorted(directory.rglob("*rank_0*.pt")) + sorted(directory.rglob("*state.pt")):
+        whole = path.read_bytes()
+        resaved(path, lambda _: None)
+        plain = torch.load(path, weights_only=True)
+        count = len(list(places_in(plain)))
+        for index in draw.sample(range(count), min(count, 40)):
+            spoiled = copy.deepcopy(plain)
+            container, key = list(places_in(spoiled))[index]
+            container[key] = draw.choice(JUNK)
+            torch.save(spoiled, path)
+            try:
+                opened(directory)
+            except (ValueError, OSError) as error:
+                errors += 1
+                text = str(error)
+                if str(directory) not in text:
+                    raise
+        path.write_bytes(whole)
+    opened(directory)
+    assert errors > 3
 
 
 def test_every_flipped_byte_of_the_states_is_found(tmp_path: Path) -> None:
