@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - the scripts below are found by it
 import compare_deepspeed
 import deepspeed_reasons
 import harness

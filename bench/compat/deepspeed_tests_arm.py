@@ -16,7 +16,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - the scripts below are found by it
 import deepspeed_names
 import distributed_tests
 import pytest

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import bench_path  # noqa: F401 - the scripts below are found by it
+import bench_folder  # noqa: F401 - the scripts below are found by it
 import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
 import r1
 import ranks_record

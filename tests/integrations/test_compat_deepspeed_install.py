@@ -53,7 +53,7 @@ assert importlib.util.find_spec("deepspeed") is None
 install()
 install()
 assert importlib.util.find_spec("deepspeed") is not None
-assert importlib.util.find_spec("deepspeed.moe") is None
+assert importlib.util.find_spec("deepspeed.pipe") is None
 assert importlib.metadata.version("deepspeed") == {VERSION!r}
 assert importlib.metadata.packages_distributions()["deepspeed"] == ["deepspeed"]
 assert importlib.metadata.version("torch")
@@ -71,11 +71,11 @@ assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine
 assert deepspeed.__version__ == {VERSION!r}
 assert dist.get_world_size() == 1
 try:
-    deepspeed.moe
+    deepspeed.pipe
 except AttributeError as error:
     print(error)
 try:
-    import deepspeed.moe
+    import deepspeed.pipe
 except ModuleNotFoundError as error:
     print(error.name)
 """
@@ -83,8 +83,8 @@ except ModuleNotFoundError as error:
 
 def test_the_import_is_ours_when_it_was_asked_for_and_not_before(tmp_path: Path) -> None:
     out = run(INSTALLED, tmp_path)
-    assert "stand-in for DeepSpeed has no deepspeed.moe" in out
-    assert out.splitlines()[-1] == "deepspeed.moe"
+    assert "stand-in for DeepSpeed has no deepspeed.pipe" in out
+    assert out.splitlines()[-1] == "deepspeed.pipe"
 
 
 def test_the_real_one_is_not_replaced_when_it_is_loaded(tmp_path: Path) -> None:

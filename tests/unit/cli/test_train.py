@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import shutil
@@ -16,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
 
 from infinity._src.bench.swap import measure_swap  # noqa: E402
 from infinity._src.cli import hf_model  # noqa: E402
@@ -204,21 +206,24 @@ class OwnLoss(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined
 
 
 def test_a_model_that_cannot_run_in_slices_is_told_the_other_order(
-    model_directory: Path,
-    moe_directory: Path,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model_directory: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = ("--out", tmp_path / "out")
     arguments: list[str | Path] = ["--text", text, *out, *SMALL, "--accumulate", "2", "--no-save"]
     # What shows in forward alone.
-    directory = shutil.copytree(moe_directory, tmp_path / "attentions")
-    config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"output_attentions": True}))
-    status, shown = train(directory, *arguments)
+    block = modeling_llama.LlamaDecoderLayer
+    own_forward = block.forward
+
+    @functools.wraps(own_forward)
+    def writing(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        hidden_states.detach().add_(0)
+        return own_forward(self, hidden_states, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "forward", writing)
+        status, shown = train(model_directory, *arguments)
     assert status == 2
-    assert "output_attentions is on" in shown
+    assert "writes to a tensor or to an object among its arguments" in shown
     assert "With --schedule horizontal micro-batches pass the model one by one" in shown
     # What is known before anything is loaded.
     sizes = transformers.AutoConfig.from_pretrained(model_directory)
