@@ -107,10 +107,9 @@ class Workload:
 
     def arguments(self) -> list[str]:
         """The arguments from which an arm's `from_arguments` makes this workload."""
-        names = (
-            *("hidden", "layers", "experts", "tokens"),
-            *("micro_batches", "steps", "warmup", "clip"),
-        )
+        names = ["hidden", "layers", "tokens", "micro_batches", "steps", "warmup", "clip"]
+        if self.experts:  # arms of older trees do not know them
+            names.append("experts")
         return [f"--{name.replace('_', '-')}={getattr(self, name)}" for name in names]
 
     def describe(self) -> dict[str, Any]:
