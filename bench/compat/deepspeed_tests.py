@@ -49,8 +49,8 @@ COLUMNS = ("passed", "failed", "not applicable")
 
 
 Row = dict[str, Any]
-"""What the results file has of a test function: "test", "passed" (a number of cases), and "others",
-groups of cases by "outcome" (of pytest), "detail" and "reference" (what DeepSpeed itself failed
+"""Record of a test function in the results file: "test", "passed" (a number of cases), and
+"others", groups of cases by "outcome" (of pytest), "detail" and "reference" (what DeepSpeed itself failed
 with, or empty), with their number in "cases"."""
 
 

@@ -31,7 +31,7 @@ import pytest
 import torch
 
 GRACE_S = 5.0
-"""How long the other ranks may go on after one has failed."""
+"""Time that the other ranks have to end after one has failed."""
 OUTPUT_TAIL = 6000
 
 
@@ -40,7 +40,7 @@ OUTPUT_TAIL = 6000
 
 @dataclass(frozen=True)
 class End:
-    """How a rank ended. outcome: passed, skipped or failed; detail: why, in a line; trace: all."""
+    """The end of a rank. outcome: passed, skipped or failed; detail: why, in a line; trace: all."""
 
     outcome: str
     detail: str = ""
@@ -128,7 +128,7 @@ def free_port() -> int:
 
 
 class DistributedExec:
-    """What a test or a fixture asks for: ranks, and whether they are connected before it runs."""
+    """Demands of a test or a fixture: ranks, and whether they are connected before it runs."""
 
     world_size: Any = 2
     backend = "gloo"

@@ -40,8 +40,8 @@ TIMEOUT_S = 3600.0
 STEPS = 20
 
 TOLERANCES = {"bf16": 2.0**-7, "fp16": 2.0**-10, "fp32": 2.0**-14}
-"""How far two losses may lie apart, by the dtype that computes: the spacing of its numbers (bf16,
-fp16), and for fp32 512 of them, for sums of other orders over 20 steps. Relative to the larger, and
+"""Distance at which two losses still agree, by the dtype that computes: the spacing of its numbers
+(bf16, fp16), and for fp32 512 of them, for sums of other orders over 20 steps. Relative to the larger, and
 below a loss of 1 absolute. DeepSpeed's own placements lie about half as far apart
 (`among_themselves`)."""
 
@@ -106,7 +106,7 @@ CASES: dict[str, Callable[[r1.Workload, str], dict[str, Any]]] = {
     "fp32": lambda w, _: in_fp32(on_the_device(w, 2)),
     "fp32-cpu": lambda w, _: in_fp32(deepspeed_json.everything_in_ram(w)),
 }
-"""What is compared, by name: the JSON for a workload and a swap directory."""
+"""Cases to compare, by name: the JSON for a workload and a swap directory."""
 
 MICRO_BATCHES = {"accumulation": 4, "accumulation-cpu": 4}
 FP16 = {"hidden": 256, "layers": 2}

@@ -255,7 +255,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Enter a context of all backwards of one step, with ZeRO. Gradients are the same without
-        it. Raises: DeepSpeedRefusal without ZeRO, and inside of `no_sync`.
+        it. Raises: NotImplementedError without ZeRO, as DeepSpeed; DeepSpeedRefusal inside of
+        `no_sync`.
         """
         if not self.zero_optimization():
             raise NotImplementedError(
