@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.communicator import Comm
+from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.unit import Unit
@@ -16,10 +17,12 @@ from infinity.errors import EngineClosed
 
 
 class Background(NamedTuple):
-    """The parts that work in the background, whose faults are sticky."""
+    """The parts whose work is not done when a call returns: those that work in the background,
+    whose faults are sticky, and writes of the loop to whole parameters."""
 
     pipeline: StepPipeline
     saving: Saver
+    whole: WholeParams
 
 
 class EngineAccess:
@@ -53,9 +56,12 @@ class EngineAccess:
         self._comm.check()
 
     def before_pass(self) -> None:
-        """Check the engine before an outermost forward, a write, or a call of its user."""
+        """Check the engine before an outermost forward, a write, or a call of its user. Keeps what
+        the loop has written to whole parameters.
+        """
         # Each rank would go on with a model of its own, and no loss would tell.
         self._comm.check_group()
+        self._background.whole.keep_writes()
 
     def before_read(self, unit: Unit) -> None:
         """Check the engine before the unit's values are read. Every gather calls it, so it does

@@ -45,6 +45,7 @@ from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
+from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.memory import footprint
 from infinity._src.memory.constants import OFFLOAD_UNITS
 from infinity._src.memory.device import Device, GradOffload, check_current, open_device
@@ -181,6 +182,7 @@ class EngineParts:
     unsharder: Unsharder
     optimizer: OptimizerParts
     durable: DurableRun | None
+    whole: WholeParams
     lifecycle: Lifecycle
 
 
@@ -225,16 +227,37 @@ def build_engine(
     access = EngineAccess(split.comm, tiers.storage, mode)
     grads = build_grads(split, tiers, mode, timeline, undo)
     unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
-    optimizer = build_optimizer(split, tiers, progress, grads, unsharder, mode, access, heap, undo)
+    whole = WholeParams(
+        unsharder,
+        # Where backward updates, the values at rest are those of a step that is not taken yet.
+        shown=split.ranks.whole_params and policy.update == "deferred",
+        alone=split.comm.world == 1,
+    )
+    optimizer = build_optimizer(
+        split, tiers, progress, grads, unsharder, mode, access, whole, heap, undo
+    )
     # Late: the first commit names places that are filled by now.
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: once hooks are on, any forward may call every part above.
-    lifecycle = build_hooks(split, tiers, progress, grads, unsharder, model, owner, timeline, undo)
+    lifecycle = build_hooks(
+        split, tiers, progress, grads, unsharder, whole, model, owner, timeline, undo
+    )
     # Every flat was made once outside of the gathers' pool: torch would keep a block as large as
     # the largest, for nobody.
     split.device.free_cache()
     return EngineParts(
-        split, tiers, heap, progress, mode, access, grads, unsharder, optimizer, durable, lifecycle
+        split,
+        tiers,
+        heap,
+        progress,
+        mode,
+        access,
+        grads,
+        unsharder,
+        optimizer,
+        durable,
+        whole,
+        lifecycle,
     )
 
 
@@ -683,6 +706,7 @@ def build_optimizer(
     unsharder: Unsharder,
     mode: UpdateMode,
     access: EngineAccess,
+    whole: WholeParams,
     heap: Heap,
     undo: contextlib.ExitStack,
 ) -> OptimizerParts:
@@ -735,7 +759,7 @@ def build_optimizer(
         mode=mode,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
-    access.attach(Background(pipeline, saving))
+    access.attach(Background(pipeline, saving, whole))
     return OptimizerParts(pipeline, registry, states, saving)
 
 
@@ -765,6 +789,7 @@ def build_hooks(
     progress: Progress,
     grads: Grads,
     unsharder: Unsharder,
+    whole: WholeParams,
     model: torch.nn.Module,
     owner: EngineHandle,
     timeline: Timeline,
@@ -781,6 +806,7 @@ def build_hooks(
         unsharder,
         grads.reducer,
         progress.passes,
+        whole=whole,
         where=lambda _param: tier,
         check_state_dict=owner.check_state_dict,
         activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),

@@ -5,7 +5,8 @@
     lookup    `self.wte.weight` of a unit that no frame holds: gathered at once, held by the
               innermost frame
     backward  see `infinity._src.hooks.backward`
-    between   `gather()` opens windows, `state_dict` copies, other reads raise `ParameterReleased`
+    between   `gather()` opens windows, `state_dict` copies; whole parameters on the device can be
+              read (`whole_params`), other reads raise `ParameterReleased`
 
 The life cycle decides when a unit must be gathered; the unsharder decides which other units are.
 References to a unit are active uses, active frames and open windows.
@@ -43,6 +44,7 @@ from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
+from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
@@ -135,6 +137,7 @@ class Lifecycle:
         gradients: GradientsInterface,
         passes: PassTracker,
         *,
+        whole: WholeParams | None = None,
         where: Callable[[Param], str] | None = None,
         check_state_dict: Check | None = None,
         activations: Activations | None = None,
@@ -145,6 +148,7 @@ class Lifecycle:
         self.unsharder = unsharder
         self._gradients = gradients
         self._passes = passes
+        self._whole = whole
         self.closed = False
         self.windows: dict[Param, WeightWindow] = {}
         self._activations = activations
@@ -288,13 +292,32 @@ class Lifecycle:
     # -- Host of the at-rest parameters ------------------------------------------------------------
 
     def readable(self, param: Param) -> torch.Tensor | None:
-        """Return the gathered parameter inside forward, its window inside `gather()`, None
-        elsewhere."""
+        """Return the gathered parameter inside forward, its window inside `gather()`; elsewhere
+        None, unless it is whole on the device."""
         inside = self.in_forward(param)
         if inside is not None:
             return inside
         window = self.windows.get(param)
-        return window.tensor if window is not None else None
+        return window.tensor if window is not None else self._between_passes(param)
+
+    def _between_passes(self, param: Param) -> torch.Tensor | None:
+        """Return a parameter that is whole on the device, where no forward runs."""
+        if self._whole is None:
+            return None
+        with self._lock:
+            # Units that a broken-off pass has left would count as in use.
+            self.recover()
+            # A forward of another thread.
+            if self._frames:
+                return None
+            known = self._whole.find(param)
+            window = self._whole.show(param)
+            if window is None:
+                return None
+            if window is not known and window.tensor.requires_grad:
+                self.hook_window(window)
+                window.tensor.register_hook(window.check_current)
+            return window.tensor
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
         """Return the gathered parameter if a forward runs; gathered at once and held by the
@@ -331,6 +354,8 @@ class Lifecycle:
         window = self.windows.get(param)
         if window is not None:
             window.tensor.requires_grad_(flag)
+        if self._whole is not None:
+            self._whole.forget(param)
         # A parameter that was frozen until now has no hook.
         self._hook_grad(param)
 
@@ -587,6 +612,7 @@ def attach(
     gradients: GradientsInterface,
     passes: PassTracker,
     *,
+    whole: WholeParams | None = None,
     where: Callable[[Param], str] | None = None,
     check_state_dict: Check | None = None,
     activations: Activations | None = None,
@@ -596,7 +622,8 @@ def attach(
     with hooks.
 
     The values must already be on their tiers: the original parameters are dropped here. Sets
-    `at_rest` and `gathered` of every Param. where: names the tier of a parameter in errors.
+    `at_rest` and `gathered` of every Param. whole: shows parameters between passes.
+    where: names the tier of a parameter in errors.
     check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: notes every hooked
     module's forward, and looks at the same `frames`.
 
@@ -608,6 +635,7 @@ def attach(
         unsharder,
         gradients,
         passes,
+        whole=whole,
         where=where,
         check_state_dict=check_state_dict,
         activations=activations,

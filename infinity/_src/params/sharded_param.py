@@ -293,9 +293,15 @@ def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
             "it would part the parameter from the engine; write with "
             "`with inf.handle(model).gather(parameter): parameter.data.copy_(...)`",
         )
-    if value.shape != tensor.shape:
+    here = (tuple(tensor.shape), tensor.dtype, tensor.device)
+    given = (tuple(value.shape), value.dtype, value.device)
+    # Values that another dtype has rounded would be taken, and the dtype not.
+    if given != here:
         raise ValueError(
-            f"`.data =` of shape {tuple(value.shape)} on {link.param.name} {tuple(tensor.shape)}"
+            f"`.data =` of shape {given[0]}, {given[1]} on {given[2]}, to {link.param.name}: shape "
+            f"{here[0]}, {here[1]} on {here[2]} were fixed when the model was offloaded; convert "
+            "the model before `inf.offload`, or write values with `parameter.data.copy_(...)`. If "
+            f"a trainer moves or casts it: {TRAINERS}"
         )
     with torch.no_grad():
         tensor.copy_(value)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -237,6 +238,9 @@ class UnsharderInterface(Protocol):
 
     def unit_done(self, unit: Unit) -> None:
         """Count a use of the unit that has ended: no further gradient comes from it."""
+
+    def borrowed(self, unit: Unit) -> AbstractContextManager[None]:
+        """Unshard the unit for a block, with the values at rest."""
 
     def read(self, param: Param) -> torch.Tensor:
         """The current value as an ordinary CPU tensor; waits for pending updates."""

@@ -227,6 +227,10 @@ def _offloaded(
         attributes = _attributes_of(model)
         inf.offload(model, policy)
         undo.callback(inf.handle(model).close)
+        if settings.stage < 3:
+            # DeepSpeed's whole parameters can be read from here on, by one rank alone, too.
+            with inf.handle(model).gather(model):
+                pass
         _give(model, attributes)
     note_module(model)
     if settings.stage == 3:

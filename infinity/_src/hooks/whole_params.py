@@ -1,0 +1,129 @@
+"""Parameters between passes, where each rank has whole ones on its device: they can be read and
+written anywhere.
+
+    read     waits for the update of the parameter's unit, and returns its values where they lie
+    write    is found by the version counter of what was read, and kept before the next pass, step,
+             save or call of the handle
+
+A read of parameters that rest elsewhere would have to move them, which `gather()` does in the
+open. On a device nothing moves.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from infinity._src.hooks.unit_refs import WeightWindow
+from infinity._src.params.unit import SHARDED, STALE, Param, Unit, UnsharderInterface
+from infinity.errors import StepUndone, WeightWritten
+
+
+class ShownWindow(WeightWindow):
+    """A parameter between passes. generation: of the unit's values that it was shown for last."""
+
+    def __init__(self, param: Param) -> None:
+        super().__init__(param)
+        self.generation = param.unit.generation
+
+    @property
+    def current(self) -> bool:
+        """True until the parameter's unit has other values: those of a step, or of a write."""
+        return self.generation == self.param.unit.generation
+
+    def check_current(self, _grad: torch.Tensor) -> None:
+        """Raise in a backward through the window after its values have changed."""
+        if not self.current:
+            raise RuntimeError(
+                f"backward through {self.param.name} as it was read before its values changed (by "
+                "a step or a write); read it, and compute with it, after the step"
+            )
+
+
+class WholeParams:
+    """The parameters of one model between passes. One thread uses it at a time.
+
+    shown: whether they can be read: they lie on the device, and no update begins before
+    `opt.step()`. alone: whether there is one rank only.
+    """
+
+    def __init__(self, unsharder: UnsharderInterface, *, shown: bool, alone: bool) -> None:
+        self._unsharder = unsharder
+        self._shown, self._alone = shown, alone
+        self._windows: dict[Param, ShownWindow] = {}
+
+    def find(self, param: Param) -> ShownWindow | None:
+        """Return the parameter's window, if it was read before."""
+        return self._windows.get(param)
+
+    def forget(self, param: Param) -> None:
+        """Make a new window at the next read."""
+        self._windows.pop(param, None)
+
+    def show(self, param: Param) -> ShownWindow | None:
+        """Return a window with the parameter's current values; None where it cannot be read.
+
+        Blocks until the update of its unit is done. No collective: a rank may read alone. Raises:
+        what a gather raises; WeightWritten as `keep_writes`.
+        """
+        unit = param.unit
+        if not self._shown or self._wants_other_ranks(unit):
+            return None
+        with self._unsharder.borrowed(unit):
+            window = self._windows.get(param)
+            if window is None:
+                window = self._windows[param] = ShownWindow(param)
+            elif not window.current:
+                _refuse_late_write(window)
+                window.generation = unit.generation
+            return window
+
+    def _wants_other_ranks(self, unit: Unit) -> bool:
+        """True where only a gather with the other ranks would fill the unit's memory: before the
+        first pass, and after its values were replaced at rest."""
+        return not self._alone and unit.state in (SHARDED, STALE)
+
+    def keep_writes(self) -> None:
+        """Store what was written through windows since the last call. Waits for pending updates if
+        there is something to store. On several ranks all have written the same.
+
+        Raises: WeightWritten for a write to values of before the last step, which is lost; what
+        `Unsharder.write_alike` raises. After StepUndone nothing is stored.
+        """
+        found = [window for window in self._windows.values() if window.poll_write()]
+        written = [window for window in self._windows.values() if window.written]
+        if not written:
+            return
+        for window in found:
+            if not window.current:
+                _refuse_late_write(window)
+        current = [window for window in self._windows.values() if window.current]
+        try:
+            for window in written:
+                # First: the store asks the engine's checks, which call this method.
+                window.written = False
+                try:
+                    self._unsharder.write_alike(window.param, window.tensor.detach())
+                except BaseException:
+                    window.written = True
+                    raise
+        except StepUndone:
+            # The write was made to values of the step that is undone.
+            for window in written:
+                window.written = False
+            raise
+        finally:
+            # A write to one parameter counts for its whole unit.
+            for window in current:
+                window.generation = window.param.unit.generation
+
+
+def _refuse_late_write(window: ShownWindow) -> None:
+    """Raise if a window of older values was written to."""
+    window.poll_write()
+    if window.written:
+        window.written = False
+        raise WeightWritten(
+            f"{window.param.name} was written to through a tensor that was taken before its values "
+            "changed (by a step, a restore or a write): the write is lost. Take "
+            "`parameter.data`, or the parameter itself, anew after each step"
+        )
