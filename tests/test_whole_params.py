@@ -60,7 +60,7 @@ class Pair:
             optimizer.zero_grad()
 
     def check(self) -> None:
-        """What is read, what a state dict has, and what training goes on with, are equal."""
+        """Compare the values that a read, a state dict and the masters have."""
         saved = self.model.state_dict()
         for (name, mine), theirs in zip(
             self.model.named_parameters(), self.plain.parameters(), strict=True
