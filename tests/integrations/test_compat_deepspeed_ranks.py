@@ -3,6 +3,7 @@ overflow on one rank, checkpoints, written parameters."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -66,6 +67,33 @@ def _trains(rank: int, place: Path) -> list[Any]:
 def test_losses_and_values_are_those_of_the_native_loop(tmp_path: Path) -> None:
     for told in on_ranks(_trains, tmp_path / "ranks", 2):
         assert told == [(True, True, 2 * 2 * 4)] * 2
+
+
+def _coalesces(rank: int, _place: Path) -> Any:
+    """Two backwards and a step, with and without the context. Rank 0 alone reads parameters."""
+    ready(rank)
+    found = []
+    for stage in (1, 2, 3):
+        values, steps = [], batches(4, rank=rank)
+        for coalesced in (True, False):
+            engine = built(net(), config(stage, gradient_accumulation_steps=1))
+            for first in (0, 2):
+                context = engine.coalesce_grad_reduction if coalesced else contextlib.nullcontext
+                with context():
+                    for x, y in steps[first : first + 2]:
+                        engine.backward(engine(x, y), scale_wrt_gas=False)
+                norm_alone = rank == 0 and stage < 3
+                shown = [float(p.norm()) for p in engine.parameters()] if norm_alone else []
+                engine.step()
+            assert all(map(math.isfinite, shown))
+            values.append(values_of(engine.module))
+            engine.destroy()
+        found.append(equal(*values))
+    return found
+
+
+def test_coalesced_backwards_are_one_step(tmp_path: Path) -> None:
+    assert on_ranks(_coalesces, tmp_path / "ranks", 2) == [[True] * 3] * 2
 
 
 def _first_rank_counts(rank: int, _place: Path) -> Any:

@@ -71,6 +71,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self.accumulation_steps = settings.run.accumulation_steps
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.inside_no_sync_ctxt = False
+        self._coalescing = False
         self._boundary: bool | None = None
         self._stepping = False
         self._micro_batches = 0
@@ -234,7 +235,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     def _reduction(self) -> contextlib.AbstractContextManager[None]:
         """The context of a backward: of micro-batches that are not the last, `handle.no_sync`."""
         last = self.is_gradient_accumulation_boundary() or not self.managed_gradient_accumulation()
-        if last and not self.inside_no_sync_ctxt:
+        # Gradients of coalesced backwards are all of one step, which comes after the last of them.
+        if self._coalescing or (last and not self.inside_no_sync_ctxt):
             return contextlib.nullcontext()
         return inf.handle(self.module).no_sync()
 
@@ -256,19 +258,31 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Enter a context of all backwards of one step, with ZeRO. Gradients are the same without
         it. Raises: NotImplementedError without ZeRO, as DeepSpeed; DeepSpeedRefusal inside of
-        `no_sync`.
+        `no_sync`, and with managed_gradient_accumulation=false.
         """
+        if not self.managed_gradient_accumulation():
+            raise DeepSpeedRefusal(
+                "coalesce_grad_reduction with managed_gradient_accumulation=false: leave it out, "
+                "step() is the boundary"
+            )
         if not self.zero_optimization():
             raise NotImplementedError(
                 "coalesce_grad_reduction requires ZeRO stage 1/2/3: set zero_optimization.stage"
             )
         with self._without_step("coalesce_grad_reduction"):
-            yield
+            self._coalescing = True
+            try:
+                yield
+            finally:
+                self._coalescing = False
 
     @contextlib.contextmanager
     def _without_step(self, name: str) -> Iterator[None]:
         if self.inside_no_sync_ctxt:
-            raise DeepSpeedRefusal(f"{name} context manager reentry is unsupported: leave it first")
+            raise DeepSpeedRefusal(
+                f"{name} context manager reentry is unsupported: it cannot be nested inside of "
+                "itself or of another one of no_sync and coalesce_grad_reduction; leave that first"
+            )
         self.inside_no_sync_ctxt = True
         try:
             yield
