@@ -62,7 +62,13 @@ def save(
     )
 
 
-def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str]) -> Restored:
+def restore(
+    model: torch.nn.Module,
+    opt: Any,
+    directory: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+) -> Restored:
     """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
     state format and tiles may differ (but tiles of linears along their inputs, and those that begin
     inside of a group of 64 moments with state="compact").
@@ -78,7 +84,10 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     no commit of it exists.
 
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
-    goes on with a durable run). Blocks. On several ranks all call it.
+    goes on with a durable run). strict: False restores what fits, as torch's load_state_dict:
+    parameters, states and buffers that the checkpoint lacks are kept, others that it has are left
+    out, and `.notes` names both; another shape or dtype raises as ever. Blocks. On several ranks
+    all call it.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
@@ -108,7 +117,7 @@ def restore(model: torch.nn.Module, opt: Any, directory: str | os.PathLike[str])
     elif run is not None and run.waits:
         run.check()
     restored = RestoreJob(of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy).restore(
-        model, opt, source
+        model, opt, source, strict=strict
     )
     if run is not None:
         of.pipeline.begun = False

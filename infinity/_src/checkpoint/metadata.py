@@ -23,6 +23,7 @@ from infinity._src.config import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
+from infinity._src.wording import listed as listing
 from infinity.aio._records import GradSection
 
 # A restore compares them with those of the run that saved, and notes what differs.
@@ -186,11 +187,16 @@ def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
     return load(data)
 
 
-def check_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor], directory: str) -> None:
-    """Raise ValueError unless these are the model's persistent buffers."""
+def check_buffers(
+    model: torch.nn.Module, saved: dict[str, torch.Tensor], directory: str, *, strict: bool
+) -> list[str]:
+    """Raise ValueError unless these are the model's persistent buffers. Returns notes of those that
+    one side alone has, which raise if `strict`.
+    """
     mine = persistent_buffers(model)
-    wrong = sorted(mine.keys() ^ saved.keys()) or sorted(
-        name for name in mine if mine[name].shape != saved[name].shape
+    alone = sorted(mine.keys() ^ saved.keys())
+    wrong = (alone if strict else []) or sorted(
+        name for name in mine.keys() & saved.keys() if mine[name].shape != saved[name].shape
     )
     if wrong:
         raise ValueError(
@@ -198,11 +204,13 @@ def check_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor], direct
             f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
             "another shape"
         )
+    return [f"buffers in one only: {listing(alone)}"] if alone else []
 
 
 def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Give the buffers these values, in place."""
+    """Give the buffers these values, in place; others keep theirs."""
     with torch.no_grad():
         for name, buffer in persistent_buffers(model).items():
             # In place: several modules may share the tensor.
-            buffer.copy_(saved[name])
+            if name in saved:
+                buffer.copy_(saved[name])

@@ -53,10 +53,15 @@ _WAYS = (
 
 
 def match_params(
-    checkpoint: Checkpoint, params: Sequence[Param], learns: Callable[[Param], bool]
-) -> dict[Param, SavedRanges]:
+    checkpoint: Checkpoint,
+    params: Sequence[Param],
+    learns: Callable[[Param], bool],
+    *,
+    strict: bool,
+) -> tuple[dict[Param, SavedRanges], list[str]]:
     """Find the elements of each parameter in a checkpoint, by any of its names in state dicts; none
-    of one that the save left out.
+    of one that the save left out. Returns them, and notes of what one side alone has, which raises
+    if `strict`.
 
     learns: whether training changes a parameter.
     Raises: ValueError naming parameters that are missing, unexpected, of another shape or dtype, in
@@ -89,15 +94,19 @@ def match_params(
         for entry in checkpoint.left_out
         if id(entry) not in there
     ]
-    if missing or unexpected:
+    if strict and (missing or unexpected):
         parts = [f"{listed(missing)} missing in it"] if missing else []
         parts += [f"{listed(unexpected)} not in the model"] if unexpected else []
         raise ValueError(
-            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}"
+            f"{checkpoint.directory} is a checkpoint of another model: {'; '.join(parts)}. With "
+            "strict=False what fits is restored"
         )
+    notes = [f"{listed(missing)} missing in the checkpoint: values are kept"] if missing else []
+    notes += [f"{listed(unexpected)} not in the model: left out"] if unexpected else []
     for param, entry in kept.items():
         _check_kept(param, entry, str(checkpoint.directory), learns=learns(param))
-    return {param: _ranges_of(param, weight, checkpoint) for param, weight in weights.items()}
+    found = {param: _ranges_of(param, weight, checkpoint) for param, weight in weights.items()}
+    return found, notes
 
 
 def _left_out(checkpoint: Checkpoint, params: Sequence[Param]) -> dict[Param, LeftOutEntry]:
@@ -169,6 +178,8 @@ class MatchedOptimizer:
         found: Mapping[Param, SavedRanges],
         optimizer_of: Callable[[Param], object],
         directory: str,
+        *,
+        strict: bool,
     ) -> None:
         self.optimizer = optimizer
         self.held = [param for param in found if optimizer_of(param) is optimizer]
@@ -183,7 +194,7 @@ class MatchedOptimizer:
             for param in self.held
             if any(name not in entry.params for name in names[param])
         ]
-        unexpected = sorted(set(entry.params).difference(*names.values()))
+        unexpected = sorted(set(entry.params).difference(*names.values())) if strict else []
         if missing or unexpected:
             parts = (
                 [f"no states of {listed(missing)}, which the optimizer holds"] if missing else []
@@ -323,6 +334,17 @@ class _Chunk:
         return range(form.written_count if self.with_states(held) else form.master_count)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Prepared:
+    """A checkpoint that was checked against the model. notes: what one side alone has."""
+
+    found: Mapping[Param, SavedRanges]
+    optimizers: Sequence[MatchedOptimizer]
+    buffers: dict[str, torch.Tensor]
+    extra: Any
+    notes: Sequence[str]
+
+
 class RestoreJob:
     """One restore of a model; collective on several ranks."""
 
@@ -342,8 +364,10 @@ class RestoreJob:
         self._policy = policy
         self._rounded: dict[str, None] = {}
 
-    def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
-        """Check everything, then write the states. Blocks. Collective.
+    def restore(
+        self, model: torch.nn.Module, given: object, directory: Path, *, strict: bool
+    ) -> Restored:
+        """Check everything, then write the states. Blocks. Collective. strict: as `inf.restore`.
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
         fit, before anything is written; AioError later too, and then the states are half restored
@@ -366,7 +390,7 @@ class RestoreJob:
             if problem is None and agreed:
                 # The other ranks open by number, so all read the same generation.
                 checkpoint = checkpoint or self._open(directory, agreed)
-                prepared = self._prepare(model, given, checkpoint)
+                prepared = self._prepare(model, given, checkpoint, strict)
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
         # Before anything is written: no rank restores a checkpoint that one rank refuses.
@@ -374,7 +398,7 @@ class RestoreJob:
         assert checkpoint is not None
         with checkpoint:
             try:
-                restored = self._apply(model, checkpoint, *prepared)
+                restored = self._apply(model, checkpoint, prepared)
             # Ctrl-C too: half of the states are new, and the next step must not train on that.
             except BaseException as error:
                 self._fail(error, directory)
@@ -411,15 +435,15 @@ class RestoreJob:
     # -- checks ------------------------------------------------------------------------------------
 
     def _prepare(
-        self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
-    ) -> tuple[dict[Param, SavedRanges], list[MatchedOptimizer], dict[str, torch.Tensor], Any]:
+        self, model: torch.nn.Module, given: object, checkpoint: Checkpoint, strict: bool
+    ) -> _Prepared:
         """Check everything that may be refused, and read the small state."""
         saver, rank = self._saver, self._comm.rank
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
         checkpoint.check_files()
         params = [param for unit in saver.units for param in unit.params]
-        found = match_params(checkpoint, params, saver.learns)
+        found, notes = match_params(checkpoint, params, saver.learns, strict=strict)
         self._check_groups(found, str(checkpoint.directory))
         optimizers = metadata.optimizers_of(given, saver.units)
         matched = []
@@ -434,14 +458,20 @@ class RestoreJob:
             for optimizer, entry in zip(optimizers, checkpoint.optimizers, strict=True):
                 matched.append(
                     MatchedOptimizer(
-                        optimizer, entry, found, saver.optimizer_of, str(checkpoint.directory)
+                        optimizer,
+                        entry,
+                        found,
+                        saver.optimizer_of,
+                        str(checkpoint.directory),
+                        strict=strict,
                     )
                 )
         data = checkpoint.attachment("buffers", rank)
         buffers = metadata.read_buffers(data) if data is not None else {}
-        metadata.check_buffers(model, buffers, str(checkpoint.directory))
+        notes += metadata.check_buffers(model, buffers, str(checkpoint.directory), strict=strict)
         data = checkpoint.attachment("extra", rank)
-        return found, matched, buffers, read_extra(data) if data is not None else None
+        extra = read_extra(data) if data is not None else None
+        return _Prepared(found, matched, buffers, extra, notes)
 
     def _check_groups(self, found: Mapping[Param, SavedRanges], directory: str) -> None:
         """Raise ValueError for ranges that begin inside of a group of quantized moments."""
@@ -492,12 +522,10 @@ class RestoreJob:
         self,
         model: torch.nn.Module,
         checkpoint: Checkpoint,
-        found: Mapping[Param, SavedRanges],
-        optimizers: Sequence[MatchedOptimizer],
-        buffers: dict[str, torch.Tensor],
-        extra: Any,
+        prepared: _Prepared,
     ) -> Restored:
-        for param in found:
+        found, optimizers = prepared.found, prepared.optimizers
+        for param in (param for unit in self._saver.units for param in unit.params):
             # Gradients of before belong to other values.
             if param.grad is not None or param.at_rest.grad is not None:
                 self._states.set_full_grad(param, None)
@@ -537,13 +565,13 @@ class RestoreJob:
         # Small state last: until here a fault leaves the optimizers as they were.
         for optimizer in optimizers:
             optimizer.apply()
-        metadata.write_buffers(model, buffers)
+        metadata.write_buffers(model, prepared.buffers)
         # After the states, so that a fault before leaves the count of the steps that they are of.
         self._pipeline.steps = checkpoint.step
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
-        notes = self._notes(checkpoint, found)
-        return Restored(checkpoint.step, extra, "; ".join(self._rounded), notes)
+        notes = (*prepared.notes, *self._notes(checkpoint, found))
+        return Restored(checkpoint.step, prepared.extra, "; ".join(self._rounded), notes)
 
     def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
         """Bytes of the chunks of a flat in which some parameter lies that is restored."""
