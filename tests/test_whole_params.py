@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,39 @@ def test_parameters_of_other_policies_raise_as_ever() -> None:
         with pytest.raises(ParameterReleased):
             next(iter(pair.model.parameters())).sum()
         pair.handle.close()
+
+
+def _calls_per_parameter(layers: int) -> list[float]:
+    """Calls of Python and C of a first read, of a second one, and of a look for writes."""
+    made = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+    model = inf.offload(made, inf.Policy(params="device", optim="cpu", device="cpu"))
+    handle, found = inf.handle(model), []
+
+    def read() -> None:
+        for param in model.parameters():
+            param.detach()
+
+    for action in (read, read, handle.check_open):
+        calls = 0
+
+        def count(_frame: Any, event: str, _argument: Any) -> None:
+            nonlocal calls
+            calls += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            action()
+        finally:
+            sys.setprofile(None)
+        found.append(calls / (2 * layers))
+    handle.close()
+    return found
+
+
+def test_a_read_costs_the_same_however_many_parameters_there_are() -> None:
+    few, many = _calls_per_parameter(20), _calls_per_parameter(160)
+    for before, after in zip(few, many, strict=True):
+        assert after <= 1.1 * before
 
 
 # -- several ranks ---------------------------------------------------------------------------------

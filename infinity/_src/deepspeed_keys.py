@@ -597,7 +597,8 @@ ZERO = below(
         also="allgather_sequential",
     ),
     ignored(
-        "ignore_unused_parameters", FLAG, "a parameter without a gradient is left as it is"
+        "ignore_unused_parameters", FLAG, "a parameter without a gradient is left as it is; false: "
+        "`infinity.compat.deepspeed` raises for one in `engine.step()`",
     ),
     ignored("legacy_stage1", FLAG, "there is one implementation of each stage"),
     ignored("round_robin_gradients", FLAG, "gradients are split evenly over the ranks"),

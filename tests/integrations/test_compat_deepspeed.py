@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import infinity as inf
 from infinity.compat import deepspeed
 from infinity.compat.deepspeed import DeepSpeedRefusal, ops
+from infinity.compat.deepspeed.zero.access import safe_get_full_grad
 from tests.integrations.deepspeed_runs import (
     ROWS,
     WIDTH,
@@ -373,9 +374,102 @@ def test_a_model_without_an_optimizer_computes_only() -> None:
     assert (optimizer, loader, schedule) == (None, None, None)
     (x, y), plain = batches(1)[0], net()
     assert engine(x, y).item() == plain(x, y).item()
-    assert not any(param.requires_grad for param in engine.module.parameters())
     with pytest.raises(AssertionError, match="must provide optimizer"):
         engine.backward(engine(x, y))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_has_computed_gets_its_optimizer_later(stage: int, tmp_path: Path) -> None:
+    """As TRL does, which takes a reference's logits from the model before it trains it."""
+    settings = config(stage, tmp_path if stage == 3 else None)
+    without = {key: value for key, value in settings.items() if key != "optimizer"}
+    model = net()
+    model.layers[2].requires_grad_(False)
+    first = built(model, without)
+    with torch.no_grad():
+        first(*batches(1)[0])
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == [
+        "layers.2.weight", "layers.2.bias",
+    ]  # fmt: skip
+    losses = train(built(model, settings), batches(4))
+    first.destroy()
+    plain = net()
+    plain.layers[2].requires_grad_(False)
+    engine = built(plain, settings)
+    assert train(engine, batches(4)) == losses
+    with pytest.raises(DeepSpeedRefusal, match="trains in another engine"):
+        built(plain, settings)
+    # The engine is as it was.
+    train(engine, batches(1))
+    engine.destroy()
+
+
+def test_a_decay_that_comes_later_is_refused_where_adamw_stands_for_adam() -> None:
+    optimizer = {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False}}
+    engine = built(net(), config(2, optimizer=optimizer))
+    assert engine.optimizer is not None
+    train(engine, batches(1))
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(DeepSpeedRefusal, match="Adam adds a decay to the gradient"):
+        train(engine, batches(1))
+    engine.destroy()
+
+
+def test_unused_parameters_raise_where_the_configuration_asks_for_it() -> None:
+    settings = config(2)
+    settings["zero_optimization"]["ignore_unused_parameters"] = False
+    model = net()
+    model.spare = torch.nn.Linear(2, 2)
+    engine = built(model, settings)
+    with pytest.raises(AssertionError, match=r"spare\.weight.*ignore_unused_parameters"):
+        train(engine, batches(1))
+    engine.destroy()
+    engine = built(net(), settings)
+    train(engine, batches(1))
+    engine.destroy()
+
+
+def test_nvme_without_a_path_names_the_key() -> None:
+    settings = config(3)
+    settings["zero_optimization"]["offload_param"] = {"device": "nvme"}
+    with pytest.raises(DeepSpeedRefusal, match=r'offload_param.device="nvme" without nvme_path'):
+        built(net(), settings)
+
+
+def test_a_backward_that_raised_leaves_no_trace_on_the_next() -> None:
+    engine = built(net(), config(2, gradient_accumulation_steps=2))
+    (x, y), broken = batches(1)[0], True
+
+    def raises(grad: torch.Tensor) -> None:
+        if broken:
+            raise ZeroDivisionError
+
+    loss = engine(x, y)
+    loss.register_hook(raises)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    engine.zero_grad()
+    engine(x, y).backward()
+    found = safe_get_full_grad(next(engine.module.parameters()))
+    plain = net()
+    (plain(x, y) / 2).backward()
+    torch.testing.assert_close(found, next(plain.parameters()).grad)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_are_read_outside_of_forward(stage: int) -> None:
+    engine = built(net(), config(stage, gradient_accumulation_steps=2))
+    plain = net()
+    assert_same(
+        {name: param.detach().clone() for name, param in engine.module.named_parameters()},
+        {name: param.detach() for name, param in plain.named_parameters()},
+    )
+    train(engine, batches(2))
+    saved = values_of(engine.module)
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(param.data, saved[name])
     engine.destroy()
 
 

@@ -3,15 +3,18 @@ for bit."""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from infinity.compat.deepspeed import DeepSpeedEngine, DeepSpeedRefusal
-from infinity.errors import AioError
+from infinity.compat.deepspeed import DeepSpeedEngine, DeepSpeedRefusal, zero_to_fp32
+from infinity.errors import AioError, ChecksumError
 from tests.integrations.deepspeed_runs import (
     WIDTH,
     alone,
@@ -186,6 +189,9 @@ def test_what_cannot_be_kept(tmp_path: Path) -> None:
     engine = run_of(tmp_path)()
     with pytest.raises(ValueError, match="cannot be kept"):
         engine.save_checkpoint(tmp_path / "ckpt", client_state={"file": Path})
+    args = argparse.Namespace(epochs=3)
+    with pytest.raises(DeepSpeedRefusal, match=r"client_state \['args'\].*vars\(args\)"):
+        engine.save_checkpoint(tmp_path / "ckpt", client_state={"args": args})
     assert not (tmp_path / "ckpt" / "latest").exists()
     with pytest.raises(ValueError, match="save_dir"):
         engine.save_checkpoint("")
@@ -242,3 +248,122 @@ def test_a_module_without_an_optimizer(tmp_path: Path) -> None:
     engine.load_checkpoint(tmp_path / "ckpt")
     assert_same(values_of(engine.module), saved)
     engine.destroy()
+
+
+def test_a_load_amid_a_step_begins_the_step_anew(tmp_path: Path) -> None:
+    engine = run_of(tmp_path)()
+    data = batches(7)
+    train(engine, data[:2])
+    engine.save_checkpoint(tmp_path / "ckpt")
+    wanted = train(engine, data[2:6])
+    values = values_of(engine.module)
+    # One of two micro-batches, whose gradients wait.
+    train(engine, data[6:])
+    engine.load_checkpoint(tmp_path / "ckpt")
+    assert all(param.grad is None for param in engine.module.parameters())
+    assert train(engine, data[2:6]) == wanted
+    assert_same(values_of(engine.module), values)
+    engine.destroy()
+
+
+def test_what_fits_is_loaded_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = built(net(layers=2), config(3, tmp_path / "nvme"))
+    train(engine, batches(2))
+    engine.save_checkpoint(tmp_path / "ckpt")
+    saved = values_of(engine.module)
+    engine.destroy()
+    engine = built(net(1), config(3, tmp_path / "nvme"))
+    fresh = values_of(engine.module)
+    with pytest.raises(ValueError, match=r"layers\.2\.weight.*missing in it.*strict=False"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    assert_same(values_of(engine.module), fresh)
+    with caplog.at_level("INFO", "infinity"):
+        engine.load_checkpoint(
+            tmp_path / "ckpt", load_module_strict=False, load_optimizer_states=False
+        )
+    assert "layers.2.weight" in caplog.text
+    assert_same(values_of(engine.module), {**fresh, **saved})
+    train(engine, batches(1))
+    engine.destroy()
+    # The other way round: the checkpoint has more.
+    engine = built(net(1, layers=1), config(3, tmp_path / "nvme"))
+    with pytest.raises(ValueError, match=r"layers\.1\.weight.*not in the model"):
+        engine.load_checkpoint(tmp_path / "ckpt")
+    engine.load_checkpoint(tmp_path / "ckpt", load_module_strict=False)
+    found = values_of(engine.module)
+    assert_same(found, {name: saved[name] for name in found})
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_fp32_weights_of_a_checkpoint(tmp_path: Path, stage: int) -> None:
+    model = net()
+    model.layers[1].requires_grad_(False)
+    place = tmp_path / "nvme" if stage == 3 else None
+    engine = built(model, config(stage, place, bf16={"enabled": True}))
+    train(engine, batches(2, torch.bfloat16))
+    engine.save_checkpoint(tmp_path / "ckpt")
+    values = values_of(engine.module)
+    from infinity.compat.deepspeed.zero.access import safe_get_full_fp32_param as master
+
+    masters = {
+        name: values[name].float() if (found := master(param)) is None else found
+        for name, param in engine.module.named_parameters(remove_duplicate=False)
+    }
+    engine.destroy()
+    found = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path / "ckpt")
+    assert found.keys() == values.keys()
+    for name, value in found.items():
+        if name != "scale":
+            assert value.dtype is torch.float32
+            assert torch.equal(value, masters[name].view(value.shape)), name
+    assert found["tied.weight"].data_ptr() == found["layers.0.weight"].data_ptr()
+    learning = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(
+        tmp_path / "ckpt", "global_step2", exclude_frozen_parameters=True
+    )
+    assert found.keys() - learning.keys() == {"layers.1.weight", "layers.1.bias"}
+    fresh = zero_to_fp32.load_state_dict_from_zero_checkpoint(net(9), tmp_path / "ckpt")
+    assert_same(values_of(fresh), found)
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_fp32_weights_in_files(tmp_path: Path, safe: bool) -> None:
+    engine = built(net(), config(2))
+    train(engine, batches(1))
+    engine.save_checkpoint(tmp_path / "ckpt")
+    values = values_of(engine.module)
+    engine.destroy()
+    convert = zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict
+    convert(tmp_path / "ckpt", tmp_path / "whole", safe_serialization=safe)
+    name = "model.safetensors" if safe else "pytorch_model.bin"
+    assert [each.name for each in (tmp_path / "whole").iterdir()] == [name]
+    load = load_file if safe else torch.load
+    whole = load(tmp_path / "whole" / name)
+    # A tied tensor has one name in safetensors.
+    wanted = {key: values[key] for key in values if not (safe and key.startswith("tied"))}
+    assert_same(whole, wanted)
+    convert(tmp_path / "ckpt", tmp_path / "parts", WIDTH * WIDTH * 4, safe_serialization=safe)
+    places = json.loads((tmp_path / "parts" / f"{name}.index.json").read_text())["weight_map"]
+    assert len(set(places.values())) >= 3
+    parts = {key: load(tmp_path / "parts" / file)[key] for key, file in places.items()}
+    assert_same(dict(sorted(parts.items())), dict(sorted(wanted.items())))
+
+
+def test_fp32_weights_of_what_is_damaged_or_not_there(tmp_path: Path) -> None:
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    with pytest.raises(ValueError, match="latest is not there"):
+        read(tmp_path)
+    engine = built(net(), config(2))
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    data = max((tmp_path / "global_step0").glob("data-*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[5] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(ChecksumError, match="data-"):
+        read(tmp_path)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    torch.save({}, theirs / "mp_rank_00_model_states.pt")
+    with pytest.raises(DeepSpeedRefusal, match=r"inf\.load_deepspeed"):
+        read(tmp_path, "theirs")

@@ -4,6 +4,7 @@ states."""
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -419,3 +420,77 @@ def test_estimates_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert need(100, 10, 2, 1, False, False, additional_buffer_factor=1.0) == (80, 940, 40)
     estimate_zero3_model_states_mem_needs_all_live(net(), 1, 1)
     assert capsys.readouterr().out.count("offload_param=") == 6
+
+
+@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (2, 3), (5, 1), (5, 4)])
+def test_a_tiled_linear_computes_as_the_whole(in_splits: int, out_splits: int) -> None:
+    whole, x = nn.Linear(5, 7), torch.randn(3, 5, dtype=torch.float64)
+    whole = whole.double()
+    tiled = zero.TiledLinear(
+        5, 7, in_splits=in_splits, out_splits=out_splits, init_linear=whole, dtype=torch.float64
+    )
+    assert len(tiled.linears) == out_splits
+    assert [len(row) for row in tiled.linears] == [in_splits] * out_splits
+    torch.testing.assert_close(tiled(x), whole(x))
+    parts = zero.TiledLinear(
+        5, 7, in_splits=in_splits, out_splits=out_splits, init_linear=whole, dtype=torch.float64,
+        input_is_already_split=True, combine_out_splits=False,
+    )  # fmt: skip
+    sizes = [end - start for start, end in itertools.pairwise(tiled.in_parts)]
+    given = x.split(sizes, dim=-1) if in_splits > 1 else x
+    torch.testing.assert_close(torch.cat(parts(given), dim=-1), whole(x))
+    with pytest.raises(RuntimeError, match="in_splits=6"):
+        zero.TiledLinear(5, 7, in_splits=6)
+    with pytest.raises(ValueError, match="copy_params_from"):
+        tiled.copy_params_from(nn.Linear(7, 5))
+
+
+class _ReturnsBias(nn.Linear):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:  # type: ignore[override]
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+def test_tiles_that_return_their_bias_join_it() -> None:
+    whole, x = nn.Linear(4, 6).double(), torch.randn(2, 4, dtype=torch.float64)
+    tiled = zero.TiledLinearReturnBias(
+        4, 6, in_splits=2, out_splits=3, linear_cls=_ReturnsBias, init_linear=whole,
+        dtype=torch.float64,
+    )  # fmt: skip
+    output, bias = tiled(x)
+    assert torch.equal(bias, whole.bias)
+    torch.testing.assert_close(output + bias, whole(x))
+
+
+def test_a_tiled_linear_trains_offloaded(tmp_path: Path) -> None:
+    class Tiled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = zero.TiledLinear(WIDTH, WIDTH, in_splits=3, out_splits=2)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.linear(x), y)
+
+    torch.manual_seed(0)
+    engine = built(Tiled(), config(3, tmp_path))
+    losses = train(engine, batches(1) * 8)
+    assert losses[-1] < losses[0]
+    engine.destroy()
+
+
+def test_generation_with_all_parameters_gathered(tmp_path: Path) -> None:
+    data = batches(4)
+    losses = []
+    for unwraps in (False, True):
+        engine = built(net(), config(3, tmp_path))
+        losses.append(train(engine, data[:2]))
+        if unwraps:
+            with zero.unwrap_model_for_generation(engine) as model, torch.no_grad():
+                assert model is engine
+                before = inf.handle(engine.module).stats()
+                first = engine(*data[0])
+                assert torch.equal(engine(*data[0]), first)
+                assert inf.handle(engine.module).stats().demand_reads == before.demand_reads
+                assert all(param.norm() > 0 for param in engine.module.parameters())
+        losses[-1] += train(engine, data[2:])
+        engine.destroy()
+    assert losses[0] == losses[1]

@@ -586,6 +586,28 @@ class ExportJob:
             files.finish()
         return Exported(files.files, count, self.size_bytes)
 
+    @property
+    def described(self) -> list[FileTensor]:
+        """All tensors, in the order of `tensors`."""
+        return [*self._buffers, *itertools.chain.from_iterable(self._units)]
+
+    def tensors(
+        self, progress: Callable[[int], object] = lambda _size: None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield each tensor with its name, one in memory at a time. Chunks are read ahead.
+
+        Raises: OSError naming the path; ChecksumError naming what is damaged.
+        """
+        self._checkpoint.check_files()
+        reader = ChunkReader(self._checkpoint, CHUNKS_CACHED, self._sections())
+        try:
+            for tensor in [*self._buffers, *itertools.chain.from_iterable(self._units)]:
+                parts = self._values_of([tensor], reader, progress)
+                values = torch.cat([part.reshape(-1) for part in parts])
+                yield tensor.name, values.view(tensor.shape)
+        finally:
+            reader.close()
+
     def _tensors_of(self, unit: Sequence[SavedParam]) -> list[_SavedTensor]:
         """Return the tensors of the parameters of a unit; of all tiles of a module, its weights."""
         weights: dict[str, list[SavedParam]] = {}

@@ -30,7 +30,7 @@ class OutputHooks:
         self._divisor, self._needs_scale = divisor, needs_scale
         self._inside = False
         self._scaled = False
-        self._queued = False
+        self._queued = -1  # the number of the last backward with a callback
 
     def attach(self, outputs: Any) -> Any:
         """Return the outputs with a view that has a hook in place of each tensor that autograd
@@ -68,13 +68,15 @@ class OutputHooks:
                 "directly without scaling the loss: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        if not self._queued:
-            self._queued = True
+        # By the backward that runs: one that raised has called no callback.
+        task = torch._C._current_graph_task_id()
+        if self._queued != task:
+            self._queued = task
             _engine.queue_callback(self._ended)
         return grad / self._divisor()
 
     def _ended(self) -> None:
-        self._queued = self._scaled = False
+        self._scaled = False
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -39,6 +39,9 @@ class Checkpointed(Protocol):
     global_rank: int
     global_steps: int
 
+    def begin_step(self) -> None:
+        """Note that no micro-batch of the step to come has run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
@@ -73,7 +76,18 @@ def save(
     }
     home = Path(directory)
     home.mkdir(parents=True, exist_ok=True)
-    inf.save(engine.module, engine.basic_optimizer, home / name, extra=extra, frozen=frozen).wait()
+    try:
+        saving = inf.save(
+            engine.module, engine.basic_optimizer, home / name, extra=extra, frozen=frozen
+        )
+    except ValueError as error:
+        if "extra=" not in str(error):
+            raise
+        raise DeepSpeedRefusal(
+            f"client_state {sorted(client_state)}, or the schedule's state: {error}. A command "
+            "line's arguments can as vars(args)"
+        ) from error
+    saving.wait()
     if latest and engine.global_rank == 0:
         # Whole or not at all: a reader may come at any time.
         written = home / f".{LATEST}.partial"
@@ -98,25 +112,30 @@ def _check_tag(engine: Checkpointed, tag: str) -> None:
         )
 
 
+def newest_tag(home: Path) -> str | None:
+    """Return the tag that the file "latest" names; None where there is no such file."""
+    newest = home / LATEST
+    return newest.read_text().strip() if newest.is_file() else None
+
+
 def load(
     engine: Checkpointed,
     directory: str | os.PathLike[str],
     tag: Any,
     wanted: Wanted,
     custom_load_fn: Callable[..., Any] | None,
+    *,
+    strict: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Do the work of `engine.load_checkpoint`."""
     home = Path(directory)
-    if tag is None:
-        newest = home / LATEST
-        if not newest.is_file():
-            log.warning(
-                "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load "
-                "another checkpoint",
-                newest,
-            )
-            return None, None
-        tag = newest.read_text().strip()
+    if tag is None and (tag := newest_tag(home)) is None:
+        log.warning(
+            "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load another "
+            "checkpoint",
+            home / LATEST,
+        )
+        return None, None
     path = home / str(tag)
     if any(path.glob("*_model_states.pt")):
         raise DeepSpeedRefusal(
@@ -126,8 +145,13 @@ def load(
     # The module as it is, for a function that decides itself what it takes.
     mine = None if custom_load_fn is None else _copied(engine.module)
     restored = inf.restore(
-        engine.module, engine.basic_optimizer if wanted.optimizer else None, path
+        engine.module, engine.basic_optimizer if wanted.optimizer else None, path, strict=strict
     )
+    # The gradients of micro-batches before went with the values that they belong to.
+    engine.begin_step()
+    if engine.global_rank == 0:
+        for note in restored.notes:
+            log.info("load_checkpoint: %s: %s", path, note)
     if mine is not None:
         saved = _copied(engine.module)
         load_module(engine.module, mine, True, None)

@@ -61,6 +61,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+def is_launched() -> bool:
+    """Return whether a launcher has set the environment of a process group."""
+    return all(name in os.environ for name in _LAUNCHED)
+
+
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,  # noqa: ARG001 - launchers set the environment

@@ -161,6 +161,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     def _take_step(self, lr_kwargs: dict[str, Any]) -> None:
         optimizer = self._trained("step")
         fill_missing_grads(self.module)
+        self._check_unused()
         optimizer.step()
         optimizer.zero_grad()
         if optimizer.overflow:
@@ -178,6 +179,21 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         every = self.steps_per_print()
         if every and math.isfinite(every) and self.global_steps % every == 0:
             self._report_progress(self.global_steps)
+
+    def _check_unused(self) -> None:
+        """Raise for parameters without a gradient, where the configuration asks for it."""
+        if self.zero_ignore_unused_parameters():
+            return
+        unused = [
+            name
+            for name, param in self.module.named_parameters()
+            if param.requires_grad and param.grad is None
+        ]
+        if unused:
+            raise DeepSpeedRefusal(
+                f"{len(unused)} parameters have no gradient (the first is {unused[0]}), with "
+                "zero_optimization.ignore_unused_parameters=false: set it true, or freeze them"
+            )
 
     def _report_progress(self, step: int) -> None:
         if self.global_rank == 0:
@@ -366,7 +382,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self,
         load_dir: str | os.PathLike[str],
         tag: Any = None,
-        load_module_strict: bool = True,  # noqa: ARG002 - a directory of `inf.save` fits or not
+        load_module_strict: bool = True,
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
@@ -374,12 +390,14 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     ) -> tuple[str | None, Client | None]:
         """Go on from a checkpoint, on any number of ranks. Blocks. All ranks call it.
 
-        tag: default what the file "latest" says. load_module_strict: nothing depends on it: the
-        checkpoint must have the model's parameters, but for frozen ones that it was told to leave
-        out, which keep their values. load_module_only: parameters alone. custom_load_fn
-        gets the saved state dict and the module, `custom_load_fn(src=, dst=)`, and sets parameters;
-        the state dict is whole in memory then. Returns the checkpoint's path and the script's
-        state; (None, None) where there is no "latest".
+        tag: default what the file "latest" says. load_module_strict: False loads what fits: what
+        the checkpoint lacks keeps its values, and the log names it. True: the checkpoint must have
+        the model's parameters, but for frozen ones that it was told to leave out.
+        load_module_only: parameters alone. custom_load_fn gets the saved state dict and the module,
+        `custom_load_fn(src=, dst=)`, and sets parameters; the state dict is whole in memory then.
+        Gradients of a step that has begun are dropped, and the next micro-batch is the first of
+        one. Returns the checkpoint's path and the script's state; (None, None) where there is no
+        "latest".
 
         Raises: ValueError naming what does not fit, AioError where there is no whole checkpoint.
         """
@@ -393,7 +411,13 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
                 counts=not load_module_only,
             ),
             custom_load_fn,
+            strict=load_module_strict,
         )
+
+    def begin_step(self) -> None:
+        """Note that no micro-batch of the step to come has run."""
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._micro_batches = 0
 
     def module_state_dict(
         self,

@@ -69,8 +69,8 @@ def initialize(
     model: an ordinary module, or one that was built under `zero.Init`. It becomes the engine's
     module, and its parameters are others then. optimizer: of torch, over this model, or a function
     that makes one of the parameters; the engine's of the same rule takes its place, with its
-    parameter groups. None: that of the configuration, and without one the model computes only, with
-    parameters that need no gradient. model_parameters: parameters, or groups of them, for an
+    parameter groups. None: that of the configuration, and without one the model computes only; a
+    later `initialize` may bring one. model_parameters: parameters, or groups of them, for an
     optimizer of the configuration or of a function. lr_scheduler: a schedule, or a function that
     makes one of the optimizer. training_data, collate_fn: of the loader that is returned.
     config: a mapping, the path of a JSON file, or an object in base64; config_params: its older
@@ -95,6 +95,7 @@ def initialize(
     policy = _with_leaves(settings, model, settings.policy(_local_device(device)))
     plan = plan_optimizer(settings, model, optimizer, model_parameters)
     _check_schedule(settings, plan, lr_scheduler)
+    _check_offloaded(model, policy, plan)
     if training_data is not None:
         check_dataset(training_data)
     with contextlib.ExitStack() as undo:
@@ -205,6 +206,39 @@ def _local_device(device: torch.device) -> torch.device:
     return torch.device(device.type, local % max(1, get_accelerator().device_count()))
 
 
+def _check_offloaded(
+    model: torch.nn.Module, policy: inf.Policy, plan: OptimizerPlan | None
+) -> None:
+    """Check a model that another `initialize` has offloaded. Raises: DeepSpeedRefusal where it has
+    an optimizer."""
+    for module in inf.offloaded_modules(model):
+        handle = inf.handle(module)
+        tiers = [(each.params, each.optim, each.zero) for each in (handle.policy, policy)]
+        if tiers[0] != tiers[1]:
+            log.warning(
+                "initialize: the model was offloaded before, with params=%r, optim=%r, zero=%r, "
+                "and stays so; this configuration says %r, %r, %r",
+                *tiers[0],
+                *tiers[1],
+            )
+        if plan is None or plan.ready is not None:
+            continue
+        if any(_has_states(handle, param) for param in module.parameters()):
+            raise DeepSpeedRefusal(
+                "initialize of a model that trains in another engine: go on with that one, or end "
+                "it by engine.destroy() and build the model anew"
+            )
+
+
+def _has_states(handle: inf.Handle, param: torch.nn.Parameter) -> bool:
+    """Return whether an optimizer holds a parameter."""
+    try:
+        handle.optimizer_state(param)
+    except ValueError:
+        return False
+    return True
+
+
 def _offloaded(
     settings: Settings,
     policy: inf.Policy,
@@ -215,6 +249,7 @@ def _offloaded(
     """Offload the model, unless it is, and build its optimizer. On an error the engine is closed,
     and the model with it."""
     names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
+    learning = {name for name, param in model.named_parameters() if param.requires_grad}
     if not inf.offloaded_modules(model):
         if settings.stage == 3:
             _transformers.warn_of_whole(model)
@@ -229,9 +264,13 @@ def _offloaded(
         undo.callback(inf.handle(model).close)
         if settings.stage < 3:
             # DeepSpeed's whole parameters can be read from here on, by one rank alone, too.
-            with inf.handle(model).gather(model):
+            with inf.handle(model).gather(model.parameters()):
                 pass
         _give(model, attributes)
+        if plan is None:
+            # A trainer may ask which ones learn, and bring their optimizer later.
+            for name, param in model.named_parameters():
+                param.requires_grad_(name in learning)
     note_module(model)
     if settings.stage == 3:
         for param in model.parameters():
@@ -248,6 +287,7 @@ def _offloaded(
         model.parameters(),
         clip_norm=settings.run.clip_norm,
         skips=policy.on_nonfinite == "skip" or scaler.dynamic,
+        coupled=plan.coupled,
     )
 
 

@@ -34,7 +34,7 @@ _LEAVES = (
 )
 _ZERO = (
     "Init GatheredParameters MiCS_Init ZeroParamStatus ZeroParamType register_external_parameter "
-    "unregister_external_parameter"
+    "unregister_external_parameter TiledLinear TiledLinearReturnBias unwrap_model_for_generation"
 )
 _SCHEDULES = (
     "LRRangeTest OneCycle WarmupLR WarmupDecayLR WarmupCosineLR VALID_LR_SCHEDULES "
@@ -117,7 +117,9 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.runtime.zero.stage3": (
         ("optimizers", "DeepSpeedZeroOptimizer_Stage3"),
         ("memory_needs", _MEMORY),
+        ("zero", "unwrap_model_for_generation"),
     ),
+    "deepspeed.runtime.zero.tiling": (("zero.tiling", "TiledLinear TiledLinearReturnBias"),),
     "deepspeed.runtime.zero.stage_1_and_2": (("optimizers", "DeepSpeedZeroOptimizer"),),
     "deepspeed.runtime.zero.utils": (
         ("parameters", "is_zero_param"),
@@ -135,6 +137,11 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.utils.logging": (("utilities", "logger log_dist"),),
     "deepspeed.utils.tensor_fragment": (("zero.access", _STATES),),
     "deepspeed.utils.z3_leaf_module": (("zero.leaf_modules", _LEAVES),),
+    "deepspeed.utils.zero_to_fp32": (
+        ("zero_to_fp32", ("get_fp32_state_dict_from_zero_checkpoint "
+                         "convert_zero_checkpoint_to_fp32_state_dict "
+                         "load_state_dict_from_zero_checkpoint")),
+    ),
     "deepspeed.zero": (("zero", _ZERO),),
 }  # fmt: skip
 

@@ -56,7 +56,8 @@ class OptimizerPlan:
     twin: builds it. groups: its parameter groups, with the parameters that the model has before it
     is offloaded. client: the script's optimizer, whose groups they are. ready: an optimizer of the
     engine that is there already. rehearsal: the optimizer over the groups without their parameters,
-    for what wants to be tried on one.
+    for what wants to be tried on one. coupled: the rule is Adam, whose decay is a part of the
+    gradient, and no group decays.
     """
 
     twin: Twin | None
@@ -64,6 +65,7 @@ class OptimizerPlan:
     client: torch.optim.Optimizer | None = None
     ready: Any = None
     rehearsal: Any = None
+    coupled: bool = False
 
     def build(self, renewed: Callable[[Any], Any]) -> Any:
         """Build it over the parameters of the offloaded model. renewed: gives the parameter that
@@ -140,13 +142,12 @@ def _of_configuration(settings: Settings, given: list[Any]) -> OptimizerPlan:
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    if name == "Adam" and not any(
+    coupled = name == "Adam" and not any(
         group.get("weight_decay", arguments["weight_decay"]) for group in groups
-    ):
-        # The same update, by a kernel.
-        name = "AdamW"
-    twin = Twin(_maker(name, arguments))
-    return OptimizerPlan(twin, [group for group in groups if group["params"]])
+    )
+    # Without decay it is the same update, by a kernel.
+    twin = Twin(_maker("AdamW" if coupled else name, arguments))
+    return OptimizerPlan(twin, [group for group in groups if group["params"]], coupled=coupled)
 
 
 def _maker(name: str, arguments: Mapping[str, Any]) -> Callable[[list[Group]], Any]:
@@ -179,7 +180,11 @@ def _of_client(settings: Settings, client: Any) -> OptimizerPlan:
         twin = twin_of(client, kinds=_KINDS, twins=_TWINS)
     except ValueError as error:
         raise DeepSpeedRefusal(f"initialize: {error}") from error
-    return OptimizerPlan(twin, client.param_groups, client)
+    coupled = _KINDS.get(kind, kind) is torch.optim.Adam and not any(
+        group["weight_decay"] or group.get("decoupled_weight_decay")
+        for group in client.param_groups
+    )
+    return OptimizerPlan(twin, client.param_groups, client, coupled=coupled)
 
 
 def _check_params(model: torch.nn.Module, groups: list[Group]) -> None:
@@ -226,7 +231,7 @@ class ZeROOptimizer:
     optimizer takes its step.
 
     params: those of the model in its order, in which norms are added up: groups of another order
-    have the same norm, to the bit.
+    have the same norm, to the bit. coupled: as `OptimizerPlan`; a decay is refused then.
     """
 
     def __init__(
@@ -237,7 +242,9 @@ class ZeROOptimizer:
         *,
         clip_norm: float,
         skips: bool,
+        coupled: bool = False,
     ) -> None:
+        self._coupled = coupled
         self._order = {id(param): number for number, param in enumerate(params)}
         self.optimizer = optimizer
         self.loss_scaler = scaler
@@ -267,7 +274,18 @@ class ZeROOptimizer:
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group of parameters of the offloaded model. Raises: ValueError."""
+        self._check_decay({**self.defaults, **param_group})
         self.optimizer.add_param_group(param_group)
+
+    def _check_decay(self, group: Group) -> None:
+        """Raise for a decay that AdamW, which stands for an Adam without one, takes otherwise."""
+        if self._coupled and group["weight_decay"]:
+            raise DeepSpeedRefusal(
+                f"a parameter group with weight_decay={group['weight_decay']!r}, after initialize "
+                "with none: Adam adds a decay to the gradient, and the AdamW that stands for it "
+                "does not; give the decay before initialize, or take AdamW "
+                '("adam_w_mode": true)'
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -282,6 +300,8 @@ class ZeROOptimizer:
         """
         if closure is not None:
             raise DeepSpeedRefusal("step(closure): run forward and backward before step()")
+        for group in self.param_groups:
+            self._check_decay(group)
         grads = self._gradients()
         # In one call: it is one reduction over the ranks.
         norm = torch.nn.utils.get_total_norm(grads, foreach=True) if grads else torch.zeros(())

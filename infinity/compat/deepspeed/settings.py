@@ -97,8 +97,12 @@ class Settings:
         return None if self.run.autocast is None else getattr(torch, self.run.autocast)
 
     def policy(self, device: torch.device) -> inf.Policy:
-        """Return the policy for a model that computes on `device`."""
-        return inf.Policy.from_deepspeed(self.run, device=device)
+        """Return the policy for a model that computes on `device`. Raises: DeepSpeedRefusal for
+        settings that no policy has."""
+        try:
+            return inf.Policy.from_deepspeed(self.run, device=device)
+        except ValueError as error:
+            raise DeepSpeedRefusal(str(error)) from error
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return an object of the configuration as it was given; empty where there is none."""
@@ -275,8 +279,8 @@ class ConfigNames:
         return bool(self.settings.config.get("zero_allow_untested_optimizer"))
 
     def zero_ignore_unused_parameters(self) -> bool:
-        """Return True: a parameter without gradient is left as it is."""
-        return True
+        """Return whether a parameter without gradient is left as it is; else a step raises."""
+        return bool(self.settings.zero.get("ignore_unused_parameters", True))
 
     # -- optimizer and schedule --------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -10,10 +12,12 @@ from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.parameters import ZeroParamStatus, ZeroParamType
 from infinity.compat.deepspeed.zero.gather import GatheredParameters
 from infinity.compat.deepspeed.zero.init import Init
+from infinity.compat.deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
-    "GatheredParameters", "Init", "MiCS_Init", "ZeroParamStatus", "ZeroParamType",
-    "register_external_parameter", "unregister_external_parameter",
+    "GatheredParameters", "Init", "MiCS_Init", "TiledLinear", "TiledLinearReturnBias",
+    "ZeroParamStatus", "ZeroParamType", "register_external_parameter",
+    "unregister_external_parameter", "unwrap_model_for_generation",
 ]  # fmt: skip
 
 
@@ -41,3 +45,13 @@ def register_external_parameter(module: torch.nn.Module, parameter: torch.nn.Par
 
 
 unregister_external_parameter = register_external_parameter
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Enter a context in which all parameters of an engine, or of its module, stay gathered, so
+    that `generate` gathers none of them anew. Yields the model. Collective; the device holds the
+    whole model meanwhile.
+    """
+    with GatheredParameters(model.parameters()):
+        yield model

@@ -95,6 +95,9 @@ class Init(contextlib.ContextDecorator):
         self.memory = FileMemory(path) if path is not None else None
         self._built: list[torch.nn.Parameter] = []
         self._hooks = contextlib.ExitStack()
+        # A launcher's ranks may ask each other while they build.
+        if comm.is_launched():
+            comm.init_distributed()
         if module is not None:
             for param in module.parameters():
                 self._take(param)

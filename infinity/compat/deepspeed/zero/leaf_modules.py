@@ -109,7 +109,10 @@ def leaf_units(model: Module) -> list[str] | None:
     """
     names = {id(module): name for name, module in model.named_modules()}
     leaves = get_z3_leaf_modules(model)
+    within = {id(below) for leaf in leaves for below in leaf.modules() if below is not leaf}
     for leaf in leaves:
+        if id(leaf) in within:
+            continue  # gathered with the leaf around it
         if isinstance(leaf, CONTAINERS):
             raise DeepSpeedRefusal(
                 f"leaf module {names[id(leaf)]!r} is a {type(leaf).__name__}, which is never "
@@ -117,7 +120,8 @@ def leaf_units(model: Module) -> list[str] | None:
             )
     if not leaves:
         return None
-    blocks = [*find_blocks(model, None, argument="units"), *leaves]
+    called = [leaf for leaf in leaves if not isinstance(leaf, CONTAINERS)]
+    blocks = [*find_blocks(model, None, argument="units"), *called]
     return list(dict.fromkeys(names[id(block)] for block in blocks))
 
 
