@@ -1,6 +1,7 @@
 # make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
-#      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | integrations |
-#      integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle | clean
+#      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
+#      integrations | integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle |
+#      clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -27,7 +28,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
-.PHONY: convergence hosts rehearsal ranks slow integrations integrations-latest report-browser
+.PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
 .PHONY: torch-matrix wheel gpu-bundle clean
 
 setup: $(STAMP)
@@ -174,6 +175,10 @@ ranks: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not soak" tests/distributed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "ranks and not slow and not soak" \
 	    --ignore tests/distributed tests
+
+# 100,000 hostile files: real ones, changed at random, and read by all that reads files here.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile --inputs 100000
 
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)

@@ -351,7 +351,9 @@ def _as_written(path: str) -> Iterator[None]:
     try:
         yield
     # The digest is right, of something that no engine wrote.
-    except (KeyError, TypeError, AttributeError, ValueError, struct.error) as error:
+    except (
+        KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError, struct.error
+    ) as error:  # fmt: skip
         raise ValueError(f"{path} is no manifest that an engine wrote: {error}") from error
 
 
@@ -483,7 +485,7 @@ def _refuse(problems: Iterator[str], path: str) -> None:
     try:
         found = next(problems, "")
     # Values of other types than they should be of.
-    except (TypeError, AttributeError, KeyError, ValueError) as error:
+    except (TypeError, AttributeError, KeyError, ValueError, OverflowError) as error:
         found = str(error) or type(error).__name__
     if found:
         raise ValueError(f"{path} is no manifest that an engine wrote: {found}")

@@ -75,24 +75,36 @@ class KnownNames:
         return self._known[full]
 
 
-class InertUnpickler(pickle.Unpickler):
+# The one in C makes room for as many objects as a pickle says it has: 64 GiB for six bytes.
+class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
     """Reads a pickle in which these names become records, or the given harmless values; any other
     name is refused.
 
     Raises: pickle.UnpicklingError naming what was refused.
     """
 
-    def __init__(self, data: bytes, *, records: Collection[str], values: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        records: Collection[str],
+        values: Mapping[str, Any],
+        prefix: str = "",
+    ) -> None:
         super().__init__(io.BytesIO(data))
-        self._names = KnownNames(records, values)
+        self._names = KnownNames(records, values, prefix=prefix)
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Return the stand-in for a name."""
         return self._names.find(module, name)
 
-    def persistent_load(self, pid: Any, /) -> NoReturn:  # noqa: ARG002 - whatever it is
+    def persistent_load(self, pid: Any, /) -> Any:  # noqa: ARG002 - whatever it is
         """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError("it refers to objects outside of itself")
+
+    def get_extension(self, code: int) -> NoReturn:
+        """Refuse: such a file has no need of it."""
+        raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
 
 
 def load_tensors(source: io.BufferedReader) -> Any:
@@ -133,7 +145,7 @@ def extra_bytes(extra: object) -> bytes | None:
             extra, out, pickle_module=types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)
         )
         # Read back at once: a failure to read must not be found out after a crash.
-        read_extra(out.getvalue())
+        _loaded(out.getvalue())
     except Exception as error:
         refused = isinstance(error, pickle.UnpicklingError)
         what = (
@@ -149,7 +161,19 @@ def extra_bytes(extra: object) -> bytes | None:
 
 
 def read_extra(data: bytes) -> Any:
-    """Decode the bytes of `extra_bytes`; nothing in them is run."""
+    """Decode the bytes of `extra_bytes`; nothing in them is run. Raises: ValueError for what an
+    engine did not write.
+    """
+    try:
+        return _loaded(data)
+    # Bytes that no engine wrote make torch raise errors of zip, pickle, struct and others.
+    except Exception as error:
+        raise ValueError(
+            f"the small state of a checkpoint is refused: {reason_of(str(error)) or repr(error)}"
+        ) from error
+
+
+def _loaded(data: bytes) -> Any:
     # The two functions that `_Pickler` writes; torch refuses every other name.
     with torch.serialization.safe_globals([_array, _scalar]):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -196,6 +196,10 @@ class _OpenFile:
 # -- headers ---------------------------------------------------------------------------------------
 
 
+_HEADER_BYTES_MAX = 100_000_000
+"""The format's own limit."""
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the header of one file: its tensors by name. Raises: WeightsError for what is no
     safetensors file, or one that is cut short; OSError.
@@ -203,7 +207,8 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        text = file.read(length) if size >= 8 and length <= size - 8 else b""
+        whole = size >= 8 and length <= min(size - 8, _HEADER_BYTES_MAX)
+        text = file.read(length) if whole else b""
     try:
         entries: dict[str, Any] = dict(json.loads(text))
         found = [
@@ -211,7 +216,9 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             for name, entry in entries.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (
+        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+    ) as error:  # fmt: skip
         raise WeightsError(
             f"{path} is not a whole safetensors file: it has {size:,} bytes and no header that can "
             f"be read ({error}); copy or download it again",
@@ -328,7 +335,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     """
     try:
         weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
             f"{index} is no index of safetensors: it has no readable weight_map ({error!r})",
             path=str(index),

@@ -16,7 +16,6 @@ an error here, and a signal that ends the process where memory is mapped.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import pickle
@@ -26,11 +25,11 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 import torch
 
-from infinity._src.checkpoint.safe_pickle import KnownNames, Record
+from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record
 
 DESCRIPTORS_MAX = 256
 """Files that are open at once: a checkpoint of many ranks has more than a process may open."""
@@ -98,27 +97,17 @@ class _StorageId(tuple[Any, ...]):
     __slots__ = ()
 
 
-# The one in C makes room for as many objects as a pickle says it has: 64 GiB for six bytes.
-class _Unpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Reads `data.pkl`. Names become records or harmless values; any other is refused."""
+class _Unpickler(InertUnpickler):
+    """Reads `data.pkl`, in which tensors refer to their storages."""
 
     def __init__(self, data: bytes, prefix: str) -> None:
-        super().__init__(io.BytesIO(data))
-        self._names = KnownNames(_RECORDS, _VALUES, prefix=prefix)
-
-    def find_class(self, module: str, name: str, /) -> Any:
-        """Return the stand-in for a name."""
-        return self._names.find(module, name)
+        super().__init__(data, records=_RECORDS, values=_VALUES, prefix=prefix)
 
     def persistent_load(self, pid: Any, /) -> _StorageId:
         """Keep the id."""
         if not isinstance(pid, tuple):
             raise pickle.UnpicklingError("it refers to something that is no storage")
         return _StorageId(pid)
-
-    def get_extension(self, code: int) -> NoReturn:
-        """Refuse: such a file has no need of it."""
-        raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
 
 
 class _Member(NamedTuple):

@@ -1,0 +1,625 @@
+"""Hostile files: real ones, changed at random, and read by everything here that reads files.
+
+    python -m tests.hostile --inputs 100000                 # the campaign: `make fuzz`
+    python -m tests.hostile --target pickles --only 4711    # one input again, in this process
+
+An input is a directory that the engine wrote, with one of its files changed: bits, numbers, lengths,
+cuts, repetitions; in JSON also values and names, in a pickle also operations. Files with a checksum
+are sealed anew, as somebody who writes hostile ones would. An input is right if it is read, or
+refused by an error that names what is wrong. Everything else is a finding: another exception, a
+crash, memory beyond `MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of the directory.
+
+Inputs follow from their numbers: the same number is the same input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import functools
+import io
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import pickletools
+import random
+import resource
+import shutil
+import signal
+import struct
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import xxhash
+
+import infinity as inf
+from infinity._src.checkpoint import manifest as manifests
+from infinity._src.checkpoint.dcp import DCPFiles
+from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.safe_pickle import extra_bytes, read_extra
+from infinity._src.checkpoint.safetensors import ExportJob
+from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
+from infinity._src.checkpoint.torch_files import Descriptors, TorchFile
+from infinity._src.checkpoint.verify import VerifyJob
+
+MEMORY_BYTES = 1 << 30
+"""Address space that reading may take beside what the process has."""
+SECONDS = 20
+REFUSALS = (ValueError, OSError, pickle.UnpicklingError)
+"""Errors that say what is wrong with a file."""
+BATCH = 500
+"""Inputs of a process."""
+
+# -- what is read ----------------------------------------------------------------------------------
+
+
+class Target(NamedTuple):
+    """A kind of file. write: puts real ones into a directory. files: names of those that are
+    changed, as patterns. read: reads the directory. seal: makes a changed file's checksum right.
+    """
+
+    write: Callable[[Path], object]
+    files: Sequence[str]
+    read: Callable[[Path], object]
+    seal: Callable[[str, bytes], bytes] = lambda _name, data: data
+
+
+def small_model() -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.BatchNorm1d(9))
+    return model.append(torch.nn.Linear(9, 3).bfloat16())
+
+
+def write_save(place: Path) -> None:
+    model = inf.offload(small_model(), inf.Policy(params="cpu", optim="cpu", device="cpu"))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-3)
+    extra = {"epoch": 3, "rng": torch.get_rng_state(), "names": ["a", ("b", 1.5)]}
+    inf.save(model, optimizer, place, extra=extra).wait()
+    inf.handle(model).close()
+
+
+def read_save(place: Path) -> None:
+    with Checkpoint.open(place) as checkpoint:
+        for kind in ("buffers", "extra"):
+            data = checkpoint.attachment(kind, 0)
+            if data is not None and kind == "extra":
+                read_extra(data)
+        for _ in ExportJob(checkpoint, masters=True).tensors():
+            pass
+    VerifyJob(place).verify(lambda _file, _size: None)
+
+
+def seal_manifest(name: str, data: bytes) -> bytes:
+    """A manifest with its digest; where the texts can be told apart, with their lengths too."""
+    if not name.startswith("manifest"):
+        return data
+    body = data[:-16]
+    return body + xxhash.xxh3_128_digest(body)
+
+
+def write_dcp(place: Path) -> None:
+    model = inf.offload(small_model(), inf.Policy(params="cpu", optim="cpu", device="cpu"))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-3)
+    inf.export_dcp(model, optimizer, place)
+    inf.handle(model).close()
+
+
+def read_dcp(place: Path) -> None:
+    files = DCPFiles(place)
+    try:
+        for name in files.names():
+            files.read(name)
+        for name in files.objects:
+            files.read_object(name)
+    finally:
+        files.close()
+
+
+def write_torch(place: Path) -> None:
+    base = torch.arange(24.0)
+    torch.save(
+        {
+            "module": {"w": base[5:17], "t": base.view(4, 6).t(), "h": torch.ones(3).half()},
+            "plain": ["a", ("b", 1.5, None), {2: True}, {1, 2}, b"\x00\xff"],
+            "parameter": torch.nn.Parameter(torch.ones(2, 3)),
+        },
+        place / "file.pt",
+    )
+
+
+def read_torch(place: Path) -> None:
+    with Descriptors() as descriptors:
+        file = TorchFile(place / "file.pt", descriptors)
+        file.check()
+        file.plain(file.root)
+        module = file.root.get("module") if isinstance(file.root, dict) else None
+        for value in module.values() if isinstance(module, dict) else ():
+            file.tensor(value).read()
+
+
+def seal_zip(name: str, data: bytes) -> bytes:
+    """A file of torch.save whose pickle was replaced by `data`."""
+    with tempfile.TemporaryDirectory() as place:
+        write_torch(Path(place))
+        out = io.BytesIO()
+        with (
+            zipfile.ZipFile(Path(place) / "file.pt") as before,
+            zipfile.ZipFile(out, "w") as after,
+        ):
+            for member in before.namelist():
+                after.writestr(member, data if member.endswith("data.pkl") else before.read(member))
+        return out.getvalue()
+
+
+def pickle_of(place: Path) -> None:
+    """The pickle alone: it is put into its file when it is changed."""
+    with tempfile.TemporaryDirectory() as other:
+        write_torch(Path(other))
+        with zipfile.ZipFile(Path(other) / "file.pt") as file:
+            member = next(name for name in file.namelist() if name.endswith("data.pkl"))
+            (place / "file.pt").write_bytes(file.read(member))
+
+
+def write_safetensors(place: Path) -> None:
+    model = inf.offload(small_model(), inf.Policy(params="cpu", optim="cpu", device="cpu"))
+    inf.export_safetensors(model, place, shard_bytes_max=200)
+    inf.handle(model).close()
+
+
+def read_safetensors(place: Path) -> None:
+    files = SafetensorsFiles(place)
+    for name in files.names():
+        files.read(name)
+
+
+def write_extra(place: Path) -> None:
+    data = extra_bytes({"epoch": 3, "rng": torch.get_rng_state(), "of": {"a": [1.5, ("b", None)]}})
+    assert data is not None
+    (place / "extra").write_bytes(data)
+
+
+def write_config(place: Path) -> None:
+    zero = {
+        "stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/mnt/nvme0"},
+        "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.5},
+        "stage3_max_live_parameters": 1e9, "zero_hpz_partition_size": 1,
+    }  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2,
+        "zero_optimization": zero, "bf16": {"enabled": True}, "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}},
+        "aio": {"block_size": 1048576, "queue_depth": 8, "thread_count": 1},
+    }  # fmt: skip
+    (place / "ds.json").write_text(json.dumps(config))
+
+
+def read_config(place: Path) -> None:
+    inf.Policy.from_deepspeed(inf.read_deepspeed(place / "ds.json"))
+
+
+TARGETS: dict[str, Target] = {
+    "saves": Target(write_save, ("*",), read_save, seal_manifest),
+    "manifests": Target(write_save, ("manifest*",), read_save, seal_manifest),
+    "dcp": Target(write_dcp, (".metadata", "*"), read_dcp),
+    "dcp-metadata": Target(write_dcp, (".metadata",), read_dcp),
+    "torch-files": Target(write_torch, ("*.pt",), read_torch),
+    "pickles": Target(pickle_of, ("*.pt",), read_torch, seal_zip),
+    "safetensors": Target(write_safetensors, ("*",), read_safetensors),
+    "extra": Target(write_extra, ("extra",), lambda place: read_extra((place / "extra").read_bytes())),
+    "deepspeed-json": Target(write_config, ("ds.json",), read_config),
+}
+
+# -- changes ---------------------------------------------------------------------------------------
+
+NUMBERS = (0, 1, -1, 127, 255, 1 << 15, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 62,
+           (1 << 63) - 1, -(1 << 63))  # fmt: skip
+VALUES: tuple[Any, ...] = (
+    None, True, -1, 0, 1 << 70, 1e308, float("nan"), float("inf"), "", "x" * 100_000, "../../etc/passwd",
+    "/etc/passwd", "a\x00b", "\ud800", [], {}, [[]] * 1000, "nvme", "auto", {"enabled": "auto"},
+)  # fmt: skip
+OPERATIONS = [ord(each.code) for each in pickletools.opcodes]
+BOMBS = (
+    b"\x80\x02r\xff\xff\xff\x7f.",  # room for a memo of billions
+    b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7fN.",  # a frame of all memory
+    b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7fa.",  # a text of all memory
+    b"\x80\x02\x8b\xff\xff\xff\x7f1.",  # a number of 2 GiB
+    b"\x80\x02" + b"]q\x00" + b"(h\x00h\x00e" * 3 + b".",  # a list in itself
+    b"\x80\x02N" + b"\x85" * 50_000 + b".",  # tuples in tuples
+    b"\x80\x02]q\x00" + b"".join(
+        b"](h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60)
+    ) + b".",  # two of each of two of each
+    b"\x80\x02}(" + b"".join(b"K" + bytes([i % 256]) + b"}(" for i in range(20_000)) + b"u" * 20_001
+    + b".",
+    b"cposix\nsystem\n(S'false'\ntR.",
+    b"\x80\x04\x8c\x08builtins\x8c\x04eval\x93\x8c\x031+1\x85R.",
+    b"\x80\x02\x82\x01.",  # a name of the registry
+)  # fmt: skip
+
+
+def changed(data: bytes, rng: random.Random) -> bytes:
+    """Some bytes, changed in one to four ways."""
+    found = bytearray(data)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        rng.choice(WAYS)(found, rng)
+    return bytes(found)
+
+
+def _span(found: bytearray, rng: random.Random) -> slice:
+    start = rng.randrange(len(found) + 1)
+    return slice(start, min(len(found), start + rng.choice((1, 2, 4, 8, 64, 1024))))
+
+
+def _flip(found: bytearray, rng: random.Random) -> None:
+    if found:
+        found[rng.randrange(len(found))] ^= 1 << rng.randrange(8)
+
+
+def _set(found: bytearray, rng: random.Random) -> None:
+    if found:
+        found[rng.randrange(len(found))] = rng.choice((0, 0xFF, 0x80, rng.randrange(256)))
+
+
+def _number(found: bytearray, rng: random.Random) -> None:
+    size = rng.choice((1, 2, 4, 8))
+    if len(found) >= size:
+        at = rng.randrange(len(found) - size + 1)
+        # Numbers of formats are aligned more often than not.
+        at -= at % size if rng.random() < 0.5 else 0
+        value = rng.choice(NUMBERS) & ((1 << 8 * size) - 1)
+        found[at : at + size] = value.to_bytes(size, rng.choice(("little", "big")))
+
+
+def _cut(found: bytearray, rng: random.Random) -> None:
+    del found[rng.randrange(len(found) + 1) :]
+
+
+def _remove(found: bytearray, rng: random.Random) -> None:
+    del found[_span(found, rng)]
+
+
+def _repeat(found: bytearray, rng: random.Random) -> None:
+    span = _span(found, rng)
+    found[span.start : span.start] = found[span] * rng.choice((1, 2, 100))
+
+
+def _insert(found: bytearray, rng: random.Random) -> None:
+    at = rng.randrange(len(found) + 1)
+    found[at:at] = rng.randbytes(rng.choice((1, 4, 64)))
+
+
+def _digits(found: bytearray, rng: random.Random) -> None:
+    places = [i for i, byte in enumerate(found) if 0x30 <= byte <= 0x39]
+    if places:
+        at = rng.choice(places)
+        found[at : at + 1] = rng.choice((b"99999999999999999999", b"-1", b"1e999", b"0", b"7"))
+
+
+def _operation(found: bytearray, rng: random.Random) -> None:
+    if found:
+        found[rng.randrange(len(found))] = rng.choice(OPERATIONS)
+
+
+WAYS = (_flip, _set, _number, _cut, _remove, _repeat, _insert, _digits, _operation)
+
+
+def changed_json(data: bytes, rng: random.Random) -> bytes | None:
+    """A JSON text with one of its values, or names, changed; None for what is none."""
+    try:
+        root = json.loads(data)
+    except ValueError:
+        return None
+    places: list[tuple[Any, Any]] = []
+    stack = [root]
+    while stack:
+        each = stack.pop()
+        items = each.items() if isinstance(each, dict) else enumerate(each)
+        for key, value in items:
+            places.append((each, key))
+            if isinstance(value, (dict, list)):
+                stack.append(value)
+    if not places:
+        return None
+    holder, key = rng.choice(places)
+    if isinstance(holder, dict) and rng.random() < 0.2:
+        holder[rng.choice(("", "x", key + "s", "../x"))] = holder.pop(key)
+    elif rng.random() < 0.2:
+        holder[key] = [holder[key]] * rng.choice((0, 2, 1000))
+    else:
+        holder[key] = rng.choice(VALUES)
+    text = json.dumps(root)
+    return (text if rng.random() < 0.98 else "[" * 200_000).encode("utf-8", "surrogatepass")
+
+
+def changed_texts(data: bytes, rng: random.Random) -> bytes | None:
+    """A manifest whose layout or state has another value, with lengths that agree; None for what is
+    none.
+    """
+    header = manifests._HEADER
+    with contextlib.suppress(struct.error):
+        magic, version, layout, state, *rest = header.unpack_from(data)
+        at, texts = header.size, []
+        for size in (layout, state):
+            texts.append(data[at : at + size])
+            at += size
+        index = rng.randrange(2)
+        text = changed_json(texts[index], rng)
+        if text is not None:
+            texts[index] = text
+            sizes = (len(texts[0]), len(texts[1]))
+            return header.pack(magic, version, *sizes, *rest) + b"".join(texts) + data[at:]
+    return None
+
+
+def changed_header(data: bytes, rng: random.Random) -> bytes | None:
+    """A safetensors file whose header has another value; None for what is none."""
+    size = int.from_bytes(data[:8], "little")
+    text = changed_json(data[8 : 8 + size], rng) if 8 < size < len(data) else None
+    return None if text is None else len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
+def hostile(name: str, data: bytes, rng: random.Random) -> bytes:
+    """A changed file."""
+    if name in (".metadata", "file.pt", "extra") and rng.random() < 0.02:
+        return rng.choice(BOMBS)
+    if rng.random() < 0.5:
+        for change in (changed_json, changed_texts, changed_header):
+            found = change(data, rng)
+            if found is not None:
+                return found
+    return changed(data, rng)
+
+
+# -- inputs ----------------------------------------------------------------------------------------
+
+
+class Finding(NamedTuple):
+    """An input that was neither read nor refused as it should be."""
+
+    target: str
+    number: int
+    file: str
+    what: str
+
+
+INSTALLED = ("/proc/", "/sys/", "/dev/", *{
+    os.path.realpath(place)
+    for place in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1],
+                  Path(__file__).parents[1])
+})  # fmt: skip
+"""Where Python and the kernel have files, which may be opened."""
+
+
+class Opened:
+    """The files that were opened since the last look, outside of one directory."""
+
+    def __init__(self) -> None:
+        self._within: str | None = None
+        self._outside: list[str] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and self._within is not None and isinstance(arguments[0], (str, bytes)):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            if not path.startswith((self._within, *INSTALLED)):
+                self._outside.append(path)
+
+    @contextlib.contextmanager
+    def watching(self, place: Path) -> Iterator[list[str]]:
+        self._within, self._outside = str(place.resolve()), []
+        try:
+            yield self._outside
+        finally:
+            self._within = None
+
+
+def _out_of_time(_signal: int, _frame: Any) -> None:
+    raise TimeoutError(f"more than {SECONDS} s")
+
+
+class Inputs:
+    """The inputs of one target, made in `home` of its real files."""
+
+    def __init__(self, name: str, seed: int, real: Path, home: Path, opened: Opened) -> None:
+        self._name, self._seed, self._opened = name, seed, opened
+        self._target = TARGETS[name]
+        self._real, self._place = real, home / "input"
+        self._files = sorted(
+            {
+                path.name
+                for pattern in self._target.files
+                for path in self._real.glob(pattern)
+                if path.is_file()
+            }
+        )
+        assert self._files, f"{name}: no file is to be changed"
+
+    def make(self, number: int) -> str:
+        """Put an input into the directory. Returns the name of the file that was changed."""
+        rng = random.Random(f"{self._seed} {self._name} {number}")
+        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.copytree(self._real, self._place)
+        file = rng.choice(self._files)
+        found = hostile(file, (self._real / file).read_bytes(), rng)
+        (self._place / file).write_bytes(self._target.seal(file, found))
+        return file
+
+    def read(self, number: int) -> tuple[str, Finding | None]:
+        """Make and read an input. Returns how it ended, and what is wrong about that."""
+        file = self.make(number)
+        signal.signal(signal.SIGALRM, _out_of_time)
+        signal.alarm(SECONDS)
+        how = "read"
+        wrong: str | None = None
+        with self._opened.watching(self._place) as outside:
+            try:
+                self._target.read(self._place)
+            except TimeoutError as error:
+                how, wrong = "late", str(error)
+            except REFUSALS as error:
+                how = type(error).__name__
+            except Exception as error:  # noqa: BLE001 - this is what is looked for
+                how, wrong = type(error).__name__, f"{type(error).__name__}: {error}"[:300]
+            finally:
+                signal.alarm(0)
+        if outside:
+            wrong = f"opened {outside[0]}"
+        return how, None if wrong is None else Finding(self._name, number, file, wrong)
+
+
+class Job(NamedTuple):
+    """Inputs [first, last) of a target. progress: a file that has the number of the one at work."""
+
+    name: str
+    seed: int
+    first: int
+    last: int
+    real: str
+    progress: str
+
+
+def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
+    """Read the inputs of a job, in a process of its own."""
+    torch.set_num_threads(1)
+    counts: collections.Counter[str] = collections.Counter()
+    findings = []
+    with tempfile.TemporaryDirectory() as home:
+        inputs = Inputs(job.name, job.seed, Path(job.real), Path(home), Opened())
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+        for number in range(job.first, job.last):
+            # A crash leaves the number behind.
+            Path(job.progress).write_text(f"{number}")
+            how, finding = inputs.read(number)
+            counts[how] += 1
+            findings += [finding] if finding is not None else []
+    return counts, findings
+
+
+def _in_a_process(call: Callable[[], None], context: Any) -> None:
+    """Run a call in a process of its own. Raises: RuntimeError where that fails."""
+    process = context.Process(target=call)
+    process.start()
+    process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"writing real files ended with {process.exitcode}")
+
+
+def run(
+    targets: Sequence[str], inputs: int, *, seed: int = 0, processes: int = 2, first: int = 0
+) -> tuple[dict[str, collections.Counter[str]], list[Finding]]:
+    """Read so many inputs of each target. Returns how they ended, and the findings."""
+    context = multiprocessing.get_context("fork")
+    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in targets}
+    findings: list[Finding] = []
+    with tempfile.TemporaryDirectory() as place:
+        for name in targets:
+            real = Path(place) / name
+            real.mkdir()
+            _in_a_process(functools.partial(TARGETS[name].write, real), context)
+        jobs = collections.deque(
+            Job(name, seed, start, min(start + BATCH, first + inputs), str(Path(place) / name),
+                str(Path(place) / f"{name} {start}"))
+            for start in range(first, first + inputs, BATCH)
+            for name in targets
+        )  # fmt: skip
+        _run_jobs(jobs, processes, context, counts, findings)
+    return counts, findings
+
+
+def _run_jobs(
+    jobs: collections.deque[Job],
+    processes: int,
+    context: Any,
+    counts: dict[str, collections.Counter[str]],
+    findings: list[Finding],
+) -> None:
+    """Run jobs in processes, each in one of its own. After a crash the rest of a job goes on."""
+    running: dict[Any, tuple[Job, Any]] = {}
+    done, total, began = 0, len(jobs), time.monotonic()
+    while jobs or running:
+        while jobs and len(running) < processes:
+            job, (here, there) = jobs.popleft(), context.Pipe(duplex=False)
+            process = context.Process(target=_tell, args=(job, there))
+            process.start()
+            there.close()
+            running[process] = (job, here)
+        multiprocessing.connection.wait([process.sentinel for process in running])
+        for process in [each for each in running if each.exitcode is not None]:
+            job, here = running.pop(process)
+            done += 1
+            if process.exitcode == 0:
+                found, wrong = here.recv()
+                counts[job.name] += found
+                findings += wrong
+                continue
+            number = int(Path(job.progress).read_text())
+            findings.append(
+                Finding(job.name, number, "", f"the process ended with {process.exitcode}")
+            )
+            counts[job.name]["crash"] += 1
+            # Those before it are read again: what they gave is lost with the process.
+            for first, last in ((job.first, number), (number + 1, job.last)):
+                if first < last:
+                    progress = f"{job.progress}+"
+                    jobs.appendleft(job._replace(first=first, last=last, progress=progress))
+                    total += 1
+        if sys.stderr.isatty():
+            left = (time.monotonic() - began) / max(done, 1) * (total - done)
+            print(f"\r{done}/{total} batches, {left:.0f} s left ", end="", file=sys.stderr)
+
+
+def _tell(job: Job, there: Any) -> None:
+    there.send(_batch(job))
+
+
+def show(counts: dict[str, collections.Counter[str]], findings: list[Finding]) -> None:
+    """Print the table."""
+    columns = sorted({how for each in counts.values() for how in each})
+    print("| target | inputs | " + " | ".join(columns) + " |")
+    print("|" + "---|" * (len(columns) + 2))
+    for name, found in counts.items():
+        cells = " | ".join(str(found[how]) for how in columns)
+        print(f"| {name} | {found.total()} | {cells} |")
+    print(f"{sum(found.total() for found in counts.values())} inputs, {len(findings)} findings")
+    for finding in findings[:50]:
+        print(f"  {finding.target} --only {finding.number} ({finding.file}): {finding.what}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--inputs", type=int, default=100_000, help="of all targets (%(default)s)")
+    parser.add_argument("--target", choices=tuple(TARGETS), help="one only (all)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--only", type=int, metavar="NUMBER", help="one input, in this process")
+    options = parser.parse_args()
+    targets = [options.target] if options.target else list(TARGETS)
+    if options.only is not None:
+        with tempfile.TemporaryDirectory() as home:
+            real = Path(home) / "real"
+            real.mkdir()
+            TARGETS[targets[0]].write(real)
+            inputs = Inputs(targets[0], options.seed, real, Path(home), Opened())
+            print(inputs.make(options.only))
+            TARGETS[targets[0]].read(Path(home) / "input")
+        return 0
+    each = -(-options.inputs // len(targets))
+    counts, findings = run(targets, each, seed=options.seed, processes=options.processes)
+    show(counts, findings)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
