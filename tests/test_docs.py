@@ -228,3 +228,20 @@ def test_environment_variables_are_listed() -> None:
     everywhere = "\n".join(text_of(path) for path in [*sources, *(ROOT / "tests").rglob("*.py")])
     unread = {variable for variable in listed if variable not in everywhere}
     assert not unread, f"docs/commands.md lists {sorted(unread)}, which nothing reads"
+
+
+def test_each_fault_names_a_test_that_exists() -> None:
+    """docs/reliability.md promises nothing that no test injects."""
+    page = text_of(DOCS / "reliability.md")
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", page)
+    assert len(named) > 30
+    missing = [
+        f"{file}::{test}"
+        for file, test in named
+        if not (ROOT / "tests" / file).is_file()
+        or f"def {test}(" not in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    ]
+    assert not missing
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "| test |" not in line]
+    tables = [line for line in rows if line.count("|") == 5]
+    assert all("::" in line for line in tables), "a fault without a test"

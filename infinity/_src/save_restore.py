@@ -4,15 +4,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.restore import Restored, RestoreJob
 from infinity._src.checkpoint.run_files import run_directory
 from infinity._src.checkpoint.save import Save
-from infinity._src.engine import handle
+from infinity._src.engine import Handle, handle
+from infinity._src.wording import listed
+
+log = logging.getLogger("infinity")
 
 __all__ = ["Restored", "Save", "restore", "save"]
 
@@ -68,6 +73,7 @@ def restore(
     directory: str | os.PathLike[str],
     *,
     strict: bool = True,
+    damaged: Literal["raise", "report"] = "raise",
 ) -> Restored:
     """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
     state format and tiles may differ (but tiles of linears along their inputs, and those that begin
@@ -86,41 +92,63 @@ def restore(
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
     goes on with a durable run). strict: False restores what fits, as torch's load_state_dict:
     parameters, states and buffers that the checkpoint lacks are kept, others that it has are left
-    out, and `.notes` names both; another shape or dtype raises as ever. Blocks. On several ranks
-    all call it.
+    out, and `.notes` names both; another shape or dtype raises as ever. damaged: "report" brings
+    back all that can be read: what cannot, of a bad block or a drive that is gone, keeps the values
+    of the model as it was built, with moments of zero, and `.damaged` names parameter, elements and
+    file; a warning says how much. Blocks. On several ranks all call it, and each reports its shard.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
     damaged, RuntimeError inside forward, backward and `gather()`. Damage that is met when some
     states were written already: later calls raise StateInvalid.
     """
+    if damaged not in ("raise", "report"):
+        raise ValueError(f"damaged={damaged!r}: give 'raise' or 'report'")
     of, source = handle(model), run_directory(directory)
     of.flush()
     run = of.durable
     own = run is not None and source.resolve() == run.files.home.resolve()
     if run is not None and own:
-        # The first step of this process has replaced what the directories held.
-        if run.begun and (run.files.before is not None or of.pipeline.steps):
-            raise ValueError(
-                f"the durable run in {directory} goes on in this process: what was there before is "
-                "replaced already"
-            )
+        _check_own(of, run, opt, directory)
         if run.before is None:
             return Restored(0, None, "", ())
-        # Going on without the optimizer would lose its states at the next commit.
-        if not opt and run.has_states and of.policy.durable != "new":
-            raise ValueError(
-                f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "
-                "states, and lose them: give its optimizer; or read the parameters with a policy "
-                "that is not durable"
-            )
     elif run is not None and run.waits:
         run.check()
     restored = RestoreJob(of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy).restore(
-        model, opt, source, strict=strict
+        model, opt, source, strict=strict, damaged=damaged
     )
+    if restored.damaged:
+        _warn_of_damage(directory, restored)
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)
         of.pipeline.commit()  # what is written from here on stands beside it
     return restored
+
+
+def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLike[str]) -> None:
+    """Raise ValueError where the run that this engine goes on with cannot be restored."""
+    # The first step of this process has replaced what the directories held.
+    if run.begun and (run.files.before is not None or of.pipeline.steps):
+        raise ValueError(
+            f"the durable run in {directory} goes on in this process: what was there before is "
+            "replaced already"
+        )
+    # Going on without the optimizer would lose its states at the next commit.
+    if run.before is not None and not opt and run.has_states and of.policy.durable != "new":
+        raise ValueError(
+            f"opt={opt!r}: the durable run in {directory} would go on without its optimizer "
+            "states, and lose them: give its optimizer; or read the parameters with a policy "
+            "that is not durable"
+        )
+
+
+def _warn_of_damage(directory: str | os.PathLike[str], restored: Restored) -> None:
+    log.warning(
+        "restoring %s: %d elements of %s could not be read, and keep the values of the model as it "
+        "was built: %s",
+        directory,
+        sum(each.stop - each.start for each in restored.damaged),
+        listed(dict.fromkeys(each.name for each in restored.damaged)),
+        restored.damaged[0].reason,
+    )

@@ -97,11 +97,16 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: Path, manifests: Sequence[Manifest], *, backend: str = "auto"
+        self,
+        directory: Path,
+        manifests: Sequence[Manifest],
+        *,
+        backend: str = "auto",
+        partial: bool = False,
     ) -> None:
         self.directory = directory
         self.manifests = list(manifests)
-        self._backend = backend
+        self._backend, self._partial = backend, partial
         self._readers: OrderedDict[int, DataReader] = OrderedDict()  # by rank
         self._rows: dict[int, _RankRows] = {}
         first = manifests[0]
@@ -125,15 +130,22 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, directory: Path, generation: int | None = None, *, backend: str = "auto"
+        cls,
+        directory: Path,
+        generation: int | None = None,
+        *,
+        backend: str = "auto",
+        partial: bool = False,
     ) -> Checkpoint:
-        """Open the newest whole generation, or this one. backend: of the executors that read."""
+        """Open the newest whole generation, or this one. backend: of the executors that read.
+        partial: as in `DataReader`.
+        """
         manifests = (
             newest_generation(directory)
             if generation is None
             else read_generation(directory, generation)
         )
-        return cls(directory, manifests, backend=backend)
+        return cls(directory, manifests, backend=backend, partial=partial)
 
     @property
     def step(self) -> int:
@@ -262,6 +274,7 @@ class Checkpoint:
                 manifest.sums,
                 algorithm=manifest.algorithm,
                 backend=self._backend,
+                partial=self._partial,
             )
         self._readers.move_to_end(rank)
         return self._readers[rank]
@@ -437,8 +450,9 @@ def check_algorithm(algorithm: str) -> None:
 class DataReader:
     """Data files, open to read: all of a rank, each a drive of one executor. One thread uses it.
 
-    rows, sums, flats: a manifest's; `rows["file"]` is an index into `files`. Raises: AioError for a
-    file that is missing or was cut short; ValueError for checksums that cannot be checked here.
+    rows, sums, flats: a manifest's; `rows["file"]` is an index into `files`. partial: files may be
+    missing or cut short; a read of what they had raises. Raises: AioError for a file that is
+    missing or was cut short; ValueError for checksums that cannot be checked here.
     """
 
     def __init__(
@@ -451,15 +465,31 @@ class DataReader:
         *,
         algorithm: str,
         backend: str = "auto",
+        partial: bool = False,
     ) -> None:
         check_algorithm(algorithm)
+        self._missing: dict[int, Path] = {}  # files, by their index
+        self._file_of = rows["file"]
         with contextlib.ExitStack() as undo:
-            opened = []
-            for file in files:
+            opened: list[SwapFile] = []
+            drives = np.zeros(len(files), dtype=rows["file"].dtype)
+            for index, file in enumerate(files):
+                path = directory / file.name
                 # Before it is opened: a fault while reading would tell of a drive, not of a file
                 # cut short.
-                check_length(directory / file.name, file)
-                opened.append(undo.enter_context(SwapFile.existing(directory / file.name)))
+                if not partial:
+                    check_length(path, file)
+                try:
+                    opened.append(undo.enter_context(SwapFile.existing(path)))
+                except AioError:
+                    if not partial:
+                        raise
+                    self._missing[index] = path
+                    continue
+                drives[index] = len(opened) - 1
+            if self._missing:
+                rows = rows.copy()
+                rows["file"] = drives[rows["file"]]
             sizes = section_bytes(rows, flats)
             # A padded row is read section by section, one of a run as a whole.
             largest = np.where(rows["padded"] == PADDED, sizes.max(axis=1), rows["run_bytes"])
@@ -477,8 +507,11 @@ class DataReader:
         4096). Does not block.
 
         The ticket raises ChecksumError naming file, offset and length of what is not as it was
-        written.
+        written. Raises: AioError for a row of a file that is missing.
         """
+        missing = self._missing.get(int(self._file_of[row]))
+        if missing is not None:
+            raise AioError("a file of a checkpoint is missing", path=str(missing), op="open")
         return self._chunks.submit(row, JobKind.FETCH, addresses)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ from infinity._src.memory.planner import chunk_numel_of, state_format
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Format
 from infinity.aio._records import CHUNK_NUMEL, GradSection, Master, Moments, Section
-from infinity.errors import SwapFullError
+from infinity.errors import AioError, SwapFullError
 
 # Neighbours share saved chunks, since boundaries of old and new chunks differ.
 CHUNKS_CACHED = 8
@@ -67,12 +67,13 @@ LOOK_AHEAD = 4
 @dataclasses.dataclass(frozen=True)
 class Part:
     """A part of a parameter in the chunk that is put together, from element `start` on, and where
-    it lies in the checkpoint.
+    it lies in the checkpoint. element: its first one, of the saved parameter.
     """
 
     start: int
     saved: SavedParam
     pieces: tuple[Piece, ...]
+    element: int
 
     @property
     def refs(self) -> Iterator[ChunkRef]:
@@ -90,17 +91,29 @@ def compose(
     section: Callable[[int, int, int], Bytes],
     *,
     states: bool,
+    missed: Callable[[Piece, AioError], None] | None = None,
 ) -> None:
     """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as
-    `ChunkReader.get`.
+    `ChunkReader.get`; the error names the parameter, too.
 
-    section: gives the memory of (section, first element, elements). states: as `convert`.
+    section: gives the memory of (section, first element, elements). states: as `convert`. missed:
+    gets a piece that cannot be read, in place of the error; its elements stay as they are.
     """
     source = part.saved.flat.state_format
     for piece, ref in zip(part.pieces, part.refs, strict=True):
+        try:
+            arrays = reader.get(ref)
+        except AioError as error:
+            if missed is None:
+                first = part.element + piece.at
+                where = f"elements {first} to {first + piece.numel} of {part.saved.entry.name}"
+                error.args = (f"{where}: {error}",)
+                raise
+            missed(piece, error)
+            continue
         given = [
             slice_of(each, array, piece.start, piece.numel)
-            for each, array in zip(part.saved.flat.sections, reader.get(ref), strict=True)
+            for each, array in zip(part.saved.flat.sections, arrays, strict=True)
         ]
         made = convert(source, given, target, dtype, states=states)
         for index in sections:
@@ -313,7 +326,7 @@ class ReshardJob:
             saved = SavedParam(entry, flat_index, old)
             for chunk, start, element, numel in self._layouts[flat_index].spans(slot, rank):
                 pieces = tuple(self._checkpoint.pieces(saved, element, numel))
-                found.setdefault(chunk, []).append(Part(start, saved, pieces))
+                found.setdefault(chunk, []).append(Part(start, saved, pieces, element))
         return found
 
     @property

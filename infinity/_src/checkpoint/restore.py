@@ -11,7 +11,9 @@ All is compared before anything is written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,13 @@ from infinity._src.checkpoint.manifest import (
     dtype_of,
     from_json,
 )
-from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
+from infinity._src.checkpoint.reader import (
+    Checkpoint,
+    ChunkReader,
+    ChunkRef,
+    Piece,
+    SavedParam,
+)
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
@@ -285,19 +293,36 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
+class DamagedRange:
+    """Elements [start, stop) of a parameter of a checkpoint that could not be read. They keep the
+    values of the model, and moments of zero. path, offset, length: of the read that failed.
+    """
+
+    name: str
+    start: int
+    stop: int
+    path: str
+    offset: int
+    length: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Restored:
     """The result of `inf.restore`.
 
     step: steps completed, so the index of the next one. extra: the object given to
     `inf.save(extra=)` on this rank (on rank 0, for a rank that did not save). rounded: how another
     state format rounded the values, "" where all bits are as saved. notes: differences between that
-    run and this one that decide about numbers from here on.
+    run and this one that decide about numbers from here on. damaged: ranges of this rank's shard
+    that could not be read (`inf.restore(damaged="report")`).
     """
 
     step: int
     extra: Any
     rounded: str
     notes: tuple[str, ...]
+    damaged: tuple[DamagedRange, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,16 +388,26 @@ class RestoreJob:
         self._comm = comm
         self._policy = policy
         self._rounded: dict[str, None] = {}
+        self._reports = False
+        self._damaged: list[DamagedRange] = []
 
     def restore(
-        self, model: torch.nn.Module, given: object, directory: Path, *, strict: bool
+        self,
+        model: torch.nn.Module,
+        given: object,
+        directory: Path,
+        *,
+        strict: bool,
+        damaged: str,
     ) -> Restored:
-        """Check everything, then write the states. Blocks. Collective. strict: as `inf.restore`.
+        """Check everything, then write the states. Blocks. Collective. strict, damaged: as
+        `inf.restore`.
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
         fit, before anything is written; AioError later too, and then the states are half restored
         and every later call raises StateInvalid.
         """
+        self._reports = damaged == "report"
         # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
         problem: Exception | None = None
@@ -414,7 +449,9 @@ class RestoreJob:
         return restored
 
     def _open(self, directory: Path, generation: int | None = None) -> Checkpoint:
-        return Checkpoint.open(directory, generation, backend=self._policy.io_backend)
+        return Checkpoint.open(
+            directory, generation, backend=self._policy.io_backend, partial=self._reports
+        )
 
     def _agree(self, problem: Exception | None) -> None:
         failed = self._comm.all_reduce_any([problem is not None])[0]
@@ -441,7 +478,8 @@ class RestoreJob:
         saver, rank = self._saver, self._comm.rank
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
-        checkpoint.check_files()
+        if not self._reports:
+            checkpoint.check_files()
         params = [param for unit in saver.units for param in unit.params]
         found, notes = match_params(checkpoint, params, saver.learns, strict=strict)
         self._check_groups(found, str(checkpoint.directory))
@@ -552,7 +590,7 @@ class RestoreJob:
         pipeline = ChunkPipeline(
             [ChunkBuffer(self._states.store) for _ in range(BUFFERS)],
             ahead=LOOK_AHEAD,
-            look_ahead=lambda coming: reader.start(ref for turn in coming for ref in turn.refs),
+            look_ahead=lambda coming: self._start(reader, coming),
             transform=lambda turn, buffer: self._compose(reader, buffer, turn, held),
             write=store,
             finish=finish,
@@ -571,7 +609,8 @@ class RestoreJob:
         self._saver.mode.restored(checkpoint.step)
         self._gradients.forget()
         notes = (*prepared.notes, *self._notes(checkpoint, found))
-        return Restored(checkpoint.step, prepared.extra, "; ".join(self._rounded), notes)
+        rounded, damaged = "; ".join(self._rounded), tuple(self._damaged)
+        return Restored(checkpoint.step, prepared.extra, rounded, notes, damaged)
 
     def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
         """Bytes of the chunks of a flat in which some parameter lies that is restored."""
@@ -601,32 +640,81 @@ class RestoreJob:
                     parts = by_chunk.setdefault(span.chunk, [])
                     for each in found[param].within(span.element, span.numel):
                         pieces = tuple(checkpoint.pieces(each.saved, each.start, each.numel))
-                        parts.append(Part(span.start + each.at, each.saved, pieces))
+                        parts.append(Part(span.start + each.at, each.saved, pieces, each.start))
             for chunk, parts in sorted(by_chunk.items()):
                 records = self._states.store[flat]
                 yield _Chunk(records, chunk, tuple(parts), whole=chunk not in mixed)
 
+    def _start(self, reader: ChunkReader, coming: Sequence[_Chunk]) -> None:
+        """Start the reads of the next chunks. A file that cannot be opened is met again, and told,
+        when its chunk is put together."""
+        with contextlib.suppress(AioError) if self._reports else contextlib.nullcontext():
+            reader.start(ref for turn in coming for ref in turn.refs)
+
     def _compose(
         self, reader: ChunkReader, buffer: ChunkBuffer, turn: _Chunk, held: Container[Param]
     ) -> None:
-        """Put a chunk together in a buffer."""
+        """Put a chunk together in a buffer. The values of the model stay in place of what cannot be
+        read, if that is to be reported.
+        """
+        try:
+            self._put_together(reader, buffer, turn, held, over=not turn.whole)
+        except AioError:
+            if not self._reports:
+                raise
+            self._put_together(reader, buffer, turn, held, over=True, notes=True)
+
+    def _put_together(
+        self,
+        reader: ChunkReader,
+        buffer: ChunkBuffer,
+        turn: _Chunk,
+        held: Container[Param],
+        *,
+        over: bool,
+        notes: bool = False,
+    ) -> None:
+        """Read the parts of a chunk. over: the values of the model are there first. notes: note
+        what cannot be read, instead of raising."""
         target, flat = turn.records.format, turn.records.flat
         with_states, sections = turn.with_states(held), turn.sections(held)
-        if turn.whole:
+        if not over:
             # Nothing is fetched: every section that is stored is composed here in full.
             buffer.assign(turn.records, turn.chunk)
             for section in sections:
                 # Between parameters there is padding, which no part covers.
                 buffer.section(section, 0, flat.layout.chunks[turn.chunk].numel)[:] = 0
         else:
-            # Beside what is restored lie frozen parameters, whose values stay.
+            # Beside what is restored lie frozen parameters, whose values stay, or damage.
             buffer.fetch(turn.records, turn.chunk, sections).wait()
         for part in turn.parts:
             source = part.saved.flat.state_format
             # A dict as an ordered set: each kind of rounding is told once.
             if with_states and (text := rounding(source, target)):
                 self._rounded[text] = None
-            compose(reader, part, target, flat.dtype, sections, buffer.section, states=with_states)
+            compose(
+                reader,
+                part,
+                target,
+                flat.dtype,
+                sections,
+                buffer.section,
+                states=with_states,
+                missed=functools.partial(self._note_damage, part) if notes else None,
+            )
+
+    def _note_damage(self, part: Part, piece: Piece, error: AioError) -> None:
+        """Note a piece that cannot be read. Neighbours with the same fault are one range."""
+        start = part.element + piece.at
+        found = DamagedRange(
+            part.saved.entry.name, start, start + piece.numel, error.path or "",
+            error.offset or 0, error.length or 0, str(error),
+        )  # fmt: skip
+        last = self._damaged[-1] if self._damaged else None
+        if last and (last.name, last.stop, last.reason) == (found.name, start, found.reason):
+            self._damaged[-1] = dataclasses.replace(last, stop=found.stop)
+        else:
+            self._damaged.append(found)
 
     def _show(self, turn: _Chunk, buffer: ChunkBuffer) -> None:
         """Give parameters to the second copy that passes compute from with update="delayed"."""
