@@ -3,11 +3,12 @@
     python -m tests.hostile --inputs 100000                 # the campaign: `make fuzz`
     python -m tests.hostile --target pickles --only 4711    # one input again, in this process
 
-An input is a directory that the engine wrote, with one of its files changed: bits, numbers, lengths,
-cuts, repetitions; in JSON also values and names, in a pickle also operations. Files with a checksum
-are sealed anew, as somebody who writes hostile ones would. An input is right if it is read, or
-refused by an error that names what is wrong. Everything else is a finding: another exception, a
-crash, memory beyond `MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of the directory.
+An input is a directory that the engine wrote, with one of its files changed: bits, numbers,
+lengths, cuts, repetitions; in JSON also values and names, in a pickle also operations. Files with a
+checksum are sealed anew, as somebody who writes hostile ones would. An input is right if it is
+read, or refused by an error that names what is wrong. Everything else is a finding: another
+exception, a crash, memory beyond `MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of
+the directory.
 
 Inputs follow from their numbers: the same number is the same input.
 """
@@ -187,6 +188,10 @@ def write_extra(place: Path) -> None:
     (place / "extra").write_bytes(data)
 
 
+def read_small_state(place: Path) -> None:
+    read_extra((place / "extra").read_bytes())
+
+
 def write_config(place: Path) -> None:
     zero = {
         "stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/mnt/nvme0"},
@@ -215,7 +220,7 @@ TARGETS: dict[str, Target] = {
     "torch-files": Target(write_torch, ("*.pt",), read_torch),
     "pickles": Target(pickle_of, ("*.pt",), read_torch, seal_zip),
     "safetensors": Target(write_safetensors, ("*",), read_safetensors),
-    "extra": Target(write_extra, ("extra",), lambda place: read_extra((place / "extra").read_bytes())),
+    "extra": Target(write_extra, ("extra",), read_small_state),
     "deepspeed-json": Target(write_config, ("ds.json",), read_config),
 }
 
@@ -224,8 +229,9 @@ TARGETS: dict[str, Target] = {
 NUMBERS = (0, 1, -1, 127, 255, 1 << 15, 1 << 31, (1 << 31) - 1, (1 << 32) - 1, 1 << 40, 1 << 62,
            (1 << 63) - 1, -(1 << 63))  # fmt: skip
 VALUES: tuple[Any, ...] = (
-    None, True, -1, 0, 1 << 70, 1e308, float("nan"), float("inf"), "", "x" * 100_000, "../../etc/passwd",
-    "/etc/passwd", "a\x00b", "\ud800", [], {}, [[]] * 1000, "nvme", "auto", {"enabled": "auto"},
+    None, True, -1, 0, 1 << 70, 1e308, float("nan"), float("inf"), "", "x" * 100_000,
+    "../../etc/passwd", "/etc/passwd", "a\x00b", "\ud800", [], {}, [[]] * 1000, "nvme", "auto",
+    {"enabled": "auto"},
 )  # fmt: skip
 OPERATIONS = [ord(each.code) for each in pickletools.opcodes]
 BOMBS = (
@@ -396,7 +402,7 @@ INSTALLED = ("/proc/", "/sys/", "/dev/", *{
     for place in (sys.prefix, sys.base_prefix, Path(torch.__file__).parents[1],
                   Path(__file__).parents[1])
 })  # fmt: skip
-"""Where Python and the kernel have files, which may be opened."""
+"""Directories of Python and of the kernel, whose files may be opened."""
 
 
 class Opened:

@@ -96,6 +96,25 @@ def test_coalesced_backwards_are_one_step(tmp_path: Path) -> None:
     assert on_ranks(_coalesces, tmp_path / "ranks", 2) == [[True] * 3] * 2
 
 
+def _reads_after_a_load(rank: int, place: Path) -> Any:
+    ready(rank)
+    engine = built(net(), config(2))
+    engine.save_checkpoint(place / "ckpt")
+    saved = values_of(engine.module)
+    x, y = batches(1, rank=rank)[0]
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.load_checkpoint(place / "ckpt")
+    read = rank == 0 and {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+    same = not read or all(torch.equal(value, saved[name]) for name, value in read.items())
+    engine.destroy()
+    return same
+
+
+def test_a_rank_alone_reads_what_was_loaded(tmp_path: Path) -> None:
+    assert on_ranks(_reads_after_a_load, tmp_path / "ranks", 2) == [True, True]
+
+
 def _first_rank_counts(rank: int, _place: Path) -> Any:
     ready(rank)
     engine = built(net(seed=rank), config(3))

@@ -21,6 +21,7 @@ import infinity as inf
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
+from infinity.compat.deepspeed.zero.gather import gather_whole
 
 log = logging.getLogger("infinity")
 
@@ -147,6 +148,7 @@ def load(
     restored = inf.restore(
         engine.module, engine.basic_optimizer if wanted.optimizer else None, path, strict=strict
     )
+    gather_whole(engine.module)
     # The gradients of micro-batches before went with the values that they belong to.
     engine.begin_step()
     if engine.global_rank == 0:

@@ -39,6 +39,7 @@ from infinity.compat.deepspeed.parameters import note_module, note_zero_param
 from infinity.compat.deepspeed.replicas import broadcast_module
 from infinity.compat.deepspeed.schedules import scheduler_class
 from infinity.compat.deepspeed.settings import Settings
+from infinity.compat.deepspeed.zero.gather import gather_whole
 from infinity.compat.deepspeed.zero.init import cast
 from infinity.compat.deepspeed.zero.leaf_modules import flag_configured, leaf_units
 
@@ -262,10 +263,7 @@ def _offloaded(
         attributes = _attributes_of(model)
         inf.offload(model, policy)
         undo.callback(inf.handle(model).close)
-        if settings.stage < 3:
-            # DeepSpeed's whole parameters can be read from here on, by one rank alone, too.
-            with inf.handle(model).gather(model.parameters()):
-                pass
+        gather_whole(model)
         _give(model, attributes)
         if plan is None:
             # A trainer may ask which ones learn, and bring their optimizer later.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import infinity as inf
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.parameters import (
     ZeroParamStatus,
@@ -16,6 +17,16 @@ from infinity.compat.deepspeed.parameters import (
     is_zero_param,
     set_status,
 )
+
+
+def gather_whole(module: torch.nn.Module) -> None:
+    """Gather the parameters that each rank keeps whole (stages 0 to 2): from here on a script reads
+    them outside of forward, as with DeepSpeed, by one rank alone, too. Collective.
+    """
+    handle = inf.handle(module)
+    if handle.policy.zero < 3:
+        with handle.gather(module.parameters()):
+            pass
 
 
 class GatheredParameters:
