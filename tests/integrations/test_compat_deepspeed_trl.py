@@ -83,6 +83,10 @@ def without_deepspeed(name: str, given: dict[str, Any], *flags: str) -> None:
         ("dpo", "preferences", 3, ()),
         pytest.param("dpo", "preferences", 2, (), marks=pytest.mark.slow),
         pytest.param("dpo", "preferences", 3, ("--use_peft",), marks=pytest.mark.slow),
+        ("dpo", "preferences", 3, ("--precompute_ref_log_probs",)),
+        pytest.param(
+            "dpo", "preferences", 2, ("--precompute_ref_log_probs",), marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -103,7 +107,7 @@ def test_a_script_of_trl_trains_as_without_deepspeed(
     found, expected = log_of(tmp_path / "script"), log_of(tmp_path / "plain")
     assert logged(found, "loss") == pytest.approx(logged(expected, "loss"), rel=ULPS)
     assert len(logged(found, "loss")) == 6
-    kind = "adapter_model" if flags else "model"
+    kind = "adapter_model" if "--use_peft" in flags else "model"
     assert (tmp_path / "script" / f"{kind}.safetensors").is_file()
 
 
