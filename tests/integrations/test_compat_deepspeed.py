@@ -99,6 +99,22 @@ def test_a_forward_under_autocast() -> None:
     engine.destroy()
 
 
+def test_autocast_of_the_script_does_not_reach_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, bf16 = batches(2), {"enabled": True, "dtype": "bfloat16"}
+    for settings in (config(), config(torch_autocast=bf16)):
+        losses = []
+        for around in (False, True):
+            engine = built(net(), settings)
+            with torch.autocast("cpu", torch.float16, enabled=around):
+                losses.append([engine(*each).item() for each in data])
+                assert torch.is_autocast_enabled("cpu") is around
+            engine.destroy()
+        assert losses[0] == losses[1]
+    assert caplog.text.count("torch.autocast around the engine is off") == 1
+
+
 # -- backward, accumulation ------------------------------------------------------------------------
 
 
@@ -177,6 +193,11 @@ def test_each_step_is_one_without_managed_accumulation() -> None:
     assert engine.was_step_applied()
     with pytest.raises(DeepSpeedRefusal, match="step\\(\\) is the boundary"):
         engine.set_gradient_accumulation_boundary(True)
+    with (
+        pytest.raises(AssertionError, match="coalesce_grad_reduction with managed_gradient"),
+        engine.coalesce_grad_reduction(),
+    ):
+        pass
     engine.destroy()
 
 

@@ -71,7 +71,7 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         self.accumulation_steps = settings.run.accumulation_steps
         self.global_steps = self.global_samples = self.micro_steps = self.skipped_steps = 0
         self.inside_no_sync_ctxt = False
-        self._coalescing = False
+        self._coalescing = self._autocast_noted = False
         self._boundary: bool | None = None
         self._stepping = False
         self._micro_batches = 0
@@ -97,17 +97,28 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
     # -- a step ------------------------------------------------------------------------------------
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward."""
+        """Run the module's forward, under the autocast of the configuration alone: one around the
+        call does not reach it.
+        """
         if self.fp16_auto_cast():
             inputs, kwargs = _as_half(inputs), _as_half(kwargs)
-        autocast = self.settings.autocast
-        with (
-            contextlib.nullcontext()
-            if autocast is None
-            else torch.autocast(self.device.type, autocast)
-        ):
+        with self._autocast():
             outputs = self.module(*inputs, **kwargs)
         return self._hooks.attach(outputs)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
+        device, dtype = self.device.type, self.settings.autocast
+        if dtype is not None:
+            return torch.autocast(device, dtype)
+        if not torch.is_autocast_enabled(device):
+            return contextlib.nullcontext()
+        if not self._autocast_noted:
+            self._autocast_noted = True
+            log.warning(
+                "torch.autocast around the engine is off inside of it, as with DeepSpeed: the "
+                "configuration has no torch_autocast; set torch_autocast.enabled and .dtype for it"
+            )
+        return torch.autocast(device, enabled=False)
 
     def backward(
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

@@ -51,7 +51,7 @@ def safe_set_full_optimizer_state(param: Parameter, value: Tensor, optim_state_k
 def safe_get_full_grad(param: Parameter) -> Tensor | None:
     """Return the accumulated gradient of a parameter, the mean over the ranks, in fp32: a copy
     [param.shape] on its device, times the loss scale. None where there is none: before backward,
-    and after a step.
+    and after a step. Raises: RuntimeError inside of `no_sync`, where it is not reduced yet.
     """
     handle = handle_of(param)
     if handle is None:
