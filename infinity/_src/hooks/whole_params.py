@@ -3,7 +3,7 @@ written anywhere.
 
     read     waits for the update of the parameter's unit, and returns its values where they lie
     write    is found by the version counter of what was read, and kept before the next pass, step,
-             save or call of the handle
+             save or call of the handle (torch counts no write through an array of numpy)
 
 A read of parameters that rest elsewhere would have to move them, which `gather()` does in the
 open. On a device nothing moves.
