@@ -62,6 +62,11 @@ BY_DETAIL = {
     r"load_universal": "refused by name: checkpoint.load_universal",
     r"attribute name must be string, not 'Absent'":
         "looks inside: its dtypes on the wire (after the losses agreed)",
+    r"tensor_parallel\.\w+=\d+ is refused": "tensor parallelism, which is refused",
+    r"data is not allocated yet":
+        "keeps a view of a gathered parameter past its context: on a CPU, `.cpu()` copies nothing",
+    r"moe\.layer\.MoE: the engine splits": "its own MoE layer, which is refused",
+    r"a model that trains in another engine": "refused by name: two engines over one model",
     r"is not consistent across all ranks":
         "refused by name: a checkpoint of which each rank has another tag",
     r"is not instantiated but Client LR Scheduler":

@@ -17,7 +17,7 @@ import pickle
 import re
 import types
 from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -105,6 +105,15 @@ class InertUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unu
     def get_extension(self, code: int) -> NoReturn:
         """Refuse: such a file has no need of it."""
         raise pickle.UnpicklingError(f"it names the extension {code} of pickle")
+
+    def _refuse_bytearray(self: Any) -> None:
+        # Python makes room for as many bytes as the pickle says.
+        raise pickle.UnpicklingError("it has a bytearray, of which such a file has no need")
+
+    dispatch: ClassVar[Any] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BYTEARRAY8[0]: _refuse_bytearray,
+    }
 
 
 def load_tensors(source: io.BufferedReader) -> Any:
