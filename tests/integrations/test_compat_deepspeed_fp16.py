@@ -174,6 +174,37 @@ def test_a_loss_that_was_not_scaled_is_refused() -> None:
     engine.destroy()
 
 
+class _Raises(torch.autograd.Function):
+    """A step between the engine's output and the loss whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError("in backward")
+
+
+def test_a_backward_that_raises_leaves_no_scaled_loss_behind() -> None:
+    engine = built(net(), config(fp16={"enabled": True, "initial_scale_power": 4}))
+    x, y = batches(1, torch.float16)[0]
+    # Once before a hook of the engine has run, and once after.
+    with pytest.raises(ZeroDivisionError):
+        engine.scale(_Raises.apply(engine(x, y))).backward()
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(x, y).backward()
+    with pytest.raises(ZeroDivisionError):
+        engine.scale(engine(_Raises.apply(x.requires_grad_()), y)).backward()
+    with pytest.raises(RuntimeError, match="Loss scaling is required"):
+        engine(x.detach(), y).backward()
+    engine.zero_grad()
+    engine.scale(engine(x.detach(), y)).backward()
+    engine.step()
+    assert engine.was_step_applied()
+    engine.destroy()
+
+
 def test_a_loss_scaled_by_hand_has_the_same_gradients() -> None:
     settings = config(
         fp16={"enabled": True, "initial_scale_power": 4}, gradient_accumulation_steps=2

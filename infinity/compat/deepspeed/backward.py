@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-_engine: Any = torch.autograd.Variable._execution_engine
+_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+_NO_TASK = -1
 
 
 class OutputHooks:
@@ -29,8 +30,8 @@ class OutputHooks:
     def __init__(self, divisor: Callable[[], int], needs_scale: Callable[[], bool]) -> None:
         self._divisor, self._needs_scale = divisor, needs_scale
         self._inside = False
-        self._scaled = False
-        self._queued = -1  # the number of the last backward with a callback
+        # By its number: one that raised has an end that nobody is told of.
+        self._scaled_task = _NO_TASK
 
     def attach(self, outputs: Any) -> Any:
         """Return the outputs with a view that has a hook in place of each tensor that autograd
@@ -55,28 +56,23 @@ class OutputHooks:
         finally:
             self._inside = False
 
-    def note_scaled(self) -> None:
-        """Note that `engine.scale` has scaled the loss of the next backward."""
-        self._scaled = True
+    def note_scaled(self, loss: torch.Tensor) -> None:
+        """Note a loss that `engine.scale` has scaled: the backward that begins at it may pass."""
+        loss.register_hook(self._begin_scaled)
+
+    def _begin_scaled(self, _: torch.Tensor) -> None:
+        self._scaled_task = _graph_task_id()
 
     def _hook(self, grad: torch.Tensor) -> torch.Tensor | None:
         if self._inside:
             return None
-        if self._needs_scale() and not self._scaled:
+        if self._needs_scale() and self._scaled_task != _graph_task_id():
             raise RuntimeError(
                 "Loss scaling is required for this configuration, but backward() was called "
                 "directly without scaling the loss: call engine.backward(loss), or "
                 "engine.scale(loss).backward()"
             )
-        # By the backward that runs: one that raised has called no callback.
-        task = torch._C._current_graph_task_id()
-        if self._queued != task:
-            self._queued = task
-            _engine.queue_callback(self._ended)
         return grad / self._divisor()
-
-    def _ended(self) -> None:
-        self._scaled = False
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

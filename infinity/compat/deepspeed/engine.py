@@ -145,8 +145,8 @@ class DeepSpeedEngine(ConfigNames, torch.nn.Module):
         """
         optimizer = self._trained("scale")
         _check_loss(loss)
-        self._hooks.note_scaled()
         scaled: torch.Tensor = optimizer.scale_if_loss(loss)
+        self._hooks.note_scaled(scaled)
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
