@@ -128,7 +128,7 @@ def test_a_file_that_is_cut_or_gone(
         check(inf.Restored(0, None, "", ()), model, fresh, fresh)
         restored = inf.restore(model, opt, place, damaged="report")
         assert least <= check(restored, model, states, fresh) <= most
-        assert "could not be read, and keep the values of the model" in caplog.text
+        assert "could not be read, and keep the values that the model had" in caplog.text
         step(model, opt)
         inf.handle(model).close()
         file.unlink(missing_ok=True)
@@ -246,4 +246,31 @@ def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(tmp_path: Path
     again = inf.restore(model, opt, drives[2])
     assert again.step == 4
     check(again, model, after, after)
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("kind", ["buffers", "extra"])
+def test_small_files_that_are_damaged_cost_what_they_had(tmp_path: Path, kind: str) -> None:
+    def made(seed: int) -> tuple[nn.Module, inf.AdamW]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))
+        inf.offload(model, inf.Policy(params="cpu", optim="cpu", device="cpu"))
+        return model, inf.AdamW(model.parameters())
+
+    model, opt = made(0)
+    inf.save(model, opt, tmp_path / "ckpt", extra={"epoch": 3}).wait()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    inf.handle(model).close()
+    (file,) = (tmp_path / "ckpt").glob(f"{kind}-*")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    model, opt = made(1)
+    with pytest.raises(ChecksumError):
+        inf.restore(model, opt, tmp_path / "ckpt")
+    restored = inf.restore(model, opt, tmp_path / "ckpt", damaged="report")
+    assert [(each.name, each.path) for each in restored.damaged] == [(kind, str(file))]
+    assert restored.extra == (None if kind == "extra" else {"epoch": 3})
+    for name, param in model.named_parameters():
+        assert torch.equal(model.state_dict()[name], saved[name]), (name, param.shape)
     inf.handle(model).close()

@@ -194,6 +194,60 @@ def test_a_write_through_a_tensor_of_before_the_step_raises(pair: Pair) -> None:
     pair.model(batch(1))
 
 
+def test_late_writes_are_all_named_and_leave_no_value_behind(pair: Pair) -> None:
+    olds = [param.data for param in list(pair.model.parameters())[:2]]
+    pair.step(plain_loss)
+    pair.handle.flush()
+    for old in olds:
+        old.zero_()
+    with pytest.raises(WeightWritten, match=r"0\.weight, 0\.bias"):
+        pair.model(batch(1))
+    # The step's values are there again, everywhere.
+    pair.check()
+    pair.step(plain_loss)
+    pair.check()
+
+
+@pytest.mark.parametrize("flag", [False, True])
+def test_freezing_and_thawing_lose_no_write(pair: Pair, flag: bool) -> None:
+    pair.step(plain_loss)
+    for model in (pair.model, pair.plain):
+        param = next(iter(model.parameters()))
+        kept = param.data
+        param.data.fill_(0.5)
+        param.requires_grad_(flag)
+        kept.mul_(2)
+    pair.check()
+    for model in (pair.model, pair.plain):
+        next(iter(model.parameters())).requires_grad_(True)
+    pair.step(decayed_loss)
+    pair.check()
+
+
+def test_a_write_between_forward_and_backward_raises_as_in_torch(pair: Pair) -> None:
+    for model in (pair.plain, pair.model):
+        loss = plain_loss(model, batch(1))
+        with torch.no_grad():
+            list(model.parameters())[2].mul_(3)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_a_tensor_that_is_kept_over_a_restore_shows_what_was_restored(
+    pair: Pair, tmp_path: Path
+) -> None:
+    param = next(iter(pair.model.parameters()))
+    inf.save(pair.model, pair.optimizer, tmp_path / "saved").wait()
+    wanted, kept = param.detach().clone(), param.data
+    pair.step(plain_loss)
+    inf.restore(pair.model, pair.optimizer, tmp_path / "saved")
+    assert torch.equal(param.detach(), wanted)
+    assert torch.equal(kept, wanted)
+    pair.handle.optimizer_state(param)["master"] = torch.zeros(param.shape)
+    assert not param.detach().any()
+    assert not kept.any()
+
+
 def test_a_backward_through_values_of_before_the_step_raises(pair: Pair) -> None:
     penalty = next(iter(pair.model.parameters())).square().sum()
     pair.step(plain_loss)
@@ -272,6 +326,9 @@ def read_alone(rank: int, place: Path, *, zero: int) -> list[float]:
     for index in range(3):
         pair.step(plain_loss)
         if rank == 0:
+            # In an order of its own.
+            for param in reversed(list(pair.model.parameters())):
+                param.detach().norm()
             read.append(float(norm(pair.model).norm()))
         if index == 1:
             clip_weights(pair.model)

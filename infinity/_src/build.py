@@ -182,7 +182,6 @@ class EngineParts:
     unsharder: Unsharder
     optimizer: OptimizerParts
     durable: DurableRun | None
-    whole: WholeParams
     lifecycle: Lifecycle
 
 
@@ -256,7 +255,6 @@ def build_engine(
         unsharder,
         optimizer,
         durable,
-        whole,
         lifecycle,
     )
 

@@ -416,8 +416,6 @@ class Handle:
             self.pipeline.wait()
             self.saving.raise_fault()
             if commit:
-                if self.durable is not None:
-                    self.parts.whole.keep_writes()
                 self.pipeline.commit()
 
     def _leave_if_stuck(self) -> None:

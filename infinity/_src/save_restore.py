@@ -91,11 +91,12 @@ def restore(
 
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
     goes on with a durable run). strict: False restores what fits, as torch's load_state_dict:
-    parameters, states and buffers that the checkpoint lacks are kept, others that it has are left
-    out, and `.notes` names both; another shape or dtype raises as ever. damaged: "report" brings
-    back all that can be read: what cannot, of a bad block or a drive that is gone, keeps the values
-    of the model as it was built, with moments of zero, and `.damaged` names parameter, elements and
-    file; a warning says how much. Blocks. On several ranks all call it, and each reports its shard.
+    parameters and buffers that the checkpoint lacks are kept, with their states, others that it has
+    are left out, and `.notes` names both; another shape or dtype raises as ever, and so does a
+    parameter that has states here and none there. damaged: "report" brings back all that can be
+    read: what cannot, of a bad block or a drive that is gone, keeps the values and moments that the
+    model has, and `.damaged` names parameter, elements and file; a warning says how much. Blocks.
+    On several ranks all call it, and each reports its shard.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
@@ -145,8 +146,8 @@ def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLi
 
 def _warn_of_damage(directory: str | os.PathLike[str], restored: Restored) -> None:
     log.warning(
-        "restoring %s: %d elements of %s could not be read, and keep the values of the model as it "
-        "was built: %s",
+        "restoring %s: %d elements of %s could not be read, and keep the values that the model "
+        "had: %s",
         directory,
         sum(each.stop - each.start for each in restored.damaged),
         listed(dict.fromkeys(each.name for each in restored.damaged)),

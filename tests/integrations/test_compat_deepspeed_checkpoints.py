@@ -367,3 +367,15 @@ def test_fp32_weights_of_what_is_damaged_or_not_there(tmp_path: Path) -> None:
     torch.save({}, theirs / "mp_rank_00_model_states.pt")
     with pytest.raises(DeepSpeedRefusal, match=r"inf\.load_deepspeed"):
         read(tmp_path, "theirs")
+
+
+def test_without_an_optimizer_nothing_says_which_parameters_are_frozen(tmp_path: Path) -> None:
+    settings = config(2)
+    del settings["optimizer"]
+    engine = built(net(), settings)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    read = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    assert "layers.0.weight" in read(tmp_path)
+    with pytest.raises(DeepSpeedRefusal, match="which has no optimizer"):
+        read(tmp_path, exclude_frozen_parameters=True)

@@ -295,7 +295,8 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 @dataclasses.dataclass(frozen=True)
 class DamagedRange:
     """Elements [start, stop) of a parameter of a checkpoint that could not be read. They keep the
-    values of the model, and moments of zero. path, offset, length: of the read that failed.
+    values and moments that the model had. path, offset, length: of the read that failed. name: a
+    parameter's, or "buffers" or "extra" (no elements), of which none could be read.
     """
 
     name: str
@@ -475,7 +476,7 @@ class RestoreJob:
         self, model: torch.nn.Module, given: object, checkpoint: Checkpoint, strict: bool
     ) -> _Prepared:
         """Check everything that may be refused, and read the small state."""
-        saver, rank = self._saver, self._comm.rank
+        saver = self._saver
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
         if not self._reports:
@@ -504,12 +505,26 @@ class RestoreJob:
                         strict=strict,
                     )
                 )
-        data = checkpoint.attachment("buffers", rank)
+        data, whole = self._attachment(checkpoint, "buffers")
         buffers = metadata.read_buffers(data) if data is not None else {}
-        notes += metadata.check_buffers(model, buffers, str(checkpoint.directory), strict=strict)
-        data = checkpoint.attachment("extra", rank)
+        if whole:
+            place = str(checkpoint.directory)
+            notes += metadata.check_buffers(model, buffers, place, strict=strict)
+        data, _ = self._attachment(checkpoint, "extra")
         extra = read_extra(data) if data is not None else None
         return _Prepared(found, matched, buffers, extra, notes)
+
+    def _attachment(self, checkpoint: Checkpoint, kind: str) -> tuple[bytes | None, bool]:
+        """Return this rank's buffers or small state, and whether they could be read."""
+        try:
+            return checkpoint.attachment(kind, self._comm.rank), True
+        except AioError as error:
+            if not self._reports:
+                raise
+            self._damaged.append(
+                DamagedRange(kind, 0, 0, error.path, error.offset, error.length, str(error))
+            )
+            return None, False
 
     def _check_groups(self, found: Mapping[Param, SavedRanges], directory: str) -> None:
         """Raise ValueError for ranges that begin inside of a group of quantized moments."""
@@ -707,8 +722,8 @@ class RestoreJob:
         """Note a piece that cannot be read. Neighbours with the same fault are one range."""
         start = part.element + piece.at
         found = DamagedRange(
-            part.saved.entry.name, start, start + piece.numel, error.path or "",
-            error.offset or 0, error.length or 0, str(error),
+            part.saved.entry.name, start, start + piece.numel, error.path,
+            error.offset, error.length, str(error),
         )  # fmt: skip
         last = self._damaged[-1] if self._damaged else None
         if last and (last.name, last.stop, last.reason) == (found.name, start, found.reason):

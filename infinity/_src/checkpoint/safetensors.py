@@ -603,8 +603,9 @@ class ExportJob:
         try:
             for tensor in [*self._buffers, *itertools.chain.from_iterable(self._units)]:
                 parts = self._values_of([tensor], reader, progress)
-                values = torch.cat([part.reshape(-1) for part in parts])
-                yield tensor.name, values.view(tensor.shape)
+                # Of no elements there is no part.
+                values = [torch.empty(0, dtype=tensor.dtype), *(p.reshape(-1) for p in parts)]
+                yield tensor.name, torch.cat(values).view(tensor.shape)
         finally:
             reader.close()
 

@@ -44,7 +44,7 @@ from infinity._src.hooks.gather_window import Gatherable, open_windows
 from infinity._src.hooks.module_params import Installed, install, uninstall
 from infinity._src.hooks.state_dict import Check, hook_state_dict
 from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
-from infinity._src.hooks.whole_params import WholeParams
+from infinity._src.hooks.whole_params import ShownWindow, WholeParams
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
@@ -310,14 +310,19 @@ class Lifecycle:
             # A forward of another thread.
             if self._frames:
                 return None
-            known = self._whole.find(param)
             window = self._whole.show(param)
             if window is None:
                 return None
-            if window is not known and window.tensor.requires_grad:
-                self.hook_window(window)
-                window.tensor.register_hook(window.check_current)
+            self._hook_shown(window)
             return window.tensor
+
+    def _hook_shown(self, window: ShownWindow) -> None:
+        """Let passes find writes to a window, and backward its gradients."""
+        self._refs[window.param.unit].watch(window)
+        if window.tensor.requires_grad and not window.hooked:
+            window.hooked = True
+            self.hook_window(window)
+            window.tensor.register_hook(window.check_current)
 
     def in_forward(self, param: Param) -> torch.Tensor | None:
         """Return the gathered parameter if a forward runs; gathered at once and held by the
@@ -354,8 +359,11 @@ class Lifecycle:
         window = self.windows.get(param)
         if window is not None:
             window.tensor.requires_grad_(flag)
-        if self._whole is not None:
-            self._whole.forget(param)
+        shown = self._whole.find(param) if self._whole is not None else None
+        if shown is not None:
+            # The same window: what was written through it, and will be, is found there.
+            shown.tensor.requires_grad_(flag)
+            self._hook_shown(shown)
         # A parameter that was frozen until now has no hook.
         self._hook_grad(param)
 

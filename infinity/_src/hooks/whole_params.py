@@ -3,7 +3,10 @@ written anywhere.
 
     read     waits for the update of the parameter's unit, and returns its values where they lie
     write    is found by the version counter of what was read, and kept before the next pass, step,
-             save or call of the handle (torch counts no write through an array of numpy)
+             save or call of the handle. torch counts none through an array of numpy, nor by a
+             collective (`dist.all_reduce(parameter.data)`): these belong inside of `gather()`
+    later    a tensor that is kept over a step shows the values of the step; a write through it
+             raises. After `close()` it has no memory
 
 A read of parameters that rest elsewhere would have to move them, which `gather()` does in the
 open. On a device nothing moves.
@@ -15,15 +18,19 @@ import torch
 
 from infinity._src.hooks.unit_refs import WeightWindow
 from infinity._src.params.unit import SHARDED, STALE, Param, Unit, UnsharderInterface
+from infinity._src.wording import listed
 from infinity.errors import StepUndone, WeightWritten
 
 
 class ShownWindow(WeightWindow):
-    """A parameter between passes. generation: of the unit's values that it was shown for last."""
+    """A parameter between passes. generation: of the unit's values that it was shown for last.
+    hooked: gradients that reach it are accumulated.
+    """
 
     def __init__(self, param: Param) -> None:
         super().__init__(param)
         self.generation = param.unit.generation
+        self.hooked = False
 
     @property
     def current(self) -> bool:
@@ -55,10 +62,6 @@ class WholeParams:
         """Return the parameter's window, if it was read before."""
         return self._windows.get(param)
 
-    def forget(self, param: Param) -> None:
-        """Make a new window at the next read."""
-        self._windows.pop(param, None)
-
     def show(self, param: Param) -> ShownWindow | None:
         """Return a window with the parameter's current values; None where it cannot be read.
 
@@ -73,7 +76,9 @@ class WholeParams:
             if window is None:
                 window = self._windows[param] = ShownWindow(param)
             elif not window.current:
-                _refuse_late_write(window)
+                window.poll_write()
+                if window.written:
+                    self._refuse_late_writes([window])
                 window.generation = unit.generation
             return window
 
@@ -89,13 +94,16 @@ class WholeParams:
         Raises: WeightWritten for a write to values of before the last step, which is lost; what
         `Unsharder.write_alike` raises. After StepUndone nothing is stored.
         """
-        found = [window for window in self._windows.values() if window.poll_write()]
+        for window in self._windows.values():
+            window.poll_write()
         written = [window for window in self._windows.values() if window.written]
         if not written:
             return
-        for window in found:
-            if not window.current:
-                _refuse_late_write(window)
+        late = [window for window in written if not window.current]
+        if late:
+            self._refuse_late_writes(late)
+        # One order on all ranks: storing is a collective, and each has read in an order of its own.
+        written.sort(key=lambda each: each.param.index)
         current = [window for window in self._windows.values() if window.current]
         try:
             for window in written:
@@ -116,14 +124,17 @@ class WholeParams:
             for window in current:
                 window.generation = window.param.unit.generation
 
-
-def _refuse_late_write(window: ShownWindow) -> None:
-    """Raise if a window of older values was written to."""
-    window.poll_write()
-    if window.written:
-        window.written = False
+    def _refuse_late_writes(self, late: list[ShownWindow]) -> None:
+        """Raise for writes to windows of older values, which spoil the newer ones in the memory of
+        their units: it is filled anew.
+        """
+        for window in late:
+            window.written = False
+            if window.param.unit.refs == 0:
+                self._unsharder.invalidate(window.param.unit)
+        names = listed(window.param.name for window in late)
         raise WeightWritten(
-            f"{window.param.name} was written to through a tensor that was taken before its values "
-            "changed (by a step, a restore or a write): the write is lost. Take "
-            "`parameter.data`, or the parameter itself, anew after each step"
+            f"{names} was written to through a tensor that was taken before its values changed (by "
+            "a step, a restore or a write): the write is lost. Take `parameter.data`, or the "
+            "parameter itself, anew after each step"
         )

@@ -495,7 +495,12 @@ class Unsharder:
         """Forget the unit's values, which were overwritten; nobody uses them. The next `unshard`
         reads them again.
         """
-        if unit.state is not SHARDED:
+        if unit.state is SHARDED:
+            return
+        if self._never_evict:
+            # Tensors that a script keeps lie in this memory: it stays, and is filled anew.
+            self._cancel(unit)
+        else:
             self._evict(unit)
 
     def targets(self, unit: Unit) -> list[int]:

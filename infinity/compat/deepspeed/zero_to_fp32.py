@@ -40,6 +40,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     there is no whole checkpoint; ChecksumError naming what is damaged.
     """
     with _opened(checkpoint_dir, tag) as weights:
+        weights.check(frozen=not exclude_frozen_parameters)
         return {
             name: value
             for first, value in weights.tensors(frozen=not exclude_frozen_parameters)
@@ -77,6 +78,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     out.mkdir(parents=True, exist_ok=True)
     with _opened(checkpoint_dir, tag) as weights:
         frozen = not exclude_frozen_parameters
+        weights.check(frozen=frozen)
         sizes = weights.sizes(frozen=frozen)
         most = sum(sizes) if max_shard_size is None else parse_size(max_shard_size)
         groups = group_units(sizes, most)
@@ -104,7 +106,16 @@ class _Weights:
         saved = {name: param.entry.names for name, param in checkpoint.params.items()}
         self.names = {each.name: saved.get(each.name, (each.name,)) for each in self._job.described}
         self._params = saved.keys()
+        self._place = checkpoint.directory
         self._step = checkpoint.step
+
+    def check(self, *, frozen: bool) -> None:
+        """Raise where nothing tells which parameters learn."""
+        if not frozen and not self._learning:
+            raise DeepSpeedRefusal(
+                f"exclude_frozen_parameters=True of {self._place}, which has no optimizer: nothing "
+                "says which parameters learn; leave it out"
+            )
 
     def _kept(self, name: str, *, frozen: bool) -> bool:
         return frozen or name not in self._params or name in self._learning
