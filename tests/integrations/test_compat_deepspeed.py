@@ -426,6 +426,48 @@ def test_a_model_that_has_computed_gets_its_optimizer_later(stage: int, tmp_path
     engine.destroy()
 
 
+@pytest.mark.parametrize("of_config", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"weight_decay": 0.3, "betas": (0.5, 0.9)}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_a_group_that_is_added_later_has_the_numbers_of_torchs(
+    kind: Any, given: dict[str, Any], of_config: bool
+) -> None:
+    model, plain = net(), net()
+    first, (*theirs, their_last) = list(model.parameters())[:-1], plain.parameters()
+    arguments = {"lr": 1e-2, **given}
+    if of_config:
+        mode = {"adam_w_mode": False} if kind is torch.optim.Adam else {}
+        named = {"type": kind.__name__, "params": {**arguments, **mode}}
+        settings = config(optimizer=named, gradient_clipping=0.0)
+        engine = built(model, settings, model_parameters=first)
+    else:
+        settings = config(gradient_clipping=0.0, zero_allow_untested_optimizer=True)
+        engine = built(model, settings, optimizer=kind(first, **arguments))
+    reference = kind(theirs, **arguments)
+    added = list(engine.module.parameters())[-1]
+    own = {"weight_decay": 0.5} if given.get("weight_decay") else {}
+    assert engine.optimizer is not None
+    # With settings of its own, and with those of the optimizer alone.
+    engine.optimizer.add_param_group({"params": [added], **own})
+    reference.add_param_group({"params": [their_last], **own})
+    assert engine.get_lr() == [1e-2, 1e-2]
+    train(engine, batches(3))
+    for x, y in batches(3):
+        plain(x, y).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, found in values_of(engine.module).items():
+        torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
+    engine.destroy()
+
+
 def test_a_decay_that_comes_later_is_refused_where_adamw_stands_for_adam() -> None:
     optimizer = {"type": "Adam", "params": {"lr": 1e-2, "adam_w_mode": False}}
     engine = built(net(), config(2, optimizer=optimizer))
