@@ -376,6 +376,23 @@ def test_adam_of_the_configuration_with_the_decay_of_a_group(decay: float) -> No
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "key"),
+    [
+        ("StepLR", {"step_size": "auto"}, "step_size"),
+        ("ExponentialLR", {"gamma": "auto"}, "gamma"),
+    ],
+)
+def test_an_open_auto_of_a_schedule_of_torch_is_refused(
+    kind: str, arguments: dict[str, Any], key: str
+) -> None:
+    model = net()
+    settings = config(scheduler={"type": kind, "params": arguments})
+    with pytest.raises(DeepSpeedRefusal, match=rf'scheduler\.params\.{key}="auto" of {kind}'):
+        built(model, settings)
+    assert inf.offloaded_modules(model) == []
+
+
 def test_a_schedule_that_the_scripts_own_replaces_is_not_tried() -> None:
     auto = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     engine = built(
