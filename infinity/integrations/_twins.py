@@ -73,7 +73,9 @@ def twin_of(
     others = [key for key in optimizer.defaults if key not in named]
     told = [key for group in groups for key in others if key not in _KERNELS and group.get(key)]
     if made is not None and not told:
-        return Twin(made, tuple(others))
+        # A group that is added later has the defaults of the optimizer that stood here.
+        defaults = {key: optimizer.defaults[key] for key in named if key in optimizer.defaults}
+        return Twin(lambda given: made(given, **defaults), tuple(others))
     taken = inspect.signature(kind).parameters
     settings = {key: value for key, value in optimizer.defaults.items() if key in taken}
     return Twin(lambda given: inf.Elementwise(kind, given, **settings))

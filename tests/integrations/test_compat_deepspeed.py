@@ -376,6 +376,23 @@ def test_adam_of_the_configuration_with_the_decay_of_a_group(decay: float) -> No
     engine.destroy()
 
 
+@pytest.mark.parametrize(
+    ("kind", "arguments", "key"),
+    [
+        ("StepLR", {"step_size": "auto"}, "step_size"),
+        ("ExponentialLR", {"gamma": "auto"}, "gamma"),
+    ],
+)
+def test_an_open_auto_of_a_schedule_of_torch_is_refused(
+    kind: str, arguments: dict[str, Any], key: str
+) -> None:
+    model = net()
+    settings = config(scheduler={"type": kind, "params": arguments})
+    with pytest.raises(DeepSpeedRefusal, match=rf'scheduler\.params\.{key}="auto" of {kind}'):
+        built(model, settings)
+    assert inf.offloaded_modules(model) == []
+
+
 def test_a_schedule_that_the_scripts_own_replaces_is_not_tried() -> None:
     auto = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     engine = built(
@@ -423,6 +440,48 @@ def test_a_model_that_has_computed_gets_its_optimizer_later(stage: int, tmp_path
         built(plain, settings)
     # The engine is as it was.
     train(engine, batches(1))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("of_config", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (torch.optim.Adam, {"weight_decay": 0.1}),
+        (torch.optim.Adam, {}),
+        (torch.optim.AdamW, {"weight_decay": 0.3, "betas": (0.5, 0.9)}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+    ],
+)
+def test_a_group_that_is_added_later_has_the_numbers_of_torchs(
+    kind: Any, given: dict[str, Any], of_config: bool
+) -> None:
+    model, plain = net(), net()
+    first, (*theirs, their_last) = list(model.parameters())[:-1], plain.parameters()
+    arguments = {"lr": 1e-2, **given}
+    if of_config:
+        mode = {"adam_w_mode": False} if kind is torch.optim.Adam else {}
+        named = {"type": kind.__name__, "params": {**arguments, **mode}}
+        settings = config(optimizer=named, gradient_clipping=0.0)
+        engine = built(model, settings, model_parameters=first)
+    else:
+        settings = config(gradient_clipping=0.0, zero_allow_untested_optimizer=True)
+        engine = built(model, settings, optimizer=kind(first, **arguments))
+    reference = kind(theirs, **arguments)
+    added = list(engine.module.parameters())[-1]
+    own = {"weight_decay": 0.5} if given.get("weight_decay") else {}
+    assert engine.optimizer is not None
+    # With settings of its own, and with those of the optimizer alone.
+    engine.optimizer.add_param_group({"params": [added], **own})
+    reference.add_param_group({"params": [their_last], **own})
+    assert engine.get_lr() == [1e-2, 1e-2]
+    train(engine, batches(3))
+    for x, y in batches(3):
+        plain(x, y).backward()
+        reference.step()
+        reference.zero_grad()
+    for name, found in values_of(engine.module).items():
+        torch.testing.assert_close(found, plain.state_dict()[name], atol=1e-5, rtol=1e-5)
     engine.destroy()
 
 

@@ -345,6 +345,13 @@ def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any)
     if settings.run.scheduler is None:
         return
     name, arguments = settings.run.scheduler
+    # Of a class of torch, some settings are not looked at before the first step.
+    unfilled = [key for key, value in arguments.items() if value == "auto"]
+    if unfilled:
+        raise DeepSpeedRefusal(
+            f'scheduler.params.{unfilled[0]}="auto" of {name}: nobody has filled it; write the '
+            "value"
+        )
     try:
         scheduler_class(name)(plan.rehearsal, **arguments)
     except (TypeError, ValueError, KeyError) as error:
