@@ -313,12 +313,15 @@ class Lifecycle:
             window = self._whole.show(param)
             if window is None:
                 return None
+            # Passes look for writes through it from now on.
+            watched = self._refs[param.unit].windows
+            if window not in watched:
+                watched.append(window)
             self._hook_shown(window)
             return window.tensor
 
     def _hook_shown(self, window: ShownWindow) -> None:
-        """Let passes find writes to a window, and backward its gradients."""
-        self._refs[window.param.unit].watch(window)
+        """Accumulate the gradients that reach a window."""
         if window.tensor.requires_grad and not window.hooked:
             window.hooked = True
             self.hook_window(window)

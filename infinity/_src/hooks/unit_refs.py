@@ -184,11 +184,6 @@ class UnitRefs:
         if self.unit.refs == 0:
             self._unsharder.release(self.unit)
 
-    def watch(self, window: WeightWindow) -> None:
-        """Look for writes through a window in every use from now on."""
-        if window not in self.windows:
-            self.windows.append(window)
-
     def note_window_writes(self) -> None:
         """Bump the version of gathered parameters that were written through windows: autograd must
         find out if their old values were saved."""
