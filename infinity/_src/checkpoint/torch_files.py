@@ -131,6 +131,9 @@ class Descriptors:
         """Fill `target` from `offset` on. Blocks. Raises: OSError naming the path; ValueError for a
         file that ends before.
         """
+        # A directory of a zip may say anything.
+        if offset < 0:
+            raise ValueError(f"{path} is refused: it has something at byte {offset}")
         done = 0
         try:
             descriptor = self._descriptor(path)

@@ -207,6 +207,15 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, descriptors: Descript
             TorchFile(path, descriptors)
 
 
+def test_a_member_before_the_file_is_refused(tmp_path: Path, descriptors: Descriptors) -> None:
+    path = tmp_path / "file.pt"
+    torch.save({"a": torch.arange(9.0)}, path)
+    # Cut in front, a zip has its members before its first byte.
+    path.write_bytes(path.read_bytes()[2:])
+    with pytest.raises(ValueError, match=rf"{path} is refused"):
+        TorchFile(path, descriptors)
+
+
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_damage_is_an_error_or_nothing(
