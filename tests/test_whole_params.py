@@ -194,6 +194,19 @@ def test_a_write_through_a_tensor_of_before_the_step_raises(pair: Pair) -> None:
     pair.model(batch(1))
 
 
+def test_a_read_after_a_late_write_raises_and_then_shows_the_steps_values(pair: Pair) -> None:
+    param = next(iter(pair.model.parameters()))
+    old = param.data
+    pair.step(plain_loss)
+    pair.handle.flush()
+    old.zero_()
+    with pytest.raises(WeightWritten, match=r"0\.weight"):
+        param.detach()
+    pair.check()
+    pair.step(plain_loss)
+    pair.check()
+
+
 def test_late_writes_are_all_named_and_leave_no_value_behind(pair: Pair) -> None:
     olds = [param.data for param in list(pair.model.parameters())[:2]]
     pair.step(plain_loss)

@@ -71,15 +71,16 @@ class WholeParams:
         unit = param.unit
         if not self._shown or self._wants_other_ranks(unit):
             return None
+        window = self._windows.get(param)
+        # Before the unit is in use: its memory, which a late write has spoilt, is filled anew.
+        if window is not None and not window.current:
+            window.poll_write()
+            if window.written:
+                self._refuse_late_writes([window])
         with self._unsharder.borrowed(unit):
-            window = self._windows.get(param)
             if window is None:
                 window = self._windows[param] = ShownWindow(param)
-            elif not window.current:
-                window.poll_write()
-                if window.written:
-                    self._refuse_late_writes([window])
-                window.generation = unit.generation
+            window.generation = unit.generation
             return window
 
     def _wants_other_ranks(self, unit: Unit) -> bool:
