@@ -115,9 +115,10 @@ def restore(
             return Restored(0, None, "", ())
     elif run is not None and run.waits:
         run.check()
-    restored = RestoreJob(of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy).restore(
-        model, opt, source, strict=strict, damaged=damaged
-    )
+    restored = RestoreJob(
+        of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy,
+        strict=strict, reports=damaged == "report",
+    ).restore(model, opt, source)  # fmt: skip
     if restored.damaged:
         _warn_of_damage(directory, restored)
     if run is not None:

@@ -23,7 +23,7 @@ from infinity._src.config import Policy
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
-from infinity._src.wording import listed as listing
+from infinity._src.wording import listed
 from infinity.aio._records import GradSection
 
 # A restore compares them with those of the run that saved, and notes what differs.
@@ -83,10 +83,10 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
     """List the optimizers that the user gave: of infinity, and of this model alone. Raises:
     ValueError.
     """
-    listed: list[Any] = (
+    optimizers: list[Any] = (
         [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
     )
-    for optimizer in listed:
+    for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer of infinity: give the inf.AdamW (SGD, "
@@ -94,14 +94,14 @@ def optimizers_of(given: object, units: Sequence[Unit]) -> list[Optimizer]:
             )
     # A checkpoint is of one model, so an optimizer of two would be saved in part.
     engine = units[0].engine if units else None
-    for optimizer in listed:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             if any(param_of(at_rest).unit.engine is not engine for at_rest in group["params"]):
                 raise ValueError(
                     f"the {optimizer.title} holds parameters of another model too: a checkpoint is "
                     "of one model; give each an optimizer of its own"
                 )
-    return listed
+    return optimizers
 
 
 def check_all_held(
@@ -204,7 +204,7 @@ def check_buffers(
             f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
             "another shape"
         )
-    return [f"buffers in one only: {listing(alone)}"] if alone else []
+    return [f"buffers in one only: {listed(alone)}"] if alone else []
 
 
 def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:

@@ -372,7 +372,9 @@ class _Prepared:
 
 
 class RestoreJob:
-    """One restore of a model; collective on several ranks."""
+    """One restore of a model; collective on several ranks. strict: as `inf.restore`;
+    reports: of damaged="report".
+    """
 
     def __init__(
         self,
@@ -381,6 +383,9 @@ class RestoreJob:
         pipeline: StepPipeline,
         comm: Comm,
         policy: Policy,
+        *,
+        strict: bool,
+        reports: bool,
     ) -> None:
         self._saver = saver
         self._states = saver.states
@@ -389,26 +394,16 @@ class RestoreJob:
         self._comm = comm
         self._policy = policy
         self._rounded: dict[str, None] = {}
-        self._reports = False
+        self._strict, self._reports = strict, reports
         self._damaged: list[DamagedRange] = []
 
-    def restore(
-        self,
-        model: torch.nn.Module,
-        given: object,
-        directory: Path,
-        *,
-        strict: bool,
-        damaged: str,
-    ) -> Restored:
-        """Check everything, then write the states. Blocks. Collective. strict, damaged: as
-        `inf.restore`.
+    def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
+        """Check everything, then write the states. Blocks. Collective.
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
         fit, before anything is written; AioError later too, and then the states are half restored
         and every later call raises StateInvalid.
         """
-        self._reports = damaged == "report"
         # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
         problem: Exception | None = None
@@ -426,7 +421,7 @@ class RestoreJob:
             if problem is None and agreed:
                 # The other ranks open by number, so all read the same generation.
                 checkpoint = checkpoint or self._open(directory, agreed)
-                prepared = self._prepare(model, given, checkpoint, strict)
+                prepared = self._prepare(model, given, checkpoint)
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
         # Before anything is written: no rank restores a checkpoint that one rank refuses.
@@ -473,10 +468,10 @@ class RestoreJob:
     # -- checks ------------------------------------------------------------------------------------
 
     def _prepare(
-        self, model: torch.nn.Module, given: object, checkpoint: Checkpoint, strict: bool
+        self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
     ) -> _Prepared:
         """Check everything that may be refused, and read the small state."""
-        saver = self._saver
+        saver, strict = self._saver, self._strict
         saver.check_between_steps("inf.restore()")
         # Lengths now, contents as they are read: a missing file is told before anything is written.
         if not self._reports:
