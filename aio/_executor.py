@@ -34,7 +34,10 @@ Promises, the same for both backends:
   reads again.
 - Faults. Every transfer's result is checked. Short ones are resumed, EAGAIN and EINTR retried, and
   reads verified. A fault that remains is a typed `AioError`; `Ticket.wait` raises it every time.
-- Failed writes. A write that fails keeps its slot, which has the only copy; a FETCH reads the
+- Spare ranges. A write of a whole place that fails goes to a spare range, if `add_spares` gave
+  some: of its drive, then of another one. Its chunk's place is there from then on, and nothing
+  fails; `take_moved_writes` tells of it.
+- Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads the
   chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it are
   refused with the same fault, until `recover`.
 - Invalid chunks. A STORE or UPDATE that failed otherwise, or was refused, leaves its chunk invalid:
@@ -68,6 +71,7 @@ from infinity.aio import _records as records
 from infinity.aio._cuda_driver import DeviceDriver
 from infinity.aio._handles import Core, Gate, JobTicket, Ticket, load_uring
 from infinity.aio._records import SPAN, PoolSpec, Priority
+from infinity.aio._spares import SPARE, MovedWrite
 from infinity.aio._stats import ExecutorStats, drive_stats, registered_reason
 from infinity.aio._swap_file import SwapFile
 from infinity.aio.testing import Seam
@@ -79,6 +83,9 @@ RING_BLOCK_BYTES = 1 << 20
 THREAD_BLOCK_BYTES = 16 << 20
 # Spans that C keeps in its ring: SPAN_COUNT of native/executor.c.
 _SPANS_MAX = 65_536
+_I64_MAX = 2**63 - 1
+# Spares and moves that one call of C hands over.
+_SPARES_AT_ONCE = 64
 _SEAM_KINDS = {"errno": 1, "short": 2, "zero": 3, "bitflip": 4}
 
 
@@ -121,6 +128,9 @@ def _config(
         config.seam.fault_op = 0 if seam.fault.op == "read" else 1
         config.seam.fault_errno = seam.fault.errno
         config.seam.fault_persistent = seam.fault.persistent
+        config.seam.fault_drive = -1 if seam.fault.drive is None else seam.fault.drive
+        config.seam.fault_start = seam.fault.start
+        config.seam.fault_stop = _I64_MAX if seam.fault.stop is None else seam.fault.stop
     return config
 
 
@@ -505,6 +515,61 @@ class Executor:
         if error:
             raise ValueError(_validate.versions_refused("relocate", irrevocable=False))
 
+    def add_spares(self, spares: npt.NDArray[np.void]) -> None:
+        """Give ranges (SPARE records) to which writes may go that fail; nobody else uses them.
+
+        Raises: ValueError for one that is misaligned, or in a file that is not known; none is
+        given then.
+        """
+        core = self._core
+        core.check()
+        given = _validate.as_records(spares, SPARE, "spare")
+        error = core.lib.inf_executor_spares_add(
+            core.pointer, core.ffi.from_buffer(given), len(given)
+        )
+        if error == -errno.ENOMEM:
+            raise MemoryError(f"no memory for {len(given)} spare ranges")
+        if error:
+            raise ValueError(_validate.SPARE_WRONG)
+
+    def take_spares(self) -> npt.NDArray[np.void]:
+        """Take back the spare ranges that no write has used: SPARE records."""
+        core = self._core
+        core.check()
+        taken = []
+        spares = np.zeros(_SPARES_AT_ONCE, dtype=SPARE)
+        while count := core.lib.inf_executor_spares_take(
+            core.pointer, core.ffi.from_buffer(spares), len(spares)
+        ):
+            taken.append(spares[:count].copy())
+        return np.concatenate(taken) if taken else np.zeros(0, dtype=SPARE)
+
+    def take_moved_writes(self) -> list[MovedWrite]:
+        """Return the writes that went to spare ranges since the last call, oldest first. Never
+        blocks.
+        """
+        core = self._core
+        core.check()
+        moves = core.ffi.new("inf_moved_write[]", _SPARES_AT_ONCE)
+        found: list[MovedWrite] = []
+        while count := core.lib.inf_executor_moves_take(core.pointer, moves, _SPARES_AT_ONCE):
+            found.extend(
+                MovedWrite(
+                    chunk=move.chunk,
+                    key=move.key,
+                    drive=move.drive,
+                    file=move.file,
+                    offset=move.offset,
+                    to_drive=move.to_drive,
+                    to_file=move.to_file,
+                    to_offset=move.to_offset,
+                    size_bytes=move.bytes,
+                    error=core.fault(move.fault),
+                )
+                for move in moves[0:count]
+            )
+        return found
+
     def look(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:
         """Return the CHUNK records as they are now: which place is live, and its generation."""
         core = self._core
@@ -586,6 +651,7 @@ class Executor:
             backend_reason=self.backend_reason,
             registered_reason=registered_reason(registered, self.backend),
             kept_chunks=counters.kept_chunks,
+            moved_writes=counters.moved_writes,
             jobs_cancelled=counters.jobs_cancelled,
             opened_s=self._opened_s,
             reads_ahead=counters.reads_ahead,

@@ -300,6 +300,8 @@ CHUNK: Final = np.dtype(
         ("file", "<i4"),
         ("other_file", "<i4"),
         ("grad_file", "<i4"),
+        ("other_drive", "<i4"),
+        ("reserved", "<i4"),
         ("zeros", "<u2"),
         ("other_zeros", "<u2"),
         ("itemsize", "<i4", (SECTION_MAX,)),
@@ -313,7 +315,8 @@ CHUNK: Final = np.dtype(
 )
 """`inf_chunk`. `group_numel`: elements per item of a section; 0 stands for 1. `other_*`: second
 place of a versioned chunk. `zeros`: sections on NVMe that nothing has written yet and that stand
-for zeros; they are not read.
+for zeros; they are not read. `other_drive`: that of the second place, `drive` unless a failed write
+moved one of the two; gradients lie on `drive`.
 """
 
 JOB: Final = np.dtype(

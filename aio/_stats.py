@@ -79,7 +79,8 @@ class ExecutorStats:
     not match; `checksum_failures` those that still did not. `registered` says whether the slab's
     pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much of it
     huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose
-    write failed and whose contents are in memory only. `jobs_cancelled`: fetches that were given
+    write failed and whose contents are in memory only; `moved_writes`: writes that failed and went
+    to a spare range. `jobs_cancelled`: fetches that were given
     up. `reads_ahead`: chunks that idle slots began to read for later UPDATEs;
     `reads_ahead_dropped`: reads ahead that served no UPDATE. `to_device_bytes`,
     `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
@@ -105,6 +106,7 @@ class ExecutorStats:
     backend_reason: str = ""
     registered_reason: str = ""
     kept_chunks: int = 0
+    moved_writes: int = 0
     jobs_cancelled: int = 0
     reads_ahead: int = 0
     reads_ahead_dropped: int = 0

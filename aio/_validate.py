@@ -232,11 +232,11 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
     if end_before and not 0 <= chunk["drive"] < drive_count:
         return f"lies on drive {chunk['drive']} of {drive_count}"
     if is_versioned(chunk):
-        return _second_place_wrong(chunk)
+        return _second_place_wrong(chunk, drive_count)
     return ""
 
 
-def _second_place_wrong(chunk: Any) -> str:
+def _second_place_wrong(chunk: Any, drive_count: int) -> str:
     """Say what is wrong with the second place of a versioned CHUNK record."""
     end = grad = 0
     for section in range(int(chunk["section_count"])):
@@ -249,7 +249,10 @@ def _second_place_wrong(chunk: Any) -> str:
     first, other = int(chunk["file_offset"]), int(chunk["other_offset"])
     if end > chunk["other_bytes"]:
         return f"has states of {end} bytes in a second run of {chunk['other_bytes']}"
-    overlaps = chunk["file"] == chunk["other_file"] and first < other + end and other < first + end
+    if end and not 0 <= chunk["other_drive"] < drive_count:
+        return f"has its second run on drive {chunk['other_drive']} of {drive_count}"
+    one_file = chunk["drive"] == chunk["other_drive"] and chunk["file"] == chunk["other_file"]
+    overlaps = one_file and first < other + end and other < first + end
     if end and (other < 0 or other % records.ALIGNMENT_BYTES or overlaps):
         return (
             f"has its second run at offset {other}, which is not 4096-aligned or overlaps the "
@@ -258,7 +261,9 @@ def _second_place_wrong(chunk: Any) -> str:
     at = int(chunk["grad_offset"])
     if grad and (at < 0 or at % records.ALIGNMENT_BYTES):
         return f"has its gradients at offset {at}, which is not 4096-aligned"
-    places = ((chunk["file"], first), (chunk["other_file"], other))
+    places = [(chunk["file"], first)]
+    if chunk["other_drive"] == chunk["drive"]:
+        places.append((chunk["other_file"], other))
     if grad and any(
         file == chunk["grad_file"] and at < place + end and place < at + grad
         for file, place in places
@@ -297,7 +302,7 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     # Few chunks are versioned, so these are checked one by one.
     versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
     wrong[versioned] |= np.array(
-        [bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool
+        [bool(_second_place_wrong(chunk, drive_count)) for chunk in chunks[versioned]], dtype=bool
     )
     result: npt.NDArray[np.bool_] = wrong
     return result
@@ -319,6 +324,9 @@ FILE_MAX = 8
 TOO_MANY_FILES = f"a drive has at most {FILE_MAX} files"
 FILE_UNKNOWN = "a chunk lies in a file that its drive does not have: add_file comes first"
 FILE_STAYS = "cannot remove the file: a chunk has a place in it, or it is not one that was added"
+SPARE_WRONG = (
+    "a spare range is not 4096-aligned, is empty, or lies on a drive or in a file that is not known"
+)
 RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the committed one"
 
 

@@ -25,6 +25,9 @@ class Fault:
     kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of it
     is transferred), "zero" (the request returns 0), "bitflip" (one bit of what was read, or of what
     is written, is flipped).
+
+    drive, start, stop: only requests of this drive, and that meet bytes [start, stop) of any of its
+    files, count and fail. A bad block is `persistent`, from the first such request on.
     """
 
     op: str
@@ -32,6 +35,9 @@ class Fault:
     kind: str = "errno"
     errno: int = 5
     persistent: bool = False
+    drive: int | None = None
+    start: int = 0
+    stop: int | None = None
 
     def __post_init__(self) -> None:
         if self.op not in ("read", "write"):
@@ -42,6 +48,10 @@ class Fault:
             )
         if self.nth < 0:
             raise ValueError(f"Fault(nth={self.nth}): requests are counted from 0")
+        if self.start < 0 or (self.stop is not None and self.stop <= self.start):
+            raise ValueError(
+                f"Fault(start={self.start}, stop={self.stop}): a range of bytes that is not empty"
+            )
 
 
 @dataclass(frozen=True)

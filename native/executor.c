@@ -74,7 +74,9 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
                   int64_t bytes) {
     inf_span *span = &ex->spans[ex->span_count++ % SPAN_COUNT];
     *span = (inf_span){.track = track,
-                       .drive = track <= INF_TRACK_WRITE ? run->chunk->plan.drive : -1,
+                       .drive = track == INF_TRACK_WRITE  ? inf_run_drive(run, INF_OP_WRITE)
+                                : track == INF_TRACK_READ ? inf_run_drive(run, INF_OP_READ)
+                                                          : -1,
                        .chunk = run->chunk->id,
                        .priority = run->priority,
                        .kind = run->job.kind,
@@ -252,6 +254,8 @@ static void executor_destroy(struct inf_executor *ex) {
     free(ex->workers);
     free(ex->worker_threads);
     free(ex->spans);
+    free(ex->spares);
+    free(ex->moves);
     pthread_cond_destroy(&ex->done);
     pthread_cond_destroy(&ex->work);
     pthread_cond_destroy(&ex->seam_wake);

@@ -23,6 +23,30 @@ typedef struct {
     int32_t piece;
 } inf_fault;
 
+/* A range that a write may use whose own has failed. */
+typedef struct {
+    int32_t drive;
+    int32_t file;
+    int64_t offset;
+    int64_t bytes;
+} inf_spare;
+
+/* A write that failed, and went to a spare range: where it should have gone, where it went, and
+ * why. Whether it arrived there, a later move or a kept slot says. */
+typedef struct {
+    int32_t chunk;
+    int32_t drive;
+    int32_t file;
+    int32_t to_drive;
+    int32_t to_file;
+    int32_t reserved;
+    int64_t offset;
+    int64_t to_offset;
+    int64_t bytes;
+    uint64_t key; /* of the chunk, whose id may be another's by now */
+    inf_fault fault;
+} inf_moved_write;
+
 /* What a drive moved within a second that had traffic. */
 typedef struct {
     int64_t start_ns;
@@ -75,6 +99,7 @@ typedef struct {
     uint64_t copied_bytes[2]; /* to the device, and from it */
     uint64_t copied_ns[2];    /* while at least one such copy was under way */
     uint64_t reads_ahead_live; /* slots that hold one which no job has taken over */
+    uint64_t moved_writes;
 } inf_exec_stats;
 
 typedef struct {
@@ -97,7 +122,10 @@ enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive gives back toget
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
-    int64_t fault_nth;
+    int64_t fault_nth;   /* of the requests that the next three choose */
+    int64_t fault_start; /* bytes [start, stop) of a file */
+    int64_t fault_stop;
+    int32_t fault_drive; /* -1 = any */
     int32_t fault_kind;
     int32_t fault_op;
     int32_t fault_errno;
@@ -209,6 +237,13 @@ int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t coun
 int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd);
 /* Takes it back. 0; -EBUSY while a chunk has a place in it, -EINVAL for an index that is none. */
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index);
+/* Gives the executor ranges for writes that fail; the caller does not use them otherwise, until it
+ * takes them back. 0, -EINVAL for a drive or file that is not known, -ENOMEM. */
+int32_t inf_executor_spares_add(inf_executor *ex, const void *spares, int32_t count);
+/* Takes back those that are not used, count_max at most. How many they were. */
+int32_t inf_executor_spares_take(inf_executor *ex, void *spares, int32_t count_max);
+/* Takes the moves since the last call, inf_moved_write[count_max] at most, oldest first. */
+int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max);
 /* Other second places for versioned chunks whose live place is the committed one (or nothing was
  * committed yet). Errors as commit; -EPERM when the second place of one is the committed one. */
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,

@@ -185,6 +185,7 @@ struct inf_run {
     bool reread;
     bool hinted; /* on the list of those that want to be read ahead */
     bool copied_in; /* what the device has of it is here */
+    int32_t moved; /* how often its write failed and went to a spare range */
     int32_t direction; /* of its copy to or from the device */
     int32_t copy_error; /* of the driver, when that copy was handed to it */
     bool prefetch_failed; /* its read ahead failed: it reads for itself */
@@ -411,7 +412,11 @@ struct inf_executor {
     inf_request *held; /* seam: by due time */
     pthread_t seam_thread;
     uint64_t seam_random;
-    int64_t seam_seen[INF_OP_COUNT];
+    int64_t seam_seen; /* requests that its fault might have met */
+    inf_spare *spares; /* not used yet */
+    inf_moved_write *moves; /* that nobody has taken */
+    int32_t spare_count;
+    int32_t move_count;
     inf_span *spans;
     uint64_t span_count; /* since the last take */
     inf_exec_stats stats;
@@ -518,6 +523,10 @@ void inf_run_with_slot(struct inf_executor *ex, inf_run *run);
 void inf_run_want_slot(struct inf_executor *ex, inf_run *run);
 void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32_t reads,
                    uint32_t written, bool moves);
+/* Lays out anew which ranges of the slot are written, and to where. */
+void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other);
+/* that it reads from, or writes to */
+int32_t inf_run_drive(const inf_run *run, int32_t op);
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
 void inf_pump(struct inf_executor *ex); /* whoever changed something calls it before unlocking */
 /* its first fault stays */
@@ -567,6 +576,11 @@ void inf_prefetch_drop_all(struct inf_executor *ex);
 /* an UPDATE, first in its FIFO, waits at a closed gate */
 void inf_prefetch_hint(struct inf_executor *ex, inf_run *run);
 void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
+
+/* executor_spares.c */
+/* A write failed: it goes to a spare range. False: there is none, or the run may not move.
+ * [locked] */
+bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
 
 /* executor_failed_writes.c, all [locked] */
 /* after a failed write; false: it was something else */

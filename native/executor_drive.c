@@ -107,8 +107,12 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
     const inf_seam *seam = &ex->config.seam;
     request->inject = INF_SEAM_NONE;
     request->ask = request->bytes;
-    int64_t nth = ex->seam_seen[request->op]++;
     if (seam->fault_kind == INF_SEAM_NONE || seam->fault_op != request->op) return;
+    bool there = seam->fault_drive < 0 || seam->fault_drive == request->drive->index;
+    bool meets = request->offset < seam->fault_stop &&
+                 request->offset + request->bytes > seam->fault_start;
+    if (!there || !meets) return;
+    int64_t nth = ex->seam_seen++;
     if (nth != seam->fault_nth && !(seam->fault_persistent && nth > seam->fault_nth)) return;
     request->inject = seam->fault_kind;
     if (seam->fault_kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
@@ -249,7 +253,7 @@ void *inf_seam_main(void *argument) {
 /* ---- interface for backends and jobs --------------------------------------------------------- */
 
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {
-    inf_drive *drive = &ex->drives[run->chunk->plan.drive];
+    inf_drive *drive = &ex->drives[inf_run_drive(run, op)];
     run->cursor = 0;
     run->position = 0;
     run->start_ns = inf_now_ns();

@@ -20,6 +20,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     /* a measurement: the slot holds nothing that is missed */
     if (run->job.mask & INF_MASK_MOVE_ONLY) return false;
     assert(chunk->failed_write_mask == 0);
+    inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)]; /* before the places flip */
     chunk->failed_write = run->slot;
     chunk->failed_write_mask = run->slot.written;
     if (run->moves) inf_chunk_flip(chunk);
@@ -30,7 +31,6 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     run->slot.memory = NULL;
     inf_slot_put_by(ex, &chunk->failed_write);
     ex->stats.kept_chunks++;
-    inf_drive *drive = &ex->drives[chunk->plan.drive];
     if (!closed && !drive->stats.marked) {
         drive->stats.marked = 1;
         drive->stats.mark = run->fault;
@@ -63,7 +63,7 @@ bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
         writes = writes || (written && !inf_section_resident(chunk, s));
     }
     if (!writes) return false;
-    const inf_drive *drive = &ex->drives[chunk->drive];
+    const inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)];
     if (!drive->stats.marked) return false;
     run->faulted = true;
     run->fault = drive->stats.mark;

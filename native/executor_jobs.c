@@ -59,6 +59,20 @@ void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32
     }
 }
 
+void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other) {
+    slot->range_count[INF_OP_WRITE] = 0;
+    slot->written = written;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (written >> s & 1u)
+            range_add(slot, INF_OP_WRITE, range_of(chunk, s, other, slot->section_at[s]));
+    }
+}
+
+int32_t inf_run_drive(const inf_run *run, int32_t op) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    return op == INF_OP_WRITE && run->moves ? chunk->other_drive : chunk->drive;
+}
+
 /* What the chunk keeps in memory is not read from the drive. */
 static void plan_slot(inf_run *run) {
     inf_slot_plan(&run->slot, &run->chunk->plan,
@@ -72,7 +86,7 @@ void inf_run_fail(inf_run *run, int32_t kind, int32_t op, int32_t error, int64_t
     run->faulted = true;
     run->fault = (inf_fault){.kind = kind,
                              .op = op,
-                             .drive = run->chunk->plan.drive,
+                             .drive = inf_run_drive(run, op),
                              .error = error,
                              .offset = offset,
                              .length = length,
@@ -236,6 +250,7 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
         inf_prefetch_moved(ex, run);
         return;
     }
+    if (!reading && run->faulted && inf_run_move_failed_write(ex, run)) return;
     bool refused = reading && !run->faulted && inf_run_refused(ex, run);
     if (run->faulted || !reading || refused) {
         inf_run_finish(ex, run);

@@ -201,7 +201,7 @@ void inf_prefetch_begin(struct inf_executor *ex) {
     for (inf_prefetch *prefetch = ex->wanted.head; prefetch != NULL; prefetch = next) {
         next = prefetch->next;
         if (prefetch->chunk->fifo_head != NULL || prefetch->chunk->failed_write_mask != 0) continue;
-        if (!may_begin(ex, pool_of(ex, prefetch), prefetch->record.plan.drive)) continue;
+        if (!may_begin(ex, pool_of(ex, prefetch), prefetch->chunk->plan.drive)) continue;
         list_remove(&ex->wanted, prefetch);
         begin(ex, prefetch);
     }

@@ -21,8 +21,8 @@ static void run_promote(struct inf_executor *ex, inf_run *run) {
         from = &ex->device.copies[run->direction].queue[priority];
         to = &ex->device.copies[run->direction].queue[0];
     } else if (run->state == INF_READING || run->state == INF_WRITING) {
-        inf_drive_queue *queue = &ex->drives[run->chunk->plan.drive].queue;
         int32_t op = run->state == INF_READING ? INF_OP_READ : INF_OP_WRITE;
+        inf_drive_queue *queue = &ex->drives[inf_run_drive(run, op)].queue;
         from = &queue->jobs[op][priority];
         to = &queue->jobs[op][0];
     }

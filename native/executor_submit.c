@@ -49,7 +49,8 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
     inf_chunk_record **records = calloc((size_t)count, sizeof *records);
     int32_t error = records == NULL ? -ENOMEM : 0;
     for (int32_t i = 0; i < count && error == 0; i++) {
-        bool valid = inf_chunk_valid(&plans[i]) && plans[i].drive < ex->config.drive_count;
+        bool valid = inf_chunk_valid(&plans[i]) && plans[i].drive < ex->config.drive_count &&
+                     (plans[i].other_bytes == 0 || plans[i].other_drive < ex->config.drive_count);
         if (!valid) error = -EINVAL;
         else if ((records[i] = calloc(1, sizeof **records)) == NULL) error = -ENOMEM;
     }

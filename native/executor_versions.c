@@ -28,6 +28,7 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk) {
         chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
     /* never one that was written before, so that what is stale does not pass */
     other.generation = newest + 1;
+    other.drive = chunk->other_drive;
     other.file_offset = chunk->other_offset;
     other.file = chunk->other_file;
     other.sums_ptr = chunk->other_sums_ptr;
@@ -44,6 +45,8 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
     chunk->other_generation = was.generation;
     chunk->file_offset = was.other_offset;
     chunk->other_offset = was.file_offset;
+    chunk->drive = was.other_drive;
+    chunk->other_drive = was.drive;
     chunk->file = was.other_file;
     chunk->other_file = was.file;
     chunk->sums_ptr = was.other_sums_ptr;
@@ -162,7 +165,7 @@ int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t coun
     for (int32_t i = 0; i < count && error == 0; i++) {
         const inf_chunk_record *chunk = ex->chunks[ids[i]];
         bool known = chunk->plan.other_bytes > 0 &&
-                     inf_file_known(ex, chunk->plan.drive, files[i]) && offsets[i] >= 0;
+                     inf_file_known(ex, chunk->plan.other_drive, files[i]) && offsets[i] >= 0;
         if (!known) error = -EINVAL;
         else if (chunk->place == INF_PLACE_MOVED) error = -EPERM;
     }
@@ -184,7 +187,7 @@ bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk) {
     if (chunk->drive < 0) return true;
     if (!inf_file_known(ex, chunk->drive, chunk->file)) return false;
     if (!inf_chunk_versioned(chunk)) return true;
-    return inf_file_known(ex, chunk->drive, chunk->other_file) &&
+    return (chunk->other_bytes == 0 || inf_file_known(ex, chunk->other_drive, chunk->other_file)) &&
            inf_file_known(ex, chunk->drive, chunk->grad_file);
 }
 
@@ -199,9 +202,10 @@ int32_t inf_executor_file_add(inf_executor *ex, int32_t drive, int32_t fd) {
 }
 
 static bool lies_in(const inf_chunk *chunk, int32_t drive, int32_t file) {
-    if (chunk->drive != drive) return false;
-    return chunk->file == file ||
-           (inf_chunk_versioned(chunk) && (chunk->other_file == file || chunk->grad_file == file));
+    if (chunk->drive == drive && chunk->file == file) return true;
+    if (!inf_chunk_versioned(chunk)) return false;
+    return (chunk->other_drive == drive && chunk->other_file == file) ||
+           (chunk->drive == drive && chunk->grad_file == file);
 }
 
 int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index) {
@@ -211,6 +215,9 @@ int32_t inf_executor_file_remove(inf_executor *ex, int32_t drive, int32_t index)
     int32_t error = known ? 0 : -EINVAL;
     for (int32_t c = 0; c < ex->chunk_count && error == 0; c++) {
         if (ex->chunks[c] != NULL && lies_in(&ex->chunks[c]->plan, drive, index)) error = -EBUSY;
+    }
+    for (int32_t s = 0; s < ex->spare_count && error == 0; s++) {
+        if (ex->spares[s].drive == drive && ex->spares[s].file == index) error = -EBUSY;
     }
     if (error == 0) ex->drives[drive].fds[index] = -1;
     pthread_mutex_unlock(&ex->lock);

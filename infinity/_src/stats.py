@@ -128,7 +128,8 @@ class DriveFigures:
 
 _OF_EXECUTOR = (
     "gates_opened", "gates_escaped", "retries", "short_transfers", "rereads", "checksum_failures",
-    "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "jobs_cancelled",
+    "huge_bytes", "registered", "registered_reason", "backend", "kept_chunks", "moved_writes",
+    "jobs_cancelled",
 )  # fmt: skip
 """Executor counters that `Stats` shows as they are."""
 
@@ -179,8 +180,8 @@ class Stats:
     forward or a backward alone;
     grads_read_bytes, grads_written_bytes: of both, spilled gradients, as far as that was begun;
     registered: whether io_uring has the pools' pages registered, else registered_reason says why
-    not; kept_chunks: chunks whose write failed, which are in memory only; jobs_cancelled: reads
-    that were given up;
+    not; kept_chunks: chunks whose write failed, which are in memory only; moved_writes: writes that
+    failed and went to another place on the drives; jobs_cancelled: reads that were given up;
     written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
     step; phases: time and traffic by phase, by the names of `telemetry.PHASES`;
     updates_ahead: units that were updated in backward ahead of their step and kept,
@@ -241,6 +242,7 @@ class Stats:
     backend: str
     backend_reason: str
     kept_chunks: int
+    moved_writes: int
     jobs_cancelled: int
     written_per_step_bytes: float | None
     written_tb_per_day: float | None

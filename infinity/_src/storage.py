@@ -179,6 +179,7 @@ class Storage:
             device=device,
             shown=rank == 0,
             before_write=self.run.fill.before_write if self.run is not None else lambda: None,
+            remember_bad=self.run.remember_bad if self.run is not None else None,
         )
         undo.callback(self.store.close)
         # Before its memory goes, if an interrupt left jobs in flight.

@@ -126,7 +126,7 @@ class PinnedLayers:
         """
         # Oldest and newest of them, for the two places.
         mine = [layer for layer in self._files.layers if layer not in self._layers]
-        self._store.layers = (mine[0], mine[-1])
+        self._store.place_in((mine[0], mine[-1]))
 
     def _layer_beside(self, live: int) -> int:
         """Return a layer that no checkpoint has a part in, other than the one where the chunks are
@@ -152,15 +152,15 @@ class PinnedLayers:
     ) -> None:
         records = self._store[flat]
         wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
-        # On the chunk's own drive: both its places lie in files of one drive.
-        places = self._space.reserve_on(now["drive"][chunks].tolist(), wants)
+        # On the drive of the place before: the files and offsets of `relocate` are those of it.
+        places = self._space.reserve_on(now["other_drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
         # Nothing is copied: the place is written anew before anybody reads it.
         self._executor.relocate(
             records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
         )
         gone = {
-            (int(one["drive"]), int(one["other_offset"]), int(one["other_file"]))
+            (int(one["other_drive"]), int(one["other_offset"]), int(one["other_file"]))
             for one in now[chunks]
         }
         # Not by size: a place may have room for more than it holds yet.

@@ -3,6 +3,7 @@
     <nvme[0]>/infinity-run/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    (directory.py)
         states-<id>-<n>.rank<r>                  this rank's chunks; more after linked saves
+        bad-<id>-<n>.rank<r>                     ranges that refused a write (bad_ranges.py)
         drive1 -> <nvme[1]>/infinity-run/        for each further drive (or another number)
         fill.rank<r>                             until the first commit (fill_journal.py)
         lock.rank<r>
@@ -30,6 +31,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from infinity._src.checkpoint import bad_ranges
 from infinity._src.checkpoint.directory import (
     files_of,
     generations,
@@ -47,6 +49,7 @@ from infinity._src.checkpoint.fill_journal import (
     states_of,
 )
 from infinity._src.checkpoint.manifest import Head
+from infinity._src.memory.swap_space import SwapExtent
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import lock
 from infinity.errors import AioError
@@ -143,6 +146,19 @@ class RunFiles:
         for files in self._made:
             for file in files:
                 file.fsync()
+
+    def remember_bad(self, place: SwapExtent) -> None:
+        """Remember a range that refused a write, so that no later file of the drive gets it. Blocks
+        for the drive. A drive that refuses this, too, is only warned of.
+        """
+        # Layer 0 is of nameless files, of which nothing outlives the process.
+        if place.layer not in self.layers:
+            return
+        path = Path(self.layers[place.layer][place.drive].path)
+        try:
+            bad_ranges.remember(path, place.offset, place.size_bytes)
+        except AioError as error:
+            log.warning("%s: a bad range is not remembered after this process: %s", path, error)
 
     def states(self) -> list[tuple[int, int]]:
         """Return the inode and length of each states file."""
@@ -393,7 +409,7 @@ class RunFiles:
             for file in files:
                 file.close()
                 if not stays:
-                    remove([Path(file.path)])
+                    _unlink_states([Path(file.path)])
         self.fill.close()
         # Without an id nothing was begun, and the journal is as it was found.
         if not stays and self._id:
@@ -423,8 +439,10 @@ def _named_in(home: Path, rank: int | None = None) -> set[Path]:
 
 def _unlink_states(states: Iterable[Path]) -> None:
     """Remove states files, and the words of their owners."""
-    # The file last: one that is there is found again.
-    remove([each for path in states for each in (_sidecar(path), path)])
+    for path in states:
+        kept = bad_ranges.retire(path)
+        # The file last: one that is there is found again.
+        remove([_sidecar(path), bad_ranges.list_of(path), *([] if kept else [path])])
 
 
 def _id_of(states: Path) -> str:

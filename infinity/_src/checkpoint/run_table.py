@@ -141,7 +141,8 @@ def _of_chunks(
 
 
 def _numbers(now: npt.NDArray[np.void], field: str) -> npt.NDArray[np.int32]:
-    numbers: npt.NDArray[np.int32] = now[field] * np.int32(_DRIVES_MAX) + now["drive"]
+    drive = {"file": "drive", "other_file": "other_drive"}[field]
+    numbers: npt.NDArray[np.int32] = now[field] * np.int32(_DRIVES_MAX) + now[drive]
     return numbers
 
 

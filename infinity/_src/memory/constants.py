@@ -53,3 +53,7 @@ STORING_BYTES_MAX = 32 << 20
 SLAB_BYTES_MAX = 64 << 30
 """Memory for many things is made, and pinned, in slabs of so many bytes at most; one that is larger
 has a slab to itself."""
+
+# A drive's bad blocks come one by one; one that refuses more at once is about to go.
+SPARES_PER_DRIVE = 4
+"""Ranges of the largest place of a chunk that are kept free on each drive, for writes that fail."""

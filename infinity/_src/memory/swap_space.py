@@ -123,6 +123,8 @@ class SwapSpace:
         # Layers whose files a checkpoint has links to: their extents and lengths stay.
         self._frozen: set[int] = set()
         self._grows_later = False
+        # Extents whose owners know them by another place, which refused a write.
+        self._exchanged: dict[tuple[int, int, int], SwapExtent] = {}
         try:
             for directory in directories:
                 self.files.append(make(directory))
@@ -312,9 +314,17 @@ class SwapSpace:
 
     def free(self, place: SwapExtent) -> None:
         """Give an extent back; its file keeps its length for the next one."""
+        # The place that refused a write stays reserved, so that nobody gets it.
+        place = self._exchanged.pop((place.layer, place.drive, place.offset), place)
         # A saved run may still hold the extents of a frozen layer.
         if place.layer not in self._frozen:
             self._extents[place.layer].free(place.drive, place.offset)
+
+    def exchange(self, bad: SwapExtent, place: SwapExtent) -> None:
+        """Let the owner of `bad`, who does not know that its chunk lies at `place` now, give that
+        back by the name of the other.
+        """
+        self._exchanged[bad.layer, bad.drive, bad.offset] = place
 
     def trim(self, place: SwapExtent) -> None:
         """Shorten the extent at the offset of `place` to its size, and give the rest back to the

@@ -231,6 +231,7 @@ class StepPipeline:
             self._pending.clear()
             self._unsharder.updates_ended()
         self.raise_fault()
+        self._store.settle_moves()
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -26,9 +26,11 @@ from infinity._src.memory.heap import give_back
 from infinity._src.memory.layout import Section, aligned_section_bytes, sections_of
 from infinity._src.memory.slabs import make_slabs, split_by_size
 from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
+from infinity._src.params.spare_ranges import SpareRanges
 from infinity._src.params.unit import Flat
 from infinity.aio import CHUNK, JOB, Executor, Format, JobKind, Priority, Slab, Ticket
 from infinity.aio._records import PIECE_NUMEL, GradSection, Master, NumelT, piece_count
+from infinity.aio._spares import MovedWrite
 from infinity.errors import AioError
 
 PLACES = (("file_offset", "file"), ("other_offset", "other_file"), ("grad_offset", "grad_file"))
@@ -147,6 +149,7 @@ class ShardRecords:
         self.places.extend(place for place in places if place is not None)
         # All extents of a chunk lie on one drive: they were reserved together.
         record["drive"] = next(place.drive for place in places if place is not None)
+        record["other_drive"] = record["drive"]
         for place, (offset, file) in zip(places, PLACES, strict=False):
             if place is not None:
                 record[offset], record[file] = place.offset, place.layer
@@ -196,7 +199,7 @@ def unplaced(
     )
     records["key"] = key + np.arange(len(spans), dtype=np.uint64)
     # -1: no place yet. A section that keeps it is resident.
-    records["drive"] = records["section_at"] = -1
+    records["drive"] = records["other_drive"] = records["section_at"] = -1
     for offset, _ in PLACES:
         records[offset] = -1
     records["format"], records["section_count"], records["piece_numel"] = (
@@ -269,7 +272,8 @@ class StateStore:
     sums_on: keep checksums, which the executor then verifies. generations: of what optimizers hold,
     1 or 2; layers: those of the swap space where first and second places lie. In layers of their
     own everything has two. shown: whether long waits show progress. before_write: called before
-    states are written.
+    states are written. remember_bad: notes a range that refused a write; None: nothing outlives the
+    process.
     """
 
     def __init__(
@@ -283,6 +287,7 @@ class StateStore:
         device: Device | None = None,
         shown: bool = False,
         before_write: Callable[[], None] = lambda: None,
+        remember_bad: Callable[[SwapExtent], None] | None = None,
     ) -> None:
         self._executor = executor
         self._shown = shown
@@ -293,6 +298,11 @@ class StateStore:
         self._sums_on = sums_on
         self._generations = generations
         self.layers = layers
+        self._spares = (
+            SpareRanges(executor, space, layer=layers[-1], remember=remember_bad)
+            if space is not None and space.files
+            else None
+        )
         self._slabs: dict[Slab, int] = {}  # and how many of its bytes are in use
         self._flats: dict[Flat, ShardRecords] = {}
         self._key = 0
@@ -353,6 +363,7 @@ class StateStore:
             or self._masks_of(flat) != list(masks[index])
         ]
         self.will_write([flats[index] for index in changed])
+        self.settle_moves()
         # Slots of writes that failed hold the only copy, and go with the old chunks: written now,
         # or the drive's error is raised while nothing has changed.
         if changed and self._executor.stats().kept_chunks:
@@ -383,6 +394,7 @@ class StateStore:
             # Removed when it is moved, and not before: the handler above frees what is in `made`.
             now = made.pop(0)
             self._flats[now.flat] = now
+            self.settle_moves()
             self._drop(old[now.flat], stays=now)
 
     def will_write(self, flats: Sequence[Flat]) -> None:
@@ -569,8 +581,38 @@ class StateStore:
         """Bring the records of versioned chunks up to date: which place is live now. Nothing may
         be pending.
         """
-        if shard.versioned:
+        if shard.versioned or self.moved_writes:
             shard.records[:] = self._executor.look(shard.ids)
+
+    @property
+    def moved_writes(self) -> int:
+        """Writes that failed and went to another place, as far as `settle_moves` has seen them."""
+        return self._spares.moved_writes if self._spares is not None else 0
+
+    def settle_moves(self) -> None:
+        """Take note of writes that went to other places than their own. Nothing may be pending."""
+        if self._spares is not None:
+            self._spares.settle(self._adopt)
+
+    def place_in(self, layers: tuple[int, int]) -> None:
+        """Put new places into these layers from now on."""
+        self.layers = layers
+        if self._spares is not None:
+            self._spares.rehome(layers[-1])
+
+    def _adopt(self, move: MovedWrite, bad: SwapExtent, spare: SwapExtent) -> bool:
+        """Put `spare` in the place of `bad` among the extents of the flat that has it."""
+        key = (bad.layer, bad.drive, bad.offset)
+        for shard in self._flats.values():
+            # Keys of a flat's chunks follow one another.
+            if not 0 <= move.key - int(shard.records["key"][0]) < len(shard.records):
+                continue
+            for at, place in enumerate(shard.places):
+                if (place.layer, place.drive, place.offset) == key:
+                    shard.places[at] = spare
+                    self.nvme_bytes += spare.size_bytes - place.size_bytes
+                    return True
+        return False
 
     def commit_named_places(self) -> None:
         """Note that a commit which outlives the process has named all places in use.
@@ -653,6 +695,9 @@ class StateStore:
                 undo.callback(self._executor.drop, shard.ids)
             # Nothing may raise below: the chunks are the store's from here on.
             undo.pop_all()
+        if self._spares is not None:
+            runs = (shard.records["run_bytes"].max(initial=0) for shard in planned)
+            self._spares.fill(max(map(int, runs), default=0))
         self.nvme_bytes += sum(place.size_bytes for place in fresh)
         self._unpinned += slabs
         for slab in slabs:

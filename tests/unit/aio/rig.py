@@ -21,6 +21,7 @@ from infinity._src import native
 from infinity.aio import _records as records
 from infinity.aio._executor import Executor
 from infinity.aio._handles import load_uring
+from infinity.aio._spares import SPARE
 from infinity.errors import AioError
 
 Array = npt.NDArray[Any]
@@ -97,6 +98,7 @@ class Rig:
         spilled: bool = False,
         versioned: bool = False,
         zeros: int = 0,
+        spares: int | Sequence[int] = 0,
         files: Sequence[aio.SwapFile] | None = None,
         **options: Any,
     ) -> None:
@@ -136,8 +138,19 @@ class Rig:
             [self.chunk_record(i, checksums=checksums) for i in range(chunk_count)]
         )
         self.ids = self.executor.define(self.chunks)
+        self._give_spares([spares] * len(self.files) if isinstance(spares, int) else spares)
         self._keep: list[Any] = []
         self.flags = 0  # MASK_DEVICE: callers' memory is on a device
+
+    def _give_spares(self, counts: Sequence[int]) -> None:
+        """Give the executor so many spare ranges on each drive, behind the chunks."""
+        given = np.zeros(sum(counts), dtype=SPARE)
+        drives = np.repeat(np.arange(len(counts)), counts)
+        for spare, drive in zip(given, drives.tolist(), strict=True):
+            file = self.files[drive]
+            spare["drive"], spare["offset"], spare["bytes"] = drive, file.size_bytes, self.run_bytes
+            file.grow(file.size_bytes + self.run_bytes)
+        self.executor.add_spares(given)
 
     def chunk_record(self, index: int, *, checksums: bool) -> Array:
         """The CHUNK record of one chunk; its run holds what is not resident."""
@@ -172,6 +185,7 @@ class Rig:
         if record["run_bytes"]:
             record["other_file"], record["other_offset"] = 1, index * self.run_bytes
             record["other_bytes"] = record["run_bytes"]
+            record["other_drive"] = record["drive"]
         for section in range(states):
             memory = self.memory[index][section]
             if memory is not None:

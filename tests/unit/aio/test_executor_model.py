@@ -59,6 +59,8 @@ class ExecutorMachine(RuleBasedStateMachine):
     backend = ""
     faults = TRANSPARENT
     fails = False
+    # Spare ranges on each drive. Then only whole places are written, and bad blocks go unnoticed.
+    spares = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,6 +83,7 @@ class ExecutorMachine(RuleBasedStateMachine):
         fault = data.draw(self.faults)
         if fault is not None and fault.kind == "bitflip" and verify != "full":
             fault = None  # a flip that is not looked for is not seen
+        self.spilled = spilled and not self.spares
         self.directory = tempfile.TemporaryDirectory()
         self.rng = np.random.default_rng(0)
         self.rig = Rig(
@@ -92,13 +95,14 @@ class ExecutorMachine(RuleBasedStateMachine):
             verify=verify,
             piece=128,
             pools=pools,
-            spilled=spilled,
+            spilled=self.spilled,
             versioned=versioned,
             zeros=zeros,
+            spares=self.spares,
             hold_s=0.005,
             seam=aio.Seam(delay_us_max=delay_us_max, seed=1, fault=fault),
         )
-        self.spilled, self.versioned = spilled, versioned
+        self.versioned = versioned
         self.committed: list = [None] * CHUNKS  # the states as they were
         self.model = [[np.zeros(NUMEL, dtype) for dtype in self.rig.dtypes] for _ in range(CHUNKS)]
         # What is known to be zeros is never written, and is read as zeros all the same.
@@ -120,7 +124,7 @@ class ExecutorMachine(RuleBasedStateMachine):
 
     @rule(index=INDEX, mask=st.integers(1, 31))
     def store(self, index: int, mask: int) -> None:
-        mask = mask & self.everything or 1
+        mask = self.everything if self.spares else mask & self.everything or 1
         value = self.random_chunk()
         self.rig.store({index: value}, mask=mask)
         self.model[index] = [
@@ -296,7 +300,7 @@ class ExecutorMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_has_failed(self) -> None:
         if self.rig is not None and not self.fails:
-            assert self.rig.executor.fault() is None
+            assert self.rig.executor.fault() is None, self.rig.executor.fault()
 
     def teardown(self) -> None:
         if self.rig is None:
@@ -368,3 +372,16 @@ def test_a_write_that_fails_once_never_gives_wrong_data(name):
         errno=st.sampled_from([errno.EIO, errno.ENXIO]),
     )
     run(type("Machine", (ExecutorMachine,), {"backend": name, "faults": faults, "fails": True}), 15)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_bad_blocks_go_unnoticed_where_there_are_spare_ranges(name):
+    faults = st.builds(
+        lambda start, persistent, nth: aio.Fault(
+            "write", nth, persistent=persistent, start=start, stop=start + 1
+        ),
+        start=st.integers(0, CHUNKS * 12 * NUMEL - 1),
+        persistent=st.booleans(),
+        nth=st.integers(0, 3),
+    )
+    run(type("Machine", (ExecutorMachine,), {"backend": name, "faults": faults, "spares": 4}), 25)

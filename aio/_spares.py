@@ -1,0 +1,39 @@
+"""Spare ranges, and the record of a write that went to one because its own range refused it.
+
+An executor that has spare ranges writes a chunk there whose own place fails, of its drive first,
+then of another (native/executor_spares.c). The caller gives ranges ahead of their time, takes the
+moves afterwards, and never uses a range that failed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from infinity.errors import AioError
+
+SPARE: Final = np.dtype(
+    [("drive", "<i4"), ("file", "<i4"), ("offset", "<i8"), ("bytes", "<i8")],
+)
+"""`inf_spare`. `file`: of the drive's files in the executor. offset, bytes: multiples of 4096."""
+
+
+@dataclass(frozen=True)
+class MovedWrite:
+    """A chunk's place that refused a write, the range that is its place now, and the error.
+
+    chunk: its id; key: of the chunk, since an id may be given again. size_bytes: of the place.
+    """
+
+    chunk: int
+    key: int
+    drive: int
+    file: int
+    offset: int
+    to_drive: int
+    to_file: int
+    to_offset: int
+    size_bytes: int
+    error: AioError

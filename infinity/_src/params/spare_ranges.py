@@ -1,0 +1,157 @@
+"""Spare ranges of the swap files, to which the executor writes what their own place refused.
+
+    fill       some on each drive, before anything fails: a failing drive has no room to give
+    settle     after moves: the chunk's extent is the spare one, the bad one is never used again,
+               one warning says so, and other spare ranges take their place
+    rehome     a checkpoint has links to the files that they are in: others, in new files
+
+The executor moves by itself (native/executor_spares.c), amid a step. What it did is settled between
+steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from infinity._src.memory.constants import SPARES_PER_DRIVE
+from infinity._src.memory.swap_space import ExtentRequest, SwapExtent, SwapSpace
+from infinity._src.sizes import format_size
+from infinity.aio import Executor
+from infinity.aio._spares import SPARE, MovedWrite
+from infinity.errors import AioError
+
+log = logging.getLogger("infinity.memory")
+
+Adopt = Callable[[MovedWrite, SwapExtent, SwapExtent], bool]
+"""Puts the second extent in the place of the first, where a chunk has that. Returns False if none
+has."""
+
+
+class SpareRanges:
+    """The spare ranges of one executor. One thread uses them at a time.
+
+    layer: of the swap space, in which they lie at first. remember: notes a bad range; None: nothing
+    outlives the process.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        space: SwapSpace,
+        *,
+        layer: int,
+        remember: Callable[[SwapExtent], None] | None,
+    ) -> None:
+        self._executor = executor
+        self._space = space
+        self._layer = layer
+        self._remember = remember
+        self._size_bytes = 0
+        self._held: dict[tuple[int, int, int], SwapExtent] = {}
+        # Extents that refused a write. They stay reserved, so that nobody gets them.
+        self._bad: list[SwapExtent] = []
+        self._told_full = False
+        self.moved_writes = 0
+
+    @property
+    def bad_bytes(self) -> int:
+        """Bytes of the ranges that refused a write."""
+        return sum(place.size_bytes for place in self._bad)
+
+    def fill(self, size_bytes: int = 0) -> None:
+        """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
+
+        Where a drive has no room there are fewer, and a warning says so.
+        """
+        if size_bytes > self._size_bytes:
+            # Those that are there would not take the larger place.
+            self._release()
+            self._size_bytes = size_bytes
+        if not self._size_bytes:
+            return
+        there = Counter(place.drive for place in self._held.values())
+        wanted = [
+            drive
+            for drive in range(len(self._space.files))
+            for _ in range(SPARES_PER_DRIVE - there[drive])
+        ]
+        fresh: list[SwapExtent] = []
+        for drive in wanted:
+            try:
+                fresh += self._space.reserve_on(
+                    [drive], [ExtentRequest(self._size_bytes, self._layer)]
+                )
+            except AioError as error:
+                self._tell_full(error)
+        self._give(fresh)
+
+    def rehome(self, layer: int) -> None:
+        """Have the ranges in files of this layer from now on."""
+        if layer != self._layer:
+            self._release()
+            self._layer = layer
+            self.fill()
+
+    def settle(self, adopt: Adopt) -> None:
+        """Take note of the writes that went to spare ranges. `adopt` has the chunks' extents."""
+        moves = self._executor.take_moved_writes()
+        for move in moves:
+            spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
+            bad = SwapExtent(move.drive, move.offset, move.size_bytes, move.file)
+            if not adopt(move, bad, spare):
+                # Its owner gives the extent back by the place that it knows.
+                self._space.exchange(bad, spare)
+            self._bad.append(bad)
+            if self._remember is not None:
+                self._remember(bad)
+        if moves:
+            self.moved_writes += len(moves)
+            self.fill()
+            self._tell(moves)
+
+    def _tell(self, moves: Sequence[MovedWrite]) -> None:
+        there = Counter(place.drive for place in self._held.values())
+        for drive in sorted({move.drive for move in moves}):
+            here = [move for move in moves if move.drive == drive]
+            first, path = here[0], self._space.files[drive].path
+            others = f", and {len(here) - 1} more" if len(here) > 1 else ""
+            log.warning(
+                "%s refused a write of %s at offset %d%s (%s). It was written to %s at offset %d; "
+                "no byte is lost. The range is not used again: %s are out of use on all drives, "
+                "and %d spare ranges are left on this one. Look at the drive's health",
+                path,
+                format_size(first.size_bytes),
+                first.offset,
+                others,
+                first.error,
+                self._space.files[first.to_drive].path,
+                first.to_offset,
+                format_size(self.bad_bytes),
+                there[drive],
+            )
+
+    def _tell_full(self, error: AioError) -> None:
+        # Once: a drive that is full stays so, and each step would say it again.
+        if not self._told_full:
+            self._told_full = True
+            log.warning(
+                "no room for spare ranges, so a write that fails may end the run: %s", error
+            )
+
+    def _give(self, places: Sequence[SwapExtent]) -> None:
+        records = np.zeros(len(places), dtype=SPARE)
+        for record, place in zip(records, places, strict=True):
+            record["drive"], record["file"] = place.drive, place.layer
+            record["offset"], record["bytes"] = place.offset, place.size_bytes
+            self._held[place.layer, place.drive, place.offset] = place
+        self._executor.add_spares(records)
+
+    def _release(self) -> None:
+        """Take back what no write has used."""
+        for spare in self._executor.take_spares():
+            key = (int(spare["file"]), int(spare["drive"]), int(spare["offset"]))
+            self._space.free(self._held.pop(key))
