@@ -37,8 +37,8 @@ Promises, the same for both backends:
 - Spare ranges. A write of a whole place that fails goes to a spare range, if `add_spares` gave
   some: of its drive, then of another one. Its chunk's place is there from then on, and nothing
   fails; `take_moved_writes` tells of it.
-- Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads the
-  chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it are
+- Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads
+  the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it are
   refused with the same fault, until `recover`.
 - Invalid chunks. A STORE or UPDATE that failed otherwise, or was refused, leaves its chunk invalid:
   the value it should hold exists nowhere. Later FETCH and UPDATE jobs on it fail with the same
@@ -128,6 +128,7 @@ def _config(
         config.seam.fault_op = 0 if seam.fault.op == "read" else 1
         config.seam.fault_errno = seam.fault.errno
         config.seam.fault_persistent = seam.fault.persistent
+        config.seam.fault_lasting = seam.fault.lasting
         config.seam.fault_drive = -1 if seam.fault.drive is None else seam.fault.drive
         config.seam.fault_start = seam.fault.start
         config.seam.fault_stop = _I64_MAX if seam.fault.stop is None else seam.fault.stop

@@ -76,12 +76,13 @@ class ExecutorStats:
 
     `wait_s` is time that callers spent blocked in `Ticket.wait`; `compute_s` the time of verify,
     update and copy on workers. `rereads` counts runs that were read again because a checksum did
-    not match; `checksum_failures` those that still did not. `registered` says whether the slab's
-    pages are registered with io_uring, `registered_reason` why not; `huge_bytes` how much of it
-    huge pages back. `backend_reason`: as `Executor.backend_reason`. `kept_chunks`: chunks whose
-    write failed and whose contents are in memory only; `moved_writes`: writes that failed and went
-    to a spare range. `jobs_cancelled`: fetches that were given
-    up. `reads_ahead`: chunks that idle slots began to read for later UPDATEs;
+    not match, or the drive failed; `checksum_failures` those whose checksums still did not match.
+    `registered` says whether the slab's pages are registered with io_uring, `registered_reason` why
+    not; `huge_bytes` how much of it huge pages back. `backend_reason`: as
+    `Executor.backend_reason`. `kept_chunks`: chunks whose write failed and whose contents are in
+    memory only; `moved_writes`: writes that failed and went to a spare range. `jobs_cancelled`:
+    fetches that were given up. `reads_ahead`: chunks that idle slots began to read for later
+    UPDATEs;
     `reads_ahead_dropped`: reads ahead that served no UPDATE. `to_device_bytes`,
     `from_device_bytes`: copied to and from the attached device; `..._s`: time while at least one
     such copy was under way.

@@ -26,6 +26,9 @@ class Fault:
     is transferred), "zero" (the request returns 0), "bitflip" (one bit of what was read, or of what
     is written, is flipped).
 
+    lasting: what the same job does to make up for it fails, too: it reads again, or writes to a
+    spare range.
+
     drive, start, stop: only requests of this drive, and that meet bytes [start, stop) of any of its
     files, count and fail. A bad block is `persistent`, from the first such request on.
     """
@@ -35,6 +38,7 @@ class Fault:
     kind: str = "errno"
     errno: int = 5
     persistent: bool = False
+    lasting: bool = False
     drive: int | None = None
     start: int = 0
     stop: int | None = None

@@ -130,6 +130,7 @@ typedef struct {
     int32_t fault_op;
     int32_t fault_errno;
     int32_t fault_persistent;
+    int32_t fault_lasting;
     int32_t null_batch;
     int32_t null_computes;
 } inf_seam;

@@ -413,6 +413,7 @@ struct inf_executor {
     pthread_t seam_thread;
     uint64_t seam_random;
     int64_t seam_seen; /* requests that its fault might have met */
+    const inf_run *seam_run; /* that it met */
     inf_spare *spares; /* not used yet */
     inf_moved_write *moves; /* that nobody has taken */
     int32_t spare_count;

@@ -113,7 +113,13 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
                  request->offset + request->bytes > seam->fault_start;
     if (!there || !meets) return;
     int64_t nth = ex->seam_seen++;
-    if (nth != seam->fault_nth && !(seam->fault_persistent && nth > seam->fault_nth)) return;
+    const inf_run *run = request->run;
+    bool repeats = run->moved > 0 || run->reread;
+    if (nth == seam->fault_nth) ex->seam_run = run;
+    else if (ex->seam_run == run && !repeats) ex->seam_run = NULL; /* another one, in its memory */
+    bool lasts = seam->fault_lasting && ex->seam_run == run && repeats;
+    bool persists = seam->fault_persistent && nth > seam->fault_nth;
+    if (nth != seam->fault_nth && !persists && !lasts) return;
     request->inject = seam->fault_kind;
     if (seam->fault_kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
         request->ask = request->bytes / 2 & ~(int64_t)(INF_SECTOR - 1);

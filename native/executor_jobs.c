@@ -238,6 +238,19 @@ static int64_t run_bytes(const inf_run *run, int32_t op) {
     return bytes;
 }
 
+/* A read that failed is repeated once: drives answer again after a reset, or from another copy. */
+static bool read_again(struct inf_executor *ex, inf_run *run) {
+    bool drive = run->fault.kind == INF_FAULT_ERRNO || run->fault.kind == INF_FAULT_SHORT;
+    if (!drive || run->reread || ex->cancelled || ex->drives[run->chunk->plan.drive].dead != 0)
+        return false;
+    run->reread = true;
+    run->faulted = false;
+    run->fault = (inf_fault){0};
+    ex->stats.rereads++;
+    inf_drive_queue_run(ex, run, INF_OP_READ);
+    return true;
+}
+
 void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     bool reading = run->state == INF_READING;
     assert(run->blocks_in_flight == 0 && (reading || run->state == INF_WRITING));
@@ -251,6 +264,7 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
         return;
     }
     if (!reading && run->faulted && inf_run_move_failed_write(ex, run)) return;
+    if (reading && run->faulted && read_again(ex, run)) return;
     bool refused = reading && !run->faulted && inf_run_refused(ex, run);
     if (run->faulted || !reading || refused) {
         inf_run_finish(ex, run);

@@ -231,7 +231,7 @@ def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, k
     for nth in (24, 51, 78):
         place = tmp_path / str(nth)
         model, optimizer = made(
-            place, update=update, seam=Seam(fault=Fault("write", nth, kind=kind))
+            place, update=update, seam=Seam(fault=Fault("write", nth, kind=kind, lasting=True))
         )
         index = 0
         for _ in range(6):  # what was damaged at rest is undone every time

@@ -335,7 +335,7 @@ def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batche
     before = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
 
-    seam = Seam(fault=Fault("write", before + nth))
+    seam = Seam(fault=Fault("write", before + nth, lasting=True))
     model = offload(small(), policy(tmp_path, update=update, **PLACEMENTS["nvme min"]), _seam=seam)
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
     got, undone = [], 0
@@ -392,7 +392,7 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     writes = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
     model = offload(
-        small(), slow, _seam=Seam(fault=Fault("write", writes + 4), write_bytes_per_s=5e6)
+        small(), slow, _seam=Seam(fault=Fault("write", writes + 4, lasting=True), write_bytes_per_s=5e6)
     )
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
     theirs = run(*plain(tmp_path))

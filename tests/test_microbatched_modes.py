@@ -212,10 +212,10 @@ def failing(error: type[Exception]) -> Callable[[nn.Module, int], Any]:
 FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
     # The second slice of the second block.
     "a slice's input is written": (
-        Fault("write", 4),
+        Fault("write", 4, lasting=True),
         {"params": "cpu", "optim": "cpu", "activations": "nvme"},
     ),
-    "weights are read inside of a slice": (Fault("read", 9), {**NVME, "unit_bytes_max": 4096}),
+    "weights are read inside of a slice": (Fault("read", 9, lasting=True), {**NVME, "unit_bytes_max": 4096}),
 }
 
 
@@ -259,7 +259,7 @@ def test_a_step_that_a_fault_met_is_undone_and_comes_again(tmp_path: Path) -> No
 
     with harness.one_thread():
         losses, values, (_, writes) = trained(None)
-        again, others, (undone, _) = trained(Seam(fault=Fault("write", writes - 3)))
+        again, others, (undone, _) = trained(Seam(fault=Fault("write", writes - 3, lasting=True)))
     assert undone == 1
     assert again == losses
     assert all(torch.equal(others[name], value) for name, value in values.items())

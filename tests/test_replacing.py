@@ -186,7 +186,8 @@ def test_gradients_outlive_a_new_placement_that_fails(how: str, tmp_path: Path) 
     reads = taken_later(how, chosen).requests["read"]
     assert len(reads) > 4
     for share in (0.0, 0.3, 0.6, 0.9):
-        found = taken_later(how, chosen, Seam(fault=Fault("read", reads[int(share * len(reads))])))
+        fault = Fault("read", reads[int(share * len(reads))], lasting=True)
+        found = taken_later(how, chosen, Seam(fault=fault))
         assert found.failed
         assert_same(found, taken_early(how))
 
@@ -285,7 +286,8 @@ def test_a_read_that_fails_while_gradients_get_memory_costs_that_call_only(
     chosen = policy(tmp_path, ram=between(), update="backward")
     reads = requests_meanwhile()["read"]
     assert len(reads) > 4
-    found = accumulated(chosen, Seam(fault=Fault("read", reads[int(share * len(reads))])))
+    fault = Fault("read", reads[int(share * len(reads))], lasting=True)
+    found = accumulated(chosen, Seam(fault=fault))
     assert found.failed
     assert_same(found, accumulated_in_ram())
 
@@ -339,7 +341,7 @@ def test_a_write_that_fails_while_gradients_get_memory_is_said_at_every_later_st
     assert len(writes) > 20
     result, fault = (
         Placed(),
-        Fault("write", writes[int(share * len(writes))], persistent=persistent),
+        Fault("write", writes[int(share * len(writes))], persistent=persistent, lasting=True),
     )
     with harness.one_thread():
         model = offload(models.make(deep), chosen, _seam=Seam(fault=fault))

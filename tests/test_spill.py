@@ -334,7 +334,7 @@ def test_training_goes_on_after_a_write_that_failed_once(
     batches = models.token_batches(3)
 
     def losses(nth: int | None) -> tuple[list[float], int]:
-        seam = None if nth is None else Seam(fault=Fault("write", nth))
+        seam = None if nth is None else Seam(fault=Fault("write", nth, lasting=True))
         chosen = policy(
             tmp_path,
             ram=least(Training(deep), generations=values.get("generations", 1)),

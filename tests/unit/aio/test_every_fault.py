@@ -136,8 +136,11 @@ def error_types(op: str, name: str, *, persistent: bool) -> set[type[AioError]]:
     if name == "short":
         return {ShortTransferError} if persistent else set()
     if name == "zero":
-        return {SwapFullError} if op == "write" else {ShortTransferError}
-    return {DeviceFailedError}
+        allowed = {SwapFullError} if op == "write" else {ShortTransferError}
+    else:
+        allowed = {DeviceFailedError}
+    # A read that failed is repeated.
+    return allowed if persistent or op == "write" else set()
 
 
 def check_ended(run: Run) -> None:

@@ -94,7 +94,7 @@ def test_bits_that_flip_in_every_read_are_a_checksum_error(make_rig, rng):
 
 
 def test_an_update_that_failed_to_read_leaves_no_stale_values_behind(make_rig, rng):
-    rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0)))
+    rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
     value = random_chunk(rng)
     rig.store({0: value}).wait()
     ticket = rig.update({0: np.ones(NUMEL, dtype=np.float32)})
@@ -118,7 +118,7 @@ def test_an_update_that_failed_to_read_leaves_no_stale_values_behind(make_rig, r
 def test_an_update_that_could_not_run_leaves_no_section_at_its_old_value(make_rig, rng):
     """Some sections were lost before: the update fails for them, and the others are not what it
     should have left."""
-    rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0)))
+    rig = make_rig(chunk_count=2, seam=aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
     value, grad = random_chunk(rng), np.ones(NUMEL, dtype=np.float32)
     rig.store({0: value}).wait()
     assert outcome(rig.update({0: grad})) is not None
@@ -130,7 +130,7 @@ def test_an_update_that_could_not_run_leaves_no_section_at_its_old_value(make_ri
 
 
 def test_a_fetch_that_failed_harms_nothing(make_rig, rng):
-    rig = make_rig(seam=aio.Seam(fault=aio.Fault("read", 0)))
+    rig = make_rig(seam=aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
     value = random_chunk(rng)
     rig.store({0: value}).wait()
     with pytest.raises(DeviceFailedError):

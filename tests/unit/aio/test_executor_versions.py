@@ -107,7 +107,7 @@ def test_a_step_that_fails_can_be_undone_and_done_again(
     grad = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
     struck = 0
     for nth in range(60):
-        seam = aio.Seam(fault=aio.Fault(op, nth, errno=errno.EIO))
+        seam = aio.Seam(fault=aio.Fault(op, nth, errno=errno.EIO, lasting=True))
         rig = Rig(tmp_path, backend, chunk_count=2, drive_count=2, versioned=True, seam=seam)
         try:
             rng = np.random.default_rng(0)

@@ -118,7 +118,7 @@ def _read(file: aio.SwapFile, offset: int, size_bytes: int) -> bytes:
 
 
 def test_a_fault_says_where_past_42_bits(files):
-    fault = aio.Fault("read", nth=3, errno=errno.EIO)
+    fault = aio.Fault("read", nth=3, errno=errno.EIO, lasting=True)
     with null_executor(files[:1], fault=fault) as executor:
         ids = executor.define(far_chunks(files[:1], 8))
         ticket = executor.submit(jobs_on(ids, records.JobKind.FETCH), priority=aio.Priority.DEMAND)

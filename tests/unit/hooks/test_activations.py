@@ -459,7 +459,10 @@ def test_a_fault_names_the_input_and_the_step_can_be_repeated(
 ) -> None:
     kind = "errno" if op == "write" else "bitflip"
     place = make_place(
-        seam=Seam(fault=Fault(op=op, nth=3, kind=kind, persistent=op == "read"), delay_us_max=2000)
+        seam=Seam(
+            fault=Fault(op=op, nth=3, kind=kind, persistent=op == "read", lasting=True),
+            delay_us_max=2000,
+        )
     )
     weight, expected = weight_of(), weight_of()
     with pytest.raises(AioError, match="input of a checkpointed call cannot be") as caught:

@@ -305,7 +305,7 @@ def test_a_parameter_whose_write_failed_is_not_lost_to_a_conversion(
 ) -> None:
     """Its only copy is in a slot of the chunk that the conversion replaces; and the write that was
     refused beside it has left its chunk without a value."""
-    seam = Seam(fault=Fault("write", 0, errno=5, persistent=persistent))
+    seam = Seam(fault=Fault("write", 0, errno=5, persistent=persistent, lasting=True))
     with make_store(tmp_path, "threads", seam=seam) as store:
         flat = make_flat(Unit(0, "u", ()), 0, torch.bfloat16)
         count = len(flat.layout.chunks)

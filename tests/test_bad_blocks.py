@@ -1,0 +1,134 @@
+"""Blocks of the drives that refuse every write: training goes on elsewhere, and its bits are those
+of a run on good drives. Also reads that fail once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import infinity as inf
+from infinity._src.checkpoint import bad_ranges
+from infinity._src.hooks import activation_offload
+from infinity.aio import Fault, Seam
+from infinity.errors import AioError
+from tests import harness, models
+from tests.crashes import digest, step
+from tests.durable_runs import close, die, made, run_files, undisturbed
+from tests.harness import Training
+
+NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
+LLAMA = Training(models.llama, steps=4, accumulation=1, max_norm=1.0)
+RUNS = {
+    "one generation": {},
+    "two generations": {"generations": 2},
+    "in backward": {"generations": 2, "update": "backward"},
+    "threads": {"io_backend": "threads"},
+    "part of it resident": {"resident": {"params": 0.5, "optim": 0.5}},
+    "activations": {"activations": "nvme"},
+}
+
+
+def bad_block(offset: int, *, nth: int = 0, drive: int | None = None) -> Seam:
+    """A block that refuses every write, from the nth on."""
+    return Seam(
+        fault=Fault("write", nth, persistent=True, drive=drive, start=offset, stop=offset + 4096)
+    )
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_bad_block_changes_no_bit(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 256)
+    training = dataclasses.replace(LLAMA, checkpointing=name == "activations")
+    policy = inf.Policy(nvme=tmp_path, **{**NVME, **RUNS[name]})
+    with caplog.at_level(logging.WARNING, logger="infinity"):
+        # Good at first: it holds states when it goes bad.
+        ours = harness.offloaded(training, policy, seam=bad_block(200_000, nth=1))
+    harness.assert_equal(ours, harness.reference(training))
+    assert (ours.stats.moved_writes, ours.stats.kept_chunks) == (1, 0)
+    (told,) = [text for text in caplog.messages if "refused a write" in text]
+    assert str(tmp_path) in told
+    assert "4 spare ranges are left" in told
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@given(block=st.integers(0, 250), nth=st.integers(0, 4), drive=st.integers(0, 1))
+def test_any_block_of_any_drive(block: int, nth: int, drive: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        drives = [Path(directory) / name for name in ("a", "b")]
+        for each in drives:
+            each.mkdir()
+        policy = inf.Policy(nvme=drives, generations=2, **NVME)
+        ours = harness.offloaded(LLAMA, policy, seam=bad_block(4096 * block, nth=nth, drive=drive))
+    harness.assert_equal(ours, harness.reference(LLAMA))
+    assert ours.stats.moved_writes <= 1
+
+
+def test_a_read_that_fails_once_is_repeated(tmp_path: Path) -> None:
+    policy = inf.Policy(nvme=tmp_path, **NVME)
+    for nth in (10, 60, 120):
+        ours = harness.offloaded(LLAMA, policy, seam=Seam(fault=Fault("read", nth)))
+        harness.assert_equal(ours, harness.reference(LLAMA))
+        assert ours.stats.checksum_failures == 0
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: str) -> None:
+    wanted = undisturbed()
+    model, optimizer = made(tmp_path, update=update, seam=bad_block(50_000, nth=1))
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert inf.handle(model).stats().moved_writes >= 1
+    assert digest(model) == wanted[3]
+    die(model)
+    listed = [
+        path.with_name(path.name[1:].removesuffix(".bad"))
+        for path in (tmp_path / "infinity-run").glob(".*.bad")
+    ]
+    ranges = {path.name: bad_ranges.known(path) for path in listed}
+    assert ranges
+    assert all(start <= 50_000 + 4096 and stop > 50_000 for ((start, stop),) in ranges.values())
+    # The next process has files of its own; that with the bad block keeps the block, and no more.
+    model, optimizer = made(tmp_path, update=update)
+    assert inf.restore(model, optimizer, tmp_path).step == 3
+    assert digest(model) == wanted[3]
+    for index in range(3, 5):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert digest(model) == wanted[5]
+    for name, ((start, stop),) in ranges.items():
+        kept = tmp_path / "infinity-run" / f"bad-{name.removeprefix('states-')}"
+        assert kept.stat().st_blocks * 512 <= stop - start + 4096
+    close(model)
+    assert not [name for name in run_files(tmp_path) if name.endswith(".bad")]
+
+
+def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_path: Path) -> None:
+    states = tmp_path / "states-0123456789abcdef-1.rank0"
+    states.write_bytes(b"\1" * 65536)
+    for offset in (8192, 4096, 40960):
+        bad_ranges.remember(states, offset, 4096)
+    with bad_ranges.list_of(states).open("ab") as file:
+        file.write(b'{"offset": 0, "size')
+    assert bad_ranges.known(states) == [(4096, 12288), (40960, 45056)]
+    assert bad_ranges.retire(states)
+    assert not states.exists()
+    data = (tmp_path / "bad-0123456789abcdef-1.rank0").read_bytes()
+    assert [at for at in range(0, 65536, 4096) if data[at]] == [4096, 8192, 40960]
+
+
+def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:
+    states, other = tmp_path / "states-0123456789abcdef-1.rank0", tmp_path / "other"
+    other.write_bytes(b"")
+    bad_ranges.list_of(states).symlink_to(other)
+    with pytest.raises(AioError):
+        bad_ranges.remember(states, 0, 4096)
+    assert other.read_bytes() == b""
