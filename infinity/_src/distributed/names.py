@@ -10,9 +10,9 @@ Rank 0's name reaches the ranks of its node and its counterparts on the other no
 the others through the counterpart on their node. So naming the queue needs no messages of its own:
 a rank only waits for its parent's name before it sends its own.
 
-With its name a rank says whether it lacks what the collective needs of it. Where one does, no rank
-runs it. With several nodes of several ranks that takes one exchange more, since no rank hears of
-all others directly; only collectives that a rank may refuse pay for it.
+With its name a rank says whether it lacks what the collective needs of it. No rank runs a
+collective that one lacks something for. With several nodes of several ranks that takes one exchange
+more, since no rank hears of all others directly; only collectives that may be refused pay for it.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ A unit is filled by reads of this rank's shards, then by an all_gather of the ot
 
 On several ranks all of this follows the program alone, never the times at which reads end: every
 rank unshards and evicts the same units in the same order, and a collective that has begun is never
-broken off, since the others count on it. Where a rank's update failed, the shard that it was to
-fill is missing there: no rank gathers the unit (`distributed.lanes`), and all that wait for it undo
-the step (`optim.step`).
+broken off, since the others count on it. A rank whose update failed lacks the shard that it was to
+fill: no rank gathers the unit then (`distributed.lanes`), and all, waiting for it, undo the step
+(`optim.step`).
 
 Between `opt.step()` and the next forward the new values of a unit are still being computed: its
 update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
