@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -294,3 +295,36 @@ def test_ranks_agree_once_in_a_step_however_many_units_there_are(
         totals.append(found.total() - plain.total())
     if update == "deferred":
         assert totals == [3, 3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """Trainings in which any write fails on any ranks, in each mode."""
+
+    seed: int
+    count: int
+
+    def __call__(self, rank: int, place: Path) -> list[tuple[Told, Told]]:
+        chance, found = random.Random(self.seed), []
+        place.mkdir(exist_ok=True)
+        for name in ("deferred", "backward", "durable", "durable, every third"):
+            undisturbed, _ = Case(name, "write", ()).train(rank, place / name, None)
+            for index in range(self.count):
+                victims = chance.choice(((0,), (1,), (0, 1)))
+                # Of one rank: a step of it writes some ten times.
+                faults = [Fault("write", chance.randrange(5, 60)) for _ in range(2)]
+                told, _ = Case(name, "write", victims).train(
+                    rank, place / f"{name} {index}", faults[rank], strikes=True
+                )
+                found.append((undisturbed, told))
+        return found
+
+
+@pytest.mark.ranks
+def test_whatever_write_fails_all_ranks_come_to_the_same_bits(tmp_path: Path) -> None:
+    first, second = on_ranks(Random(0, 3), tmp_path / "run", 2)
+    assert sum(len(struck.undone) for _, struck in first) >= 3
+    for mine, theirs in zip(first, second, strict=True):
+        for undisturbed, struck in (mine, theirs):
+            assert (struck.losses, struck.digest) == (undisturbed.losses, undisturbed.digest)
+            assert struck.undone == mine[1].undone

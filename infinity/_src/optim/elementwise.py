@@ -225,6 +225,11 @@ class Elementwise(Optimizer):
             raise
         # Before counts advance, and before anybody reads what was written.
         engine.pipeline.end_updates(fault)
+        if engine.pipeline.transaction is not None:
+            # A later step may be undone together with this one.
+            engine.pipeline.transaction.remember(
+                self.state, {param.at_rest: dict(self.state[param.at_rest]) for param in numbers}
+            )
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1
