@@ -453,6 +453,7 @@ def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_
     """A durable run that commits every third step undoes up to three at once."""
 
     def begun(seam: Seam | None, place: Path) -> tuple[Any, Any]:
+        place.mkdir()
         values = {**PLACEMENTS["nvme min"], "nvme": place, "durable": True, "durable_every": 3}
         model = offload(small(), inf.Policy(**values), _seam=seam)
         optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
