@@ -280,6 +280,15 @@ class StepPipeline:
         self._mode.withdraw()
         self._finish(together=together)
 
+    def settle(self) -> None:
+        """Where ranks undo steps together: wait for the updates of the step before, and agree on
+        them. Collective. Raises as `begin`.
+        """
+        # A drive that refused a write of them takes no gradients either: that rank would raise
+        # alone.
+        if self.undoes_together and not self.begun:
+            self._finish()
+
     def begin(self) -> None:
         """Begin the updates of a step. Blocks until those of the step before are done. Raises the
         sticky fault. Collective as `wait`.
