@@ -96,8 +96,11 @@ class StateInvalid(InfinityError, RuntimeError):
 
 
 class StepUndone(InfinityError, RuntimeError):
-    """A fault in an optimizer update; with two generations, on one rank, its step was undone, and
-    training may go on."""
+    """A fault in an optimizer update; with two generations its step was undone, on several ranks on
+    all of them, and training may go on.
+
+    Its cause is the fault of this rank, or a PeerFailed that says which ranks had one.
+    """
 
 
 class RankError(InfinityError, RuntimeError):

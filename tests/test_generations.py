@@ -447,3 +447,32 @@ def test_an_interrupt_that_meets_a_submission_leaves_no_update_that_nobody_knows
 def test_delayed_updates_keep_one_generation(tmp_path):
     with pytest.raises(ValueError, match="keeps one generation"):
         inf.Policy(update="delayed", generations=2)
+
+
+def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_path, batches):
+    """A durable run that commits every third step undoes up to three at once."""
+
+    def begun(seam: Seam | None, place: Path) -> tuple[Any, Any]:
+        place.mkdir()
+        values = {**PLACEMENTS["nvme min"], "nvme": place, "durable": True, "durable_every": 3}
+        model = offload(small(), inf.Policy(**values), _seam=seam)
+        optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
+        for batch in batches[:2]:
+            stepped(model, optimizer, batch)
+        return model, optimizer
+
+    model, _ = begun(None, tmp_path / "probe")
+    inf.handle(model).pipeline.wait()
+    drives = inf.handle(model).parts.tiers.executor.stats().drives
+    inf.handle(model).close()
+    fault = Fault("write", sum(drive.writes for drive in drives) + 3)
+    model, optimizer = begun(Seam(fault=fault), tmp_path / "struck")
+    with pytest.raises(StepUndone):
+        stepped(model, optimizer, batches[2])
+    assert inf.handle(model).pipeline.steps == 0
+    assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} <= {0}
+    optimizer.zero_grad()
+    for batch in batches[:3]:
+        stepped(model, optimizer, batch)
+    assert {entry["step"] for entry in optimizer.state_dict()["state"].values()} == {3}
+    inf.handle(model).close()

@@ -73,6 +73,20 @@ class EngineAccess:
         # A step may take minutes, and gathers are the only calls within it.
         self._storage.observe_sometimes()
 
+    @property
+    def undoes_together(self) -> bool:
+        """True where a fault of one rank's update undoes the step on all ranks."""
+        return self._background.pipeline.undoes_together
+
+    def update_failed(self) -> bool:
+        """Return whether a pending update of this rank has failed. Any thread may ask."""
+        return self._background.pipeline.update_failed
+
+    def undo_together(self) -> None:
+        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
+        StepUndone, always."""
+        self._background.pipeline.undo_together()
+
     def before_write(self) -> None:
         """Check the engine before values are written. Blocks until no update is pending."""
         self.check_open()

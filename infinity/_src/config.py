@@ -105,9 +105,10 @@ class Policy:
         a GPU computes, all cores of this rank's share of the machine but one; where the CPU does, a
         quarter of its processors, divided by the ranks.
     generations: 1 overwrites states in place. 2 writes each step beside the one before, wherever
-        states rest (twice the room), and so a step is a transaction: one that fails is undone (on
-        one rank), and update="backward" serves every loop (units update ahead of `opt.step()`, and
-        once more from the old states when it clips, or not at all when gradients are not finite).
+        states rest (twice the room), and so a step is a transaction: one in which an update fails
+        is undone, on all ranks, and update="backward" serves every loop (units update ahead of
+        `opt.step()`, and once more from the old states when it clips, or not at all when gradients
+        are not finite).
     durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt,
         directory)` goes on from the last committed step. An exit without `handle.close()` commits
         the last one, on one rank alone. Needs params="nvme" and optim="nvme", keeps two generations

@@ -373,7 +373,8 @@ class Handle:
     def flush(self) -> None:
         """Return when no update or write is pending. Raises the faults of the background.
 
-        In a durable run the last step is committed then; on several ranks of one all call it.
+        In a durable run the last step is committed then. With two generations (a durable run has
+        them) all ranks call it together.
         """
         # A commit needs a step that has ended.
         self.parts.access.before_write()
@@ -382,8 +383,9 @@ class Handle:
     def close(self) -> None:
         """Flush, free everything, and leave the parameters unreadable (they raise). Idempotent.
 
-        A durable run commits its last step, together with all ranks. An exit without close()
-        commits it on one rank, and on several leaves the one before.
+        A durable run commits its last step, together with all ranks; where an update of one failed,
+        all raise StepUndone, and the one before stays. An exit without close() commits it on one
+        rank, and on several leaves the one before.
 
         Raises: RuntimeError inside `gather()`; the faults of the background, after everything was
         freed; RankFailed after a rank has failed and the device is stuck behind collectives that
@@ -413,7 +415,9 @@ class Handle:
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
-            self.pipeline.wait()
+            # States that nobody can read any more are no reason to wait for other ranks, which may
+            # have gone.
+            self.pipeline.wait(together=commit and self.durable is not None)
             self.saving.raise_fault()
             if commit:
                 self.pipeline.commit()

@@ -48,11 +48,11 @@ class Logged:
         named: deque[tuple[int, str]] = deque()
         late: dict[int, float] = {}
 
-        def agreed(self: NameExchange, queue: int, what: str) -> None:
+        def agreed(self: NameExchange, queue: int, what: str, **values: Any) -> bool:
             # Control lanes have no queues, and names of their own.
             if threading.current_thread().name not in CONTROL:
                 named.append((queue, what))
-            agree(self, queue, what)
+            return agree(self, queue, what, **values)
 
         def launched(self: Lane, op: PendingCollective, *rest: Any) -> None:
             if isinstance(self, OrderedLane):

@@ -206,19 +206,24 @@ class Comm:
     # -- weights and gradients ---------------------------------------------------------------------
 
     def submit_all_gather(
-        self, what: str, work: Callable[[Collectives], None], needs: Sequence[Ticket] = ()
+        self,
+        what: str,
+        work: Callable[[Collectives], None],
+        needs: Sequence[Ticket] = (),
+        excuses: Callable[[], bool] | None = None,
     ) -> PendingCollective:
         """Submit `work` to the gathers, behind the tickets in `needs`. Never blocks.
 
-        what: its name, the same on all ranks.
+        what: its name, the same on all ranks. excuses: as in `PendingCollective`, given on all
+        ranks or on none.
         """
-        return self._submit("gather", what, work, needs)
+        return self._submit("gather", what, work, needs, excuses)
 
     def submit_reduce_scatter(
         self, what: str, work: Callable[[Collectives], None]
     ) -> PendingCollective:
         """Submit `work` to the reductions. Never blocks. what: its name, the same on all ranks."""
-        return self._submit("reduce", what, work, ())
+        return self._submit("reduce", what, work, (), None)
 
     def _submit(
         self,
@@ -226,10 +231,13 @@ class Comm:
         what: str,
         work: Callable[[Collectives], None],
         needs: Sequence[Ticket],
+        excuses: Callable[[], bool] | None,
     ) -> PendingCollective:
         assert self._exchange is not None
         collectives = self._collectives[queue]
-        return self._exchange.submit_to(queue, what, lambda _group: work(collectives), needs=needs)
+        return self._exchange.submit_to(
+            queue, what, lambda _group: work(collectives), needs=needs, excuses=excuses
+        )
 
     def volume(self, queue: str) -> Volume:
         """Bytes that this rank has sent from a queue ("gather", "reduce")."""

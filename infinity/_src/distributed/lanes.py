@@ -9,6 +9,10 @@ up. Every rank must submit the same to the same queue in the same order. After a
 more runs, groups are aborted (`process_groups.abort_groups`), and everything raises the first
 failure.
 
+A gather may be *excused* on a rank whose update failed: the shard that it needs is not there. The
+ranks' names say so (`names`), and no rank runs it: on all of them it ends with
+`CollectiveRefused`, in its place, and the lane goes on.
+
 Two lanes must not both launch on a GPU: collectives of several NCCL communicators have to be
 launched in one order on all ranks, and threads know none. So all that moves tensors of the device
 goes through one `OrderedLane`, on one communicator, and so does everything over gloo.
@@ -35,7 +39,7 @@ from infinity._src.distributed.names import NameExchange
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
 from infinity.aio._cuda_driver import relax_capture_mode
-from infinity.errors import InfinityError, RankFailed
+from infinity.errors import AioError, InfinityError, RankFailed
 
 log = logging.getLogger("infinity")
 
@@ -48,6 +52,11 @@ _POLL_S = 0.25
 _GIVEN_UP: list[object] = []
 
 CPU = torch.device("cpu")
+
+
+class CollectiveRefused(InfinityError, RuntimeError):
+    """A collective that no rank has run, since one of them lacks what it needs; raised by
+    `PendingCollective.wait` on all ranks. Lane and ranks go on."""
 
 
 class LaneStream(Protocol):
@@ -95,8 +104,9 @@ class DeviceEvent:
 class PendingCollective:
     """One collective in a lane: a handle to wait for it, as `Work` is in torch.distributed.
 
-    needs: tickets that must be filled before it is launched. behind: CUDA event of the submitting
-    stream, after which the input of `work` is complete.
+    needs: tickets that must be filled before it is launched. excuses: whether a fault of theirs
+    lets all ranks leave the collective out, asked in another thread; None: it ends the engine.
+    behind: CUDA event of the submitting stream, after which the input of `work` is complete.
     """
 
     def __init__(
@@ -108,11 +118,14 @@ class PendingCollective:
         *,
         device: torch.device = CPU,
         needs: Sequence[Ticket] = (),
+        excuses: Callable[[], bool] | None = None,
         behind: Any = None,
     ) -> None:
         self.what = what
         self.number = number
         self.needs = tuple(needs)
+        self.excuses = excuses
+        self._refused: CollectiveRefused | None = None
         self._work: Work | None = work
         self._watchdog = watchdog
         self._device = device
@@ -132,11 +145,38 @@ class PendingCollective:
         """True once it can be launched as far as this rank goes. Does not block."""
         return all(ticket.filled for ticket in self.needs)
 
+    def await_needs(self, *, check: Callable[[], None] | None = None) -> AioError | None:
+        """Block until what it needs of this rank is there. Returns the fault that keeps it away,
+        where that is excused.
+
+        check: called meanwhile; what it raises ends the wait. Raises: AioError.
+        """
+        try:
+            for ticket in self.needs:
+                ticket.wait_filled(check=check)
+        except AioError as error:
+            if self.excuses is None or not self.excuses():
+                raise
+            return error
+        return None
+
+    @property
+    def refused(self) -> bool:
+        """True once it is known that no rank runs it. Does not block."""
+        return self._refused is not None
+
+    def refuse(self, fault: AioError | None) -> None:
+        """Note that no rank runs it. fault: what this rank lacks its shard for, if it does."""
+        self._refused = CollectiveRefused(
+            f"{self.what} is run by no rank, since one lacks its shard"
+        )
+        self._refused.__cause__ = fault
+
     def wait(self) -> None:
         """Block until it is done; on CUDA, until the device's current stream is behind it.
 
-        Raises: the work's own error if it failed on this rank; RankFailed if a rank does not come,
-            or after any failure.
+        Raises: the work's own error if it failed on this rank; CollectiveRefused; RankFailed if a
+            rank does not come, or after any failure.
         """
         error: BaseException | None = None
         try:
@@ -252,12 +292,17 @@ class Lane:
         ranks have not come. For the main thread only: the numbers follow the order of the program.
         Raises: RankFailed after a failure.
         """
-        op = self._last[""] = self._make(what, work, numbered, ())
+        op = self._last[""] = self._make(what, work, numbered)
         self._queue.put(op)
         return op
 
     def _make(
-        self, what: str, work: Work, numbered: bool, needs: Sequence[Ticket]
+        self,
+        what: str,
+        work: Work,
+        numbered: bool,
+        needs: Sequence[Ticket] = (),
+        excuses: Callable[[], bool] | None = None,
     ) -> PendingCollective:
         # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
@@ -272,7 +317,14 @@ class Lane:
             else None
         )
         return PendingCollective(
-            what, number, work, self._watchdog, device=self._device, needs=needs, behind=behind
+            what,
+            number,
+            work,
+            self._watchdog,
+            device=self._device,
+            needs=needs,
+            excuses=excuses,
+            behind=behind,
         )
 
     def close(self) -> None:
@@ -364,6 +416,10 @@ class Lane:
         # it found not begun sees the failure, and does not run.
         if self._watchdog.failure is not None:
             op._end(self._watchdog.failure)
+            return
+        # Ended here and not where it was refused: the end of the last one is the end of all.
+        if op._refused is not None:
+            op._end(op._refused)
             return
         assert work is not None, "only a failure ends what has not run"
         try:
@@ -472,13 +528,15 @@ class OrderedLane(Lane):
         work: Work,
         *,
         needs: Sequence[Ticket] = (),
+        excuses: Callable[[], bool] | None = None,
         numbered: bool = True,
     ) -> PendingCollective:
         """Run `work(group)` in this queue's turn, once `needs` are filled. Does not block.
 
-        numbered: as in `submit`. Raises: RankFailed after a failure.
+        excuses: as in `PendingCollective`, given on all ranks or on none. numbered: as in `submit`.
+        Raises: RankFailed after a failure.
         """
-        op = self._make(what, work, numbered, needs)
+        op = self._make(what, work, numbered, needs, excuses)
         ready = op.ready
         with self._changed:
             self._order.add(queue_name, op)
@@ -532,9 +590,10 @@ class OrderedLane(Lane):
             try:
                 if self._watchdog.failure is None:
                     # Filled by now. Raises the fault of a read.
-                    for ticket in op.needs:
-                        ticket.wait_filled()
-                    self._names.agree(self._chosen, op.what)
+                    fault = op.await_needs()
+                    lacks = None if op.excuses is None else fault is not None
+                    if self._names.agree(self._chosen, op.what, lacks=lacks):
+                        op.refuse(fault)
             except BaseException as error:  # noqa: BLE001 - raised by PendingCollective.wait
                 self._fail(op, error)
             else:
@@ -598,8 +657,8 @@ class OrderedLane(Lane):
     def _await_reads(self) -> None:
         while (op := self._reads.get()) is not None:
             try:
-                for ticket in op.needs:
-                    ticket.wait_filled(check=self._watchdog.check)
+                # An excused fault is told to the others in the collective's turn.
+                op.await_needs(check=self._watchdog.check)
             except RankFailed:
                 # The engine has ended; the other thread ends what is in the queues.
                 pass

@@ -22,6 +22,8 @@ depends on no collective but those. It does not, wait by wait:
   these wait for nothing but each other, closed gates and the device. A closed gate holds no slot
   that a read wants (`inf_prefetch_yield`), and waiting for a ticket lets gates that are before it
   on a chunk escape. A gate is open before a gather is submitted behind its update;
+- a shard that its rank lacks, since an update failed there, is ready: the ranks refuse its gather
+  in its turn (`lanes`);
 - an update reads gradients of accumulators, which are reduced before it is submitted;
 - copies to a device wait for the compute stream, which waits for collectives that were launched:
   `PendingCollective.wait` orders a stream behind an event that exists only then;

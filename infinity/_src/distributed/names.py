@@ -9,6 +9,10 @@ Names travel between the ranks that exchange data: if any two ranks differ, some
 Rank 0's name reaches the ranks of its node and its counterparts on the other nodes directly, and
 the others through the counterpart on their node. So naming the queue needs no messages of its own:
 a rank only waits for its parent's name before it sends its own.
+
+With its name a rank says whether it lacks what the collective needs of it. No rank runs a
+collective that one lacks something for. With several nodes of several ranks that takes one exchange
+more, since no rank hears of all others directly; only collectives that may be refused pay for it.
 """
 
 from __future__ import annotations
@@ -22,7 +26,10 @@ from infinity._src.distributed.topology import Topology
 from infinity.errors import RanksDiverged
 
 NAME_BYTES = 128
-"""Bytes of a name that travel, the queue among them."""
+"""Bytes of a name that travel, the queue and what the rank lacks among them."""
+
+# In a message: whether the rank lacks what it needs; the queue; the name.
+_LACKS_AT, _QUEUE_AT, _NAME_AT = range(3)
 
 
 class NameExchange:
@@ -39,6 +46,7 @@ class NameExchange:
         parent = 0 if 0 in self._others else topology.node_ranks[0]
         self.parent = parent if topology.rank != 0 else None
         """Rank from which the name of the next collective comes; None on rank 0, which chooses."""
+        self._indirect = min(topology.nodes, topology.local_world) > 1
         # Received by `follow`, and compared by `agree`.
         self._named: torch.Tensor | None = None
 
@@ -60,16 +68,17 @@ class NameExchange:
         named = torch.zeros(NAME_BYTES, dtype=torch.uint8)
         self._exchange([dist.P2POp(dist.irecv, named, self.parent, self._group)])
         self._named = named
-        return int(named[0])
+        return int(named[_QUEUE_AT])
 
-    def agree(self, queue: int, what: str) -> None:
-        """Send this rank's name, and wait until the others have sent the same one. queue: up to
-        255.
+    def agree(self, queue: int, what: str, *, lacks: bool | None = None) -> bool:
+        """Send this rank's name, and wait until the others have sent the same one. Returns whether
+        any rank lacks what the collective needs, the same on all ranks. queue: up to 255.
 
-        After it no rank that this one exchanges data with waits for anything but the exchange.
-        Raises: RanksDiverged.
+        lacks: whether this one does; None where no rank can, for this collective. After it no rank
+        that this one exchanges data with waits for anything but the exchange. Raises:
+        RanksDiverged.
         """
-        mine = _encode(queue, what)
+        mine = _encode(queue, what, lacks=bool(lacks))
         theirs = {rank: torch.zeros(NAME_BYTES, dtype=torch.uint8) for rank in self._others}
         received, self._named = self._named, None
         wanted = dict(theirs)
@@ -83,7 +92,7 @@ class NameExchange:
             + [dist.P2POp(dist.irecv, to, rank, self._group) for rank, to in wanted.items()]
         )
         for rank, found in theirs.items():
-            if not torch.equal(found, mine):
+            if not torch.equal(found[_QUEUE_AT:], mine[_QUEUE_AT:]):
                 raise RanksDiverged(
                     f"rank {self.rank} has come to {what}, and rank {rank} to {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call what is "
@@ -91,18 +100,35 @@ class NameExchange:
                     "state_dict on one? a learning rate that follows the loss of one?)",
                     rank=rank,
                 )
+        lacking = bool(lacks) or any(found[_LACKS_AT] for found in theirs.values())
+        return self._any(lacking) if self._indirect and lacks is not None else lacking
+
+    def _any(self, lacking: bool) -> bool:
+        """Unite over all ranks what each has united over those that it hears of directly."""
+        mine = torch.tensor([lacking], dtype=torch.uint8)
+        theirs = [torch.zeros_like(mine) for _ in self._others]
+        self._exchange(
+            [dist.P2POp(dist.isend, mine, rank, self._group) for rank in self._others]
+            + [
+                dist.P2POp(dist.irecv, to, rank, self._group)
+                for rank, to in zip(self._others, theirs, strict=True)
+            ]
+        )
+        return lacking or any(map(bool, theirs))
 
     def _exchange(self, operations: list[dist.P2POp]) -> None:
         for work in dist.batch_isend_irecv(operations):
             work.wait()
 
 
-def _encode(queue: int, what: str) -> torch.Tensor:
-    """Encode a queue and the end of a name in a message of fixed size."""
+def _encode(queue: int, what: str, *, lacks: bool) -> torch.Tensor:
+    """Encode a queue, what the rank lacks and the end of a name in a message of fixed size."""
     # The end tells most: it has the unit and the digest, and names begin alike.
-    text = what.encode()[1 - NAME_BYTES :]
-    return torch.tensor([queue, *text.ljust(NAME_BYTES - 1, b"\0")], dtype=torch.uint8)
+    text = what.encode()[_NAME_AT - NAME_BYTES :]
+    return torch.tensor(
+        [lacks, queue, *text.ljust(NAME_BYTES - _NAME_AT, b"\0")], dtype=torch.uint8
+    )
 
 
 def _decode(message: torch.Tensor) -> str:
-    return bytes(message[1:].tolist()).rstrip(b"\0").decode(errors="replace")
+    return bytes(message[_NAME_AT:].tolist()).rstrip(b"\0").decode(errors="replace")

@@ -232,6 +232,8 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             live[engine] = [param for param in params if self._has_gradient(engine, param)]
             # Ranks compare first. Every later check is a collective over the same parameters.
             engine.pipeline.check_ranks_agree(self, live[engine])
+            if live[engine]:
+                engine.pipeline.settle()
             engine.pipeline.check_idle(live[engine])
             # All gradients are checked before any state is touched, so a refused step leaves no
             # trace.

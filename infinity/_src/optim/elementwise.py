@@ -214,15 +214,22 @@ class Elementwise(Optimizer):
             # new.
             engine.unsharder.invalidate(unit)
         engine.pipeline.step_begins()
+        fault = None
         try:
             self._run(engine, turns, numbers)
         except AioError as error:
-            engine.pipeline.set_fault(half_done(error))
-            engine.pipeline.raise_fault()
+            fault = error
         # Ctrl-C, or the class's own error.
         except BaseException as error:
             engine.pipeline.set_fault(half_done(error))
             raise
+        # Before counts advance, and before anybody reads what was written.
+        engine.pipeline.end_updates(fault)
+        if engine.pipeline.transaction is not None:
+            # A later step may be undone together with this one.
+            engine.pipeline.transaction.remember(
+                self.state, {param.at_rest: dict(self.state[param.at_rest]) for param in numbers}
+            )
         for param, number in numbers.items():
             state = self.state[param.at_rest]
             state["step"] = state.get("step", 0) + 1

@@ -19,25 +19,56 @@ That is update="deferred". Other modes submit at other times (`infinity._src.opt
 A fault in the background is sticky: it is raised by the next call that meets the engine. The
 executor knows which chunks the fault left half written, and refuses to read them. With two
 generations the step is undone instead (`infinity._src.optim.transaction`), and the next call raises
-once; but not on several ranks, of which the others do not know.
+once.
+
+Several ranks with two generations undo a step together. A rank keeps a fault to itself until all
+ranks are at the same point of the program, and know of it. There are two such points:
+
+    the end of a step   before the next one begins, and in whatever waits for all updates (flush,
+                        save, write, commit): each rank waits for its own, then one flag of each is
+                        united (`failed_anywhere`). Nothing is committed before
+    a gather            the names that ranks exchange before every gather say whether one lacks its
+                        shard, because its update failed. Then no rank runs it, and it raises
+                        CollectiveRefused on all, in the forward that waits for it
+
+Then ranks exchange what failed, and each undoes the step on its own: gathers under way end first,
+on all ranks the same ones. All raise StepUndone. So no rank raises alone, or computes with units of
+which one is updated and another is not; a loss is of whole parameters, of a step that stays or of
+one that a later call says is undone.
+
+**No deadlock.** A flag is sent when this rank's updates have ended, which depends on no other rank.
+A shard that is lacking counts as ready in the order of gathers (`distributed.launch_order`). A
+refused gather ends in its place, so ranks go on with the same collectives behind it.
+
+**Cost.** One all_gather of a flag for each rank and step, besides the exchange of its name. Flags
+of gathers ride on the names; on several nodes of several ranks they take one exchange of a byte
+more, beside the collective before. Not undone, but the end of all ranks as with one generation: a
+fault that opt.step() itself meets on one rank (update_on="device", an interrupt), since the others
+are not where it is; one that `close()` meets in a run that is not durable, since nobody can see
+the states any more; and all that is no fault of an update.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import numpy as np
 import torch
 
 from infinity._src._torch_compat import profiled
 from infinity._src.distributed.communicator import Comm
-from infinity._src.grads.accumulator import ReadByUpdate
+from infinity._src.grads.accumulator import ReadByUpdate, wait_through
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import Heap
-from infinity._src.optim.step_consensus import Grouped, describe_step
+from infinity._src.optim.step_consensus import (
+    Grouped,
+    cause_of_undo,
+    describe_step,
+    failed_anywhere,
+)
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_jobs import FlatJobs, Submission, Work, jobs_of_flat, jobs_of_unit
 from infinity._src.params.prefetch_schedule import Phase, Progress
@@ -119,6 +150,8 @@ class StepPipeline:
         self._fault: Exception | None = None
         # True: the fault stays, since no rollback mends it.
         self._final = False
+        # True while ranks have to agree whether updates have ended well; the same on all ranks.
+        self._unagreed = False
         self._counts = {"steps": 0}
         self.transaction = transaction
         # Units that were updated ahead of their step: those whose update the step kept, and those
@@ -133,34 +166,85 @@ class StepPipeline:
 
     # -- faults and waiting ------------------------------------------------------------------------
 
+    @property
+    def undoes_together(self) -> bool:
+        """True where a fault of one rank's update undoes the step on all ranks."""
+        return self.transaction is not None and self._comm.world > 1
+
+    @property
+    def update_failed(self) -> bool:
+        """True once a pending update has failed on this rank. Any thread may ask."""
+        # A copy: the thread that trains adds to the list meanwhile.
+        return any(ticket.failed for ticket in list(self._pending))
+
     def raise_fault(self) -> None:
         """Raise the fault of a background update, now and in every later call. Two generations on
-        one rank undo the step instead and raise once.
+        one rank undo the step instead and raise once; on several ranks they keep it until the ranks
+        agree, and only other faults are raised here.
         """
-        if self._fault is None:
-            for ticket in self._pending:
-                if ticket.failed:
-                    self._record_fault(ticket)
-                    break
+        if self._fault is None and not self.undoes_together:
+            self._fault = self._fault_of_update()
         fault = self._fault
-        if (
-            fault is not None
-            and self.transaction is not None
-            and self._comm.world == 1
-            and not self._final
-        ):
-            # The fault is spent: the states will be those of the last commit, and training may go
-            # on.
-            self._fault, self.begun = None, False
-            self._pending.clear()
-            self._mode.undone()
-            fault = self.transaction.undo(fault.__cause__ or fault)
-            self._unsharder.updates_ended()
-        if fault is not None:
-            # Peers wait in collectives for this rank; without a word they would run into their
-            # timeout.
-            self._comm.report_failure(fault)
-            raise fault
+        if fault is None:
+            return
+        if self.transaction is not None and not (self.undoes_together or self._final):
+            # The fault is spent: training may go on.
+            self._fault = None
+            raise self._undo(self.transaction, fault.__cause__ or fault)
+        # Peers wait in collectives for this rank; without a word they would run into their timeout.
+        self._comm.report_failure(fault)
+        raise fault
+
+    def _undo(self, transaction: Transaction, cause: BaseException) -> StepUndone:
+        """Go back to the states of the last commit on this rank. Returns the error to raise."""
+        self.begun = self._unagreed = False
+        self._mode.undone()
+        undone = transaction.undo(cause)
+        # Not before: gathers that end meanwhile are excused by the updates that failed.
+        self._pending.clear()
+        self._unsharder.updates_ended()
+        return undone
+
+    def undo_together(self) -> NoReturn:
+        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
+        StepUndone, always.
+        """
+        fault = self._fault_of_update()
+        self._undo_for(None if fault is None else fault.__cause__)
+
+    def end_updates(self, error: AioError | None) -> None:
+        """Note that updates that the calling thread made itself have ended; error: of the one that
+        failed. Raises the sticky fault. Collective where ranks undo steps together.
+        """
+        if self.undoes_together:
+            if failed_anywhere(self._comm, error):
+                self._undo_for(error)
+        elif error is not None:
+            self.set_fault(half_done(error))
+            self.raise_fault()
+
+    def _undo_for(self, error: BaseException | None) -> NoReturn:
+        """Undo the step on all ranks, and raise StepUndone. error: this rank's, if it has one.
+        Collective.
+        """
+        assert self.transaction is not None, "one generation undoes nothing"
+        cause = cause_of_undo(self._comm, error)
+        try:
+            undone = self._undo(self.transaction, cause)
+        except BaseException as error:
+            # The others go on from the last commit, and this rank cannot.
+            self._comm.report_failure(error)
+            raise
+        raise undone
+
+    def _agree(self) -> None:
+        """Return when the updates of all ranks have ended well. None of this rank's is pending.
+        Collective. Raises: StepUndone on all ranks where one has failed.
+        """
+        fault = self._fault_of_update()
+        if failed_anywhere(self._comm, fault):
+            self.undo_together()
+        self._unagreed = False
 
     def set_fault(self, fault: StateInvalid, *, final: bool = False) -> None:
         """Make `fault` the error of every later call. With two generations the next call undoes the
@@ -170,10 +254,13 @@ class StepPipeline:
         self._fault = self._fault or fault
         self._final = self._final or final
 
-    def _record_fault(self, ticket: Ticket) -> None:
-        """Turn the error of a failed update into the sticky fault."""
+    def _fault_of_update(self) -> StateInvalid | None:
+        """Return the fault that the first failed update leaves; None while none has failed."""
+        failed = next((ticket for ticket in self._pending if ticket.failed), None)
+        if failed is None:
+            return None
         try:
-            ticket.wait()
+            failed.wait()
         except AioError as error:
             fault = StateInvalid(
                 f"an optimizer update failed in the background ({error}); the step is incomplete "
@@ -181,18 +268,30 @@ class StepPipeline:
                 "export"
             )
             fault.__cause__ = error
-            self._fault = fault
+            return fault
+        raise AssertionError("a ticket has failed without an error")
 
-    def wait(self) -> None:
+    def wait(self, *, together: bool = True) -> None:
         """Block until no update is pending, and none has run ahead of its step. Raises the sticky
-        fault.
+        fault. Collective where ranks undo steps together.
+
+        together: False asks no other rank; a fault of this one is sticky then.
         """
         self._mode.withdraw()
-        self._finish()
+        self._finish(together=together)
+
+    def settle(self) -> None:
+        """Where ranks undo steps together: wait for the updates of the step before, and agree on
+        them. Collective. Raises as `begin`.
+        """
+        # A drive that refused a write of them takes no gradients either: that rank would raise
+        # alone.
+        if self.undoes_together and not self.begun:
+            self._finish()
 
     def begin(self) -> None:
         """Begin the updates of a step. Blocks until those of the step before are done. Raises the
-        sticky fault.
+        sticky fault. Collective as `wait`.
         """
         # An update of this step ran in backward already. Waiting here would wait for that one.
         if self.begun:
@@ -216,17 +315,21 @@ class StepPipeline:
         self._mode.withdraw()
         self.begun = False
 
-    def _finish(self) -> None:
+    def _finish(self, *, together: bool = True) -> None:
         """Wait for all pending updates. Raises the sticky fault."""
         start = time.perf_counter()
         # Every ticket is waited for, also after a failure: threads still write into memory of
         # theirs.
         for ticket in self._pending:
-            try:
-                ticket.wait()
-            except AioError:
-                self._record_fault(ticket)
+            wait_through(ticket)
         self._waits.updates_s += time.perf_counter() - start
+        if self.undoes_together and together:
+            # A fault that the others cannot undo ends them first.
+            self.raise_fault()
+            if self._unagreed:
+                self._agree()
+        else:
+            self._fault = self._fault or self._fault_of_update()
         if self._pending:
             self._pending.clear()
             self._unsharder.updates_ended()
@@ -302,6 +405,8 @@ class StepPipeline:
         else:
             self.raise_fault()
         self.step_begins()
+        # Also where this rank has no part of what is updated.
+        self._unagreed = self._unagreed or (self.undoes_together and bool(by_unit))
         try:
             with profiled("infinity: step"):
                 self._mode.submit(by_unit, optimizer)
@@ -452,6 +557,7 @@ class StepPipeline:
         # Nothing may raise once it is submitted: only the caller keeps what threads then read and
         # write.
         self._forget_done()
+        self._unagreed = self.undoes_together
         ticket = self._executor.submit(
             jobs, plan.segs, plan.hypers, priority=Priority.WRITEBACK, gate=gate
         )

@@ -7,6 +7,9 @@ parameter in its own way, and no loss would tell.
 
 Names and kinds must be the same, in whatever order the ranks have them. Numbers may differ by
 rounding: processors differ in the last bits of a scheduler's or a norm's result.
+
+With two generations ranks also agree on the end of a step: whether the updates of all have ended
+well (`failed_anywhere`), and what failed where one's has not (`cause_of_undo`).
 """
 
 from __future__ import annotations
@@ -17,8 +20,12 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from infinity._src.distributed.communicator import digest_of_text, fingerprinted
+from infinity._src.distributed.communicator import Comm, digest_of_text, fingerprinted
 from infinity._src.params.unit import Param
+from infinity.errors import PeerFailed
+
+_TEXT_MAX = 500
+"""Characters of a fault that travel to the other ranks."""
 
 
 class Grouped(Protocol):
@@ -90,6 +97,22 @@ def describe_registration(optimizer: Grouped, params: Sequence[Param]) -> list[s
     groups, found = _values_by_group(optimizer, params, lambda _name, value: f"{value:.6g}")
     rules = [json.dumps(group) for group in groups]
     return [_title(optimizer, params), *(f"{name} with {rules[place]}" for name, place in found)]
+
+
+def failed_anywhere(comm: Comm, fault: BaseException | None) -> bool:
+    """Return whether some rank has a fault of an update. fault: this rank's. Collective."""
+    return comm.all_reduce_any([fault is not None])[0]
+
+
+def cause_of_undo(comm: Comm, fault: BaseException | None) -> BaseException:
+    """Return the cause for which all ranks undo the step: this rank's fault, or PeerFailed with the
+    faults of the others. Collective.
+    """
+    mine = "" if fault is None else str(fault)[:_TEXT_MAX]
+    # A message may not be empty.
+    told = [each[1:].decode() for each in comm.all_gather_bytes(f":{mine}".encode())]
+    faults = [f"on rank {rank}: {text}" for rank, text in enumerate(told) if text]
+    return fault or PeerFailed("; ".join(faults))
 
 
 def _title(optimizer: Grouped, params: Sequence[Param]) -> str:

@@ -16,7 +16,9 @@ A unit is filled by reads of this rank's shards, then by an all_gather of the ot
 
 On several ranks all of this follows the program alone, never the times at which reads end: every
 rank unshards and evicts the same units in the same order, and a collective that has begun is never
-broken off, since the others count on it.
+broken off, since the others count on it. A rank whose update failed lacks the shard that it was to
+fill: no rank gathers the unit then (`distributed.lanes`), and all, waiting for it, undo the step
+(`optim.step`).
 
 Between `opt.step()` and the next forward the new values of a unit are still being computed: its
 update was submitted behind a *gate*. Filling such a unit opens the gate with the unit's buffers as
@@ -40,7 +42,7 @@ from infinity._src._torch_compat import graph_is_kept, profiled
 from infinity._src.cleanup import cancel_and_wait
 from infinity._src.distributed.collectives import Collectives
 from infinity._src.distributed.communicator import Comm, digest, fingerprinted
-from infinity._src.distributed.lanes import PendingCollective
+from infinity._src.distributed.lanes import CollectiveRefused, PendingCollective
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
@@ -129,7 +131,7 @@ class Unsharder:
         self._comm = comm
         self._never_evict = passes.whole
         self._timeline = timeline
-        self._pending = PendingUnshards(comm, secondary=secondary)
+        self._pending = PendingUnshards(comm, access, secondary=secondary)
         # One rank has nobody to send weights to: they stay as they are.
         self._quantized = qwz and comm.world > 1
         # The version in the memory of each unit that is not SHARDED, or on its way there. Whether a
@@ -384,6 +386,9 @@ class Unsharder:
         except BaseException as error:
             # Evicting waits for what is still on its way into the memory.
             self._evict(unit)
+            if isinstance(error, CollectiveRefused):
+                # All ranks wait for this gather, and come here.
+                self._access.undo_together()
             if isinstance(error, AioError):
                 # Raises the fault of an update, if that failed; otherwise a read failed.
                 self._access.before_read(unit)
@@ -846,8 +851,11 @@ class PendingUnshards:
     secondary: copies of shards, from which units are filled instead of from their tier.
     """
 
-    def __init__(self, comm: Comm, *, secondary: SecondaryShards | None = None) -> None:
+    def __init__(
+        self, comm: Comm, access: Access, *, secondary: SecondaryShards | None = None
+    ) -> None:
         self._comm = comm
+        self._access = access
         self.secondary = secondary
         self._by_unit: dict[Unit, PendingUnshard] = {}
         # Several ranks: the last op that copies the delayed parameters of each unit. The compute
@@ -930,7 +938,7 @@ class PendingUnshards:
 
     def wait(self, unit: Unit) -> None:
         """Block until the unit, which is PENDING, is UNSHARDED. It stays PENDING where that fails,
-        for the caller to cancel. Raises: AioError, RankFailed.
+        for the caller to cancel. Raises: AioError, CollectiveRefused, RankFailed.
         """
         self._by_unit[unit].wait()
         unit.move_to(UNSHARDED)
@@ -943,12 +951,16 @@ class PendingUnshards:
         fill = self._by_unit[unit]
         interrupt = fill.cancel_and_wait()
         unit.stuck = unit.stuck or fill.stuck
+        # Noted at submission: nothing was stored.
+        if fill.op is not None and fill.op.refused:
+            self.changed(unit)
         unit.move_to(STALE)
         del self._by_unit[unit]
         return interrupt
 
     def changed(self, unit: Unit) -> None:
-        """Forget the secondary shards of the unit, whose weights have changed."""
+        """Forget the secondary shards of the unit, whose weights have changed, or were not stored.
+        """
         if self.secondary is not None:
             self.secondary.forget(unit)
 
@@ -979,7 +991,8 @@ class PendingUnshards:
         how = " in int8 groups" if quantized else ""
         # Waited for before the launch, which holds up the collectives behind it.
         needs = tickets if delayed is None else [*tickets, *delayed.reads]
-        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs)
+        excuses = self._access.update_failed if self._access.undoes_together else None
+        return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs, excuses)
 
     def close(self) -> None:
         """Return when nothing is under way, and forget everything. Raises: RankFailed where that

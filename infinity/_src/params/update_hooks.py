@@ -74,3 +74,14 @@ class Access(Protocol):
     def before_write(self) -> None:
         """Values are about to be written. Blocks until no update is pending. Raises as
         `before_read`."""
+
+    @property
+    def undoes_together(self) -> bool:
+        """True where a fault of one rank's update undoes the step on all ranks."""
+
+    def update_failed(self) -> bool:
+        """Return whether a pending update of this rank has failed. Any thread may ask."""
+
+    def undo_together(self) -> None:
+        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
+        StepUndone, always."""

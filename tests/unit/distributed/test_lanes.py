@@ -16,7 +16,13 @@ import pytest
 import torch
 
 from infinity._src.distributed import lanes
-from infinity._src.distributed.lanes import DeviceEvent, Lane, OrderedLane, PendingCollective
+from infinity._src.distributed.lanes import (
+    CollectiveRefused,
+    DeviceEvent,
+    Lane,
+    OrderedLane,
+    PendingCollective,
+)
 from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.errors import AioError, DeviceCopyError, RankFailed
@@ -183,18 +189,20 @@ def test_a_lane_that_is_stuck_keeps_its_group(
 
 class Names:
     """Names between ranks, of which there is one here. named: what rank 0 says, if this is another
-    rank."""
+    rank. lacking: collectives for which another rank lacks what they need."""
 
-    def __init__(self, parent: int | None) -> None:
+    def __init__(self, parent: int | None, lacking: tuple[str, ...] = ()) -> None:
         self.parent = parent
+        self.lacking = lacking
         self.named: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.agreed: list[tuple[int, str]] = []
 
     def follow(self) -> int:
         return self.named.get()
 
-    def agree(self, queue_index: int, what: str) -> None:
+    def agree(self, queue_index: int, what: str, *, lacks: bool | None = None) -> bool:
         self.agreed.append((queue_index, what))
+        return bool(lacks) or what in self.lacking
 
 
 class Read:
@@ -237,9 +245,20 @@ def ordered(watchdog: Watchdog, names: Names) -> Iterator[OrderedLane]:
 
 
 def submitted(
-    lane: OrderedLane, seen: list[str], queue_name: str, what: str, *needs: Read
+    lane: OrderedLane,
+    seen: list[str],
+    queue_name: str,
+    what: str,
+    *needs: Read,
+    excuses: Callable[[], bool] | None = None,
 ) -> PendingCollective:
-    return lane.submit_to(queue_name, what, lambda group: seen.append(what), needs=needs)  # type: ignore[arg-type]
+    return lane.submit_to(
+        queue_name,
+        what,
+        lambda group: seen.append(what),
+        needs=needs,  # type: ignore[arg-type]
+        excuses=excuses,
+    )
 
 
 def test_on_rank_0_a_reduction_passes_a_gather_that_waits_for_its_read(watchdog: Watchdog) -> None:
@@ -293,6 +312,46 @@ def test_a_read_that_fails_ends_the_engine_before_anybody_names_it(watchdog: Wat
         assert gather.finished()
         assert reduction.finished()
     assert not seen
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "there"])
+def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, here: bool) -> None:
+    error = AioError("no such luck", path="/swap", op="read", length=4096) if here else None
+    names, seen, read = Names(None, () if here else ("g0",)), [], Read(error)
+    running, go = threading.Event(), threading.Event()
+    with ordered(watchdog, names) as lane:
+        before = lane.submit_to("reduce", "r0", lambda group: (running.set(), go.wait())[1])
+        assert running.wait(5)
+        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda: True)
+        behind = submitted(lane, seen, "gather", "g1")
+        read.ended.set()
+        # It is known, and ends in its turn: whoever waits for the last one has waited for all.
+        while not gather.refused:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert not gather.done
+        go.set()
+        with pytest.raises(CollectiveRefused, match="g0 is run by no rank") as caught:
+            gather.wait()
+        assert caught.value.__cause__ is error
+        assert before.done
+        behind.wait()
+        assert gather.finished()
+    assert seen == ["g1"]
+    assert names.agreed == [(1, "r0"), (0, "g0"), (0, "g1")]
+    assert watchdog.failure is None
+
+
+def test_a_read_that_fails_where_no_update_did_is_not_excused(watchdog: Watchdog) -> None:
+    error = AioError("no such luck", path="/swap", op="read", length=4096)
+    names, seen, read = Names(None), [], Read(error)
+    with ordered(watchdog, names) as lane:
+        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda: False)
+        read.ended.set()
+        with pytest.raises(AioError, match="no such luck"):
+            gather.wait()
+    assert not seen
+    assert watchdog.failure is not None
 
 
 def test_a_failure_ends_what_waits_for_a_read_that_never_ends(watchdog: Watchdog) -> None:
