@@ -44,6 +44,7 @@ from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.reduce_order import ReduceOrder
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.memory import footprint
@@ -630,6 +631,7 @@ def build_grads(
             learning, tiers.buffers, split.device, tiers.offload, undo
         ),
         unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
+        order=ReduceOrder(split.units) if ranks.in_any_order else None,
         grad_offload=tiers.offload,
         timeline=timeline,
     )
@@ -660,6 +662,7 @@ def build_unsharder(
         heap=heap,
         passes=split.passes,
         timeline=timeline,
+        in_any_order=split.ranks.in_any_order,
         qwz=split.policy.qwz,
         secondary=split.ranks.secondary_shards(split.units, split.device),
     )
@@ -693,6 +696,7 @@ def build_pipeline(
         transaction=transaction,
         heap=heap,
         watch=tiers.storage,
+        in_any_order=split.ranks.in_any_order,
     )
 
 

@@ -24,6 +24,12 @@ from infinity.errors import RanksDiverged
 NAME_BYTES = 128
 """Bytes of a name that travel, the queue among them."""
 
+LEFT_OUT = (
+    "where each rank leaves out modules by chance, Policy(zero=2, params='device', "
+    "find_unused_parameters=True) allows it, and zero=3, which gathers units, does not"
+)
+"""Advice in errors of ranks whose programs differ."""
+
 
 class NameExchange:
     """Exchange of names over one group. Methods block; one thread calls at a time.
@@ -88,7 +94,8 @@ class NameExchange:
                     f"rank {self.rank} has come to {what}, and rank {rank} to {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call what is "
                     "collective together, with the same values (control flow by rank? a "
-                    "state_dict on one? a learning rate that follows the loss of one?)",
+                    "state_dict on one? a learning rate that follows the loss of one?); "
+                    f"{LEFT_OUT}",
                     rank=rank,
                 )
 

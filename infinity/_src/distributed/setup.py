@@ -107,6 +107,11 @@ class RankSetup:
         """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
 
+    @property
+    def in_any_order(self) -> bool:
+        """True where each rank may use other units than the others, in another order."""
+        return self.several and self._policy.find_unused_parameters
+
     def transit_bytes(
         self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype], *, copies: bool
     ) -> int:
