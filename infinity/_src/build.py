@@ -76,6 +76,7 @@ from infinity._src.params.materialize import (
     fill_shards,
     open_source,
 )
+from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore
@@ -181,6 +182,7 @@ class EngineParts:
     access: EngineAccess
     grads: Grads
     unsharder: Unsharder
+    buffers: ModuleBuffers
     optimizer: OptimizerParts
     durable: DurableRun | None
     lifecycle: Lifecycle
@@ -221,12 +223,15 @@ def build_engine(
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
     fill_tiers(split, tiers, source, Heap.for_stream(), in_parts=in_parts)
+    buffers = sync_buffers(split, model)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
     access = EngineAccess(split.comm, tiers.storage, mode)
     grads = build_grads(split, tiers, mode, timeline, undo)
-    unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
+    unsharder = build_unsharder(
+        split, tiers, progress, grads, mode, access, heap, timeline, buffers
+    )
     whole = WholeParams(
         unsharder,
         # Where backward updates, the values at rest are those of a step that is not taken yet.
@@ -254,6 +259,7 @@ def build_engine(
         access,
         grads,
         unsharder,
+        buffers,
         optimizer,
         durable,
         lifecycle,
@@ -449,12 +455,16 @@ def fill_tiers(
     in_parts: all ranks read the same files, and each reads its own part of them. Raises:
     PeerFailed, ValueError, AioError.
     """
-    filling = _Filling(split, tiers, heap, source, in_parts=in_parts)
+    # Ranks that read the same files have the same values.
+    synced = split.ranks.syncs_states and not in_parts
+    filling = _Filling(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
     with contextlib.closing(filling):
         for unit in split.units:
             flats = [flat for flat in unit.flats if not filling.is_filled(flat)]
             if in_parts:
                 fill_shards(flats, source, split.comm.rank, filling.store_shard)
+            elif synced:
+                _fill_from_first(split, unit, flats, source, filling)
             else:
                 fill_flats(flats, source, filling.store)
             # A fill takes long: the others do not go on to its end when one rank has failed.
@@ -467,16 +477,45 @@ def fill_tiers(
     split.ranks.check_values()
 
 
+def sync_buffers(split: Split, model: torch.nn.Module) -> ModuleBuffers:
+    """Give all ranks the buffers of rank 0, if the policy asks for it. Blocks; collective."""
+    policy = split.policy
+    buffers = ModuleBuffers(model, split.comm, follow=policy.broadcast_buffers)
+    if policy.sync_module_states or policy.broadcast_buffers:
+        buffers.broadcast()
+    return buffers
+
+
+def _way(*, in_parts: bool, synced: bool) -> str:
+    """Name the way in which a rank reads values, for a fill that goes on later."""
+    return "parts" if in_parts else "rank 0" if synced else "parameters"
+
+
+def _fill_from_first(
+    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, filling: _Filling
+) -> None:
+    """Fill the flats of a unit that some rank lacks with the values that rank 0 reads. Blocks;
+    collective."""
+    # Another rank may have filled more before its fill broke off.
+    wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
+    flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
+    if split.comm.rank == 0:
+        fill_flats(flats, source, filling.scatter)
+        return
+    for flat in flats:
+        filling.scatter(flat, None)
+
+
 class _Filling:
     """Values on their way to their tiers: one flat is written while the next one is read from its
-    source."""
+    source. way: as `_way`."""
 
     def __init__(
-        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, in_parts: bool
+        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, way: str
     ) -> None:
         self._split, self._tiers, self._heap = split, tiers, heap
         storage = tiers.storage
-        self._in_parts = in_parts
+        self._compares = way == "parameters"
         # A durable run has files that outlive the process, in which a fill may go on.
         self._run = None
         if storage.run is not None:
@@ -486,7 +525,7 @@ class _Filling:
                 split.flats,
                 sources=source.files,
                 shares=storage.shares,
-                way="parts" if in_parts else "whole",
+                way=way,
             )
         # Kept with the values that the drives read.
         self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
@@ -498,7 +537,7 @@ class _Filling:
         found = self._run.filled_before(flat) if self._run is not None else None
         if found is None:
             return False
-        if not self._in_parts:
+        if self._compares:
             self._split.ranks.note_digest(flat, found)
         self._line.advance(flat.layout.shard_bytes)
         return True
@@ -515,6 +554,14 @@ class _Filling:
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
         self.store_shard(flat, shard, digest)
+
+    def scatter(self, flat: Flat, values: torch.Tensor | None) -> None:
+        """Start writing this rank's shard of a flat whose values [layout.numel] rank 0 has; None on
+        the others. Blocks until the flat before is written; collective. Raises: AioError,
+        PeerFailed."""
+        # Rank 0 may have failed to read it, and does not scatter then.
+        self._split.resources.check_peers()
+        self.store_shard(flat, self._split.ranks.scatter(flat, values))
 
     def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
         """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
@@ -647,6 +694,7 @@ def build_unsharder(
     access: EngineAccess,
     heap: Heap,
     timeline: Timeline,
+    buffers: ModuleBuffers,
 ) -> Unsharder:
     """Build the unsharder, which gathers and evicts units."""
     return Unsharder(
@@ -662,6 +710,7 @@ def build_unsharder(
         heap=heap,
         passes=split.passes,
         timeline=timeline,
+        buffers=buffers,
         in_any_order=split.ranks.in_any_order,
         qwz=split.policy.qwz,
         secondary=split.ranks.secondary_shards(split.units, split.device),

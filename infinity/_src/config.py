@@ -20,8 +20,8 @@ log = logging.getLogger("infinity")
 
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
-    "params", "state", "zero", "accumulate", "find_unused_parameters", "qwz", "hpz", "qgz",
-    "error_feedback", "update", "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
+    "params", "state", "zero", "accumulate", "find_unused_parameters", "sync_module_states",
+    "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update", "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
     "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
 THREADS_MAX = 512
@@ -64,6 +64,11 @@ class Policy:
         gradients, in a fixed order, with zeros of a rank that has none; a parameter that no rank
         has used gets no gradient. Costs device memory for gradients that wait for their turn, and
         reductions of what is not used. update="backward" is refused.
+    sync_module_states: all ranks begin with the parameters and buffers of rank 0, as with FSDP; the
+        others' `load=` is not read. Otherwise ranks that begin with other parameters are an error.
+    broadcast_buffers: all ranks have the buffers of rank 0 (running statistics), from the start and
+        after each backward outside of `handle.no_sync()`, as with DDP. Otherwise buffers are each
+        rank's own.
     qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what
         they stand for.
     hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its
@@ -140,6 +145,8 @@ class Policy:
     zero: int = 3
     accumulate: str | None = None
     find_unused_parameters: bool = False
+    sync_module_states: bool = False
+    broadcast_buffers: bool = False
     qwz: bool = False
     hpz: str | None = None
     qgz: bool = False
@@ -173,7 +180,10 @@ class Policy:
         self._check_choice("zero", (1, 2, 3))
         self._check_choice("accumulate", (None, "shard", "local"))
         self._check_choice("hpz", (None, "device", "cpu"))
-        for field in ("find_unused_parameters", "qwz", "qgz", "error_feedback"):
+        for field in (
+            "find_unused_parameters", "sync_module_states", "broadcast_buffers",
+            "qwz", "qgz", "error_feedback",
+        ):  # fmt: skip
             self._check_choice(field, (False, True))
         self._check_ranks()
         self._check_choice("update", ("deferred", "backward", "delayed"))

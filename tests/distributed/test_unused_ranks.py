@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import infinity as inf
+from infinity._src.engine import offload
+from infinity.aio import Seam
 from infinity.errors import RankFailed, RanksDiverged
 from tests.distributed.ranks import named, on_ranks
 from tests.reference import ReferenceAdamW
@@ -46,9 +48,10 @@ class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
+        # Before the blocks: gathers end in this order, and a wait for it is none for the blocks.
+        self.last = nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
         self.spare = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, 1)
 
     def forward(self, x: torch.Tensor, calls: Calls) -> torch.Tensor:
         x = self.first(x)
@@ -109,8 +112,10 @@ def policy(**chosen: Any) -> inf.Policy:
     return inf.Policy(**values)
 
 
-def ours(rank: int, steps: Sequence[Step], chosen: dict[str, Any]) -> Found:
-    model = inf.offload(fresh(), policy(**chosen))
+def ours(
+    rank: int, steps: Sequence[Step], chosen: dict[str, Any], seam: Seam | None = None
+) -> Found:
+    model = offload(fresh(), policy(**chosen), _seam=seam)
     handle, optimizer = (
         inf.handle(model),
         inf.AdamW(model.parameters(), lr=LR, weight_decay=DECAY),
@@ -180,7 +185,6 @@ CROSSED: tuple[tuple[Step, ...], ...] = (
     (((0, 1),), ((3, 2, 1, 0),), ((),), ((1, 1, 2),), ((),)),
     (((2, 3),), ((0, 1, 2, 3),), ((0, 3),), ((2, 0),), ((),)),
 )
-DEVICE = {"params": "device"}
 POLICIES: tuple[dict[str, Any], ...] = (
     {},
     {"zero": 1},
@@ -197,3 +201,18 @@ def test_gradients_and_parameters_are_those_of_ddp_whatever_each_rank_leaves_out
         for chosen, one in zip(POLICIES, mine, strict=True):
             with named(chosen):
                 assert_same(one, theirs)
+
+
+def slow_drive(rank: int, place: Path) -> tuple[Found, Found]:
+    """Rank 0 leaves out every block, whose updates its drive brings late; rank 1 waits for them."""
+    steps = [(tuple(range(BLOCKS)) if rank == 1 else (),)] * 3
+    seam = Seam(delay_us_max=100_000, seed=3) if rank == 0 else None
+    chosen = {"optim": "nvme", "ram": "min", "nvme": place, "rank_timeout_s": 20.0}
+    return plain(rank, steps), ours(rank, steps, chosen, seam)
+
+
+def test_a_rank_that_leaves_out_what_its_drive_brings_late_holds_no_other_up(
+    tmp_path: Path,
+) -> None:
+    for theirs, mine in on_ranks(slow_drive, tmp_path / "run", 2):
+        assert_same(mine, theirs)

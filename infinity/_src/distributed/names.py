@@ -19,16 +19,11 @@ import torch
 import torch.distributed as dist
 
 from infinity._src.distributed.topology import Topology
+from infinity._src.wording import LEFT_OUT
 from infinity.errors import RanksDiverged
 
 NAME_BYTES = 128
 """Bytes of a name that travel, the queue among them."""
-
-LEFT_OUT = (
-    "where each rank leaves out modules by chance, Policy(zero=2, params='device', "
-    "find_unused_parameters=True) allows it, and zero=3, which gathers units, does not"
-)
-"""Advice in errors of ranks whose programs differ."""
 
 
 class NameExchange:

@@ -50,6 +50,7 @@ from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.delayed_params import DelayedCopy
 from infinity._src.params.kept_units import KeptUnits
+from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
@@ -115,12 +116,14 @@ class Unsharder:
         heap: Heap,
         passes: Passes,
         timeline: Timeline,
+        buffers: ModuleBuffers,
         in_any_order: bool = False,
         qwz: bool = False,
         secondary: SecondaryShards | None = None,
     ) -> None:
         self.units = units
         self._in_any_order = in_any_order
+        self._buffers = buffers
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
         self._passes, self._schedule = progress.passes, progress.schedule
         self._clock, self._waits = progress.clock, progress.waits
@@ -613,6 +616,7 @@ class Unsharder:
             self._schedule.end()
             self._gradients.backward_end()
             self._mode.backward_end()
+            self._buffers.backward_end()
         except BaseException:
             self._passes.in_backward = True  # it has broken off, as `reset` is to know
             raise
