@@ -209,7 +209,9 @@ def build_engine(
     if isinstance(load, (str, os.PathLike)):
         load = open_weights(model, Path(load))
     # Ranks build alike, and the first one tells of it.
-    source = open_source(model, load, init, shown=split.comm.rank == 0)
+    first = split.comm.rank == 0
+    received = split.ranks.syncs_states and not first
+    source = open_source(model, load, init, shown=first, received=received)
     # Also where no part can be read: every rank holds this round.
     in_parts = split.resources.are_alike(_read_alike(split, source))
     if source.files and split.comm.world > 1 and not in_parts and split.comm.rank == 0:

@@ -65,7 +65,7 @@ class Policy:
         has used gets no gradient. Costs device memory for gradients that wait for their turn, and
         reductions of what is not used. update="backward" is refused.
     sync_module_states: all ranks begin with the parameters and buffers of rank 0, as with FSDP; the
-        others' `load=` is not read. Otherwise ranks that begin with other parameters are an error.
+        others' `load=` is not read, and their models may be on the meta device. Otherwise ranks that begin with other parameters are an error.
     broadcast_buffers: all ranks have the buffers of rank 0 (running statistics), from the start and
         after each backward outside of `handle.no_sync()`, as with DDP. Otherwise buffers are each
         rank's own.

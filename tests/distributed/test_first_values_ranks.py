@@ -91,6 +91,23 @@ def test_ranks_with_other_seeds_begin_with_the_values_and_buffers_of_rank_0(tmp_
                 assert_equal(held, buffers(wanted))
 
 
+def on_meta(rank: int, _place: Path) -> tuple[Values, Values]:
+    """Rank 0 alone has values; the other's model is on the meta device."""
+    with torch.device("cpu" if rank == 0 else "meta"):
+        model = made(rank)
+    model = inf.offload(model, inf.Policy(sync_module_states=True))
+    found = dict(model.state_dict()), buffers(model)
+    inf.handle(model).close()
+    return found
+
+
+def test_models_of_the_other_ranks_may_be_on_meta(tmp_path: Path) -> None:
+    wanted = made(0)
+    for values, held in on_ranks(on_meta, tmp_path / "run", 2):
+        assert_equal(values, dict(wanted.state_dict()))
+        assert_equal(held, buffers(wanted))
+
+
 def ddp(rank: int, steps: int, micros: int) -> list[Values]:
     """The buffers of each step's end with DDP, which takes rank 0's before the next forward."""
     model = made(rank)

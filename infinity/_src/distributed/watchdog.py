@@ -32,8 +32,8 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from infinity._src.distributed.heartbeat import Heartbeat, Host, PeerProcess, RankRecord
 from infinity._src.distributed.topology import Topology
-from infinity.aio._swap_owner import start_time_of
 from infinity._src.wording import LEFT_OUT
+from infinity.aio._swap_owner import start_time_of
 from infinity.errors import RankFailed, RanksDiverged
 
 log = logging.getLogger("infinity")

@@ -64,9 +64,7 @@ class ModuleBuffers:
         mine = _bytes_of(list(held.values()))
         layout = repr([(name, value.dtype, value.shape) for name, value in held.items()])
         theirs = mine.clone()
-        self._comm.broadcast(
-            fingerprinted(f"{len(held)} buffers", digest_of_text(layout)), theirs
-        )
+        self._comm.broadcast(fingerprinted(f"{len(held)} buffers", digest_of_text(layout)), theirs)
         start = 0
         for value in held.values():
             part = slice(start, start + value.nbytes)
