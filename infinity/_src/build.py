@@ -206,19 +206,7 @@ def build_engine(
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
-    if isinstance(load, (str, os.PathLike)):
-        load = open_weights(model, Path(load))
-    # Ranks build alike, and the first one tells of it.
-    first = split.comm.rank == 0
-    received = split.ranks.syncs_states and not first
-    source = open_source(model, load, init, shown=first, received=received)
-    # Also where no part can be read: every rank holds this round.
-    in_parts = split.resources.are_alike(_read_alike(split, source))
-    if source.files and split.comm.world > 1 and not in_parts and split.comm.rank == 0:
-        log.info(
-            "each of %d ranks reads all parameters: they do not read the same files of one machine",
-            split.comm.world,
-        )
+    source, in_parts = find_source(split, model, load, init)
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
@@ -266,6 +254,32 @@ def build_engine(
         durable,
         lifecycle,
     )
+
+
+def find_source(
+    split: Split,
+    model: torch.nn.Module,
+    load: Source | NamedTensors | None,
+    init: Callable[[], torch.nn.Module] | None,
+) -> tuple[OpenSource, bool]:
+    """Open the source of the model's values. Returns it, and whether all ranks read the same files,
+    each its own part. Collective. Raises: ValueError for a source that does not fit the model.
+    """
+    if isinstance(load, (str, os.PathLike)):
+        load = open_weights(model, Path(load))
+    # Ranks build alike, and the first one tells of it.
+    first = split.comm.rank == 0
+    received = split.ranks.syncs_states and not first
+    source = open_source(model, load, init, shown=first, received=received)
+    # Also where no part can be read: every rank holds this round.
+    in_parts = split.resources.are_alike(_read_alike(split, source))
+    read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
+    if source.files and read_by_all and first:
+        log.info(
+            "each of %d ranks reads all parameters: they do not read the same files of one machine",
+            split.comm.world,
+        )
+    return source, in_parts
 
 
 def take_apart(

@@ -21,7 +21,8 @@ log = logging.getLogger("infinity")
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
     "params", "state", "zero", "accumulate", "find_unused_parameters", "sync_module_states",
-    "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update", "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
+    "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update",
+    "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
     "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
 THREADS_MAX = 512
@@ -65,7 +66,8 @@ class Policy:
         has used gets no gradient. Costs device memory for gradients that wait for their turn, and
         reductions of what is not used. update="backward" is refused.
     sync_module_states: all ranks begin with the parameters and buffers of rank 0, as with FSDP; the
-        others' `load=` is not read, and their models may be on the meta device. Otherwise ranks that begin with other parameters are an error.
+        others' `load=` is not read, and their models may be on the meta device. Otherwise ranks
+        that begin with other parameters are an error.
     broadcast_buffers: all ranks have the buffers of rank 0 (running statistics), from the start and
         after each backward outside of `handle.no_sync()`, as with DDP. Otherwise buffers are each
         rank's own.
@@ -180,11 +182,6 @@ class Policy:
         self._check_choice("zero", (1, 2, 3))
         self._check_choice("accumulate", (None, "shard", "local"))
         self._check_choice("hpz", (None, "device", "cpu"))
-        for field in (
-            "find_unused_parameters", "sync_module_states", "broadcast_buffers",
-            "qwz", "qgz", "error_feedback",
-        ):  # fmt: skip
-            self._check_choice(field, (False, True))
         self._check_ranks()
         self._check_choice("update", ("deferred", "backward", "delayed"))
         self._check_choice("on_nonfinite", NONFINITE)
@@ -303,6 +300,11 @@ class Policy:
 
     def _check_ranks(self) -> None:
         """Check the settings of ranks: their split, and their exchange."""
+        for field in (
+            "find_unused_parameters", "sync_module_states", "broadcast_buffers",
+            "qwz", "qgz", "error_feedback",
+        ):  # fmt: skip
+            self._check_choice(field, (False, True))
         if self.zero < 3 and self.params != "device":
             raise ValueError(
                 f"zero={self.zero} keeps whole parameters on every rank's device, and "

@@ -193,7 +193,9 @@ class Handle:
         self.gradients = parts.grads.reducer
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
-        self._accumulation = Accumulation(parts.lifecycle, self.policy.units)
+        self._accumulation = Accumulation(
+            parts.lifecycle, self.policy.units, parts.split.ranks.on_any_rank
+        )
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""

@@ -187,7 +187,7 @@ def assert_same(mine: Found, theirs: Found) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Both:
-    """The same programs (a list of steps by rank) with DDP and with the engine, under each policy."""
+    """The same programs with DDP and with the engine, under each policy."""
 
     programs: tuple[Program, ...]
     policies: tuple[dict[str, Any], ...]
@@ -288,6 +288,33 @@ def test_micro_batches_that_are_reduced_one_by_one_are_those_of_ddp_within_round
             assert (grad is None) == (wanted is None), name
             if grad is not None and wanted is not None:
                 torch.testing.assert_close(grad, wanted, rtol=1e-5, atol=1e-7)
+
+
+def together(rank: int, _place: Path) -> list[Found]:
+    """Micro-batches by `handle.accumulate`: those of rank 0 call the same blocks, those of rank 1
+    do not."""
+    found = []
+    step: Step = (((0, 1), (0, 1)), ((2, 3), (3,)))[rank]
+    for accumulates in (False, True):
+        model = inf.offload(fresh(), policy(accumulate="local"))
+        handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=LR)
+        batches = [(rows(rank, 0, micro), calls) for micro, calls in enumerate(step)]
+        if accumulates:
+            handle.accumulate(batches, lambda batch, model=model: model(*batch))
+        else:
+            with handle.no_sync():
+                model(*batches[0]).backward()
+            model(*batches[1]).backward()
+        grads = [{name: handle.full_grad(one) for name, one in model.named_parameters()}]
+        optimizer.step()
+        found.append((grads, {name: one.clone() for name, one in model.state_dict().items()}))
+        handle.close()
+    return found
+
+
+def test_ranks_agree_on_the_backwards_of_their_micro_batches(tmp_path: Path) -> None:
+    for looped, accumulated in on_ranks(together, tmp_path / "run", 2):
+        assert_same(accumulated, looped)
 
 
 def test_delayed_updates_are_those_of_ddp_one_step_later(tmp_path: Path) -> None:

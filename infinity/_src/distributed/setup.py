@@ -142,6 +142,11 @@ class RankSetup:
         """True where each rank may use other units than the others, in another order."""
         return self.several and self._policy.find_unused_parameters
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether a flag of this rank's micro-batches is set on some rank. Collective where
+        these may differ by rank."""
+        return self.comm.all_reduce_any([flag])[0] if self.in_any_order else flag
+
     def transit_bytes(
         self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype], *, copies: bool
     ) -> int:

@@ -14,8 +14,8 @@ gradient go along, and are united over the ranks: a parameter that only some ran
 mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
 none.
 
-Units are reduced as backward is done with them, which is in one order on all ranks. Where ranks may
-use other units, all units are reduced in a fixed order instead (`reduce_order`).
+Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
+may use other units, all units are reduced in a fixed order instead (`reduce_order`).
 """
 
 from __future__ import annotations
