@@ -191,6 +191,22 @@ class mounted:
             "accumulate='shard' reduces every micro-batch, which is zero=2",
         ),
         (
+            {"find_unused_parameters": True},
+            "find_unused_parameters=True with zero=3: ranks hold parts of each unit",
+        ),
+        (
+            {
+                "find_unused_parameters": True,
+                "zero": 2,
+                "params": "device",
+                "update": "backward",
+                "generations": 2,
+            },
+            "update='backward' updates units in the order of each rank's own backward",
+        ),
+        ({"sync_module_states": 1}, "sync_module_states=1 is not known"),
+        ({"broadcast_buffers": None}, "broadcast_buffers=None is not known"),
+        (
             {"error_feedback": True},
             "error_feedback=True is for gradients that travel as int4 groups: set qgz=True",
         ),

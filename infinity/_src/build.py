@@ -44,6 +44,7 @@ from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
 from infinity._src.grads.reduce import GradReducer
+from infinity._src.grads.reduce_order import ReduceOrder
 from infinity._src.hooks.forward import FrameStack, Lifecycle, attach
 from infinity._src.hooks.whole_params import WholeParams
 from infinity._src.memory import footprint
@@ -75,6 +76,7 @@ from infinity._src.params.materialize import (
     fill_shards,
     open_source,
 )
+from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
 from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore
@@ -180,6 +182,7 @@ class EngineParts:
     access: EngineAccess
     grads: Grads
     unsharder: Unsharder
+    buffers: ModuleBuffers
     optimizer: OptimizerParts
     durable: DurableRun | None
     lifecycle: Lifecycle
@@ -203,29 +206,22 @@ def build_engine(
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
-    if isinstance(load, (str, os.PathLike)):
-        load = open_weights(model, Path(load))
-    # Ranks build alike, and the first one tells of it.
-    source = open_source(model, load, init, shown=split.comm.rank == 0)
-    # Also where no part can be read: every rank holds this round.
-    in_parts = split.resources.are_alike(_read_alike(split, source))
-    if source.files and split.comm.world > 1 and not in_parts and split.comm.rank == 0:
-        log.info(
-            "each of %d ranks reads all parameters: they do not read the same files of one machine",
-            split.comm.world,
-        )
+    source, in_parts = find_source(split, model, load, init)
     # The source was opened before: a missing file is found before drives are written.
     tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
     # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
     fill_tiers(split, tiers, source, Heap.for_stream(), in_parts=in_parts)
+    buffers = sync_buffers(split, model)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
     access = EngineAccess(split.comm, tiers.storage, mode)
     grads = build_grads(split, tiers, mode, timeline, undo)
-    unsharder = build_unsharder(split, tiers, progress, grads, mode, access, heap, timeline)
+    unsharder = build_unsharder(
+        split, tiers, progress, grads, mode, access, heap, timeline, buffers
+    )
     whole = WholeParams(
         unsharder,
         # Where backward updates, the values at rest are those of a step that is not taken yet.
@@ -253,10 +249,37 @@ def build_engine(
         access,
         grads,
         unsharder,
+        buffers,
         optimizer,
         durable,
         lifecycle,
     )
+
+
+def find_source(
+    split: Split,
+    model: torch.nn.Module,
+    load: Source | NamedTensors | None,
+    init: Callable[[], torch.nn.Module] | None,
+) -> tuple[OpenSource, bool]:
+    """Open the source of the model's values. Returns it, and whether all ranks read the same files,
+    each its own part. Collective. Raises: ValueError for a source that does not fit the model.
+    """
+    if isinstance(load, (str, os.PathLike)):
+        load = open_weights(model, Path(load))
+    # Ranks build alike, and the first one tells of it.
+    first = split.comm.rank == 0
+    received = split.ranks.syncs_states and not first
+    source = open_source(model, load, init, shown=first, received=received)
+    # Also where no part can be read: every rank holds this round.
+    in_parts = split.resources.are_alike(_read_alike(split, source))
+    read_by_all = split.comm.world > 1 and not (in_parts or split.ranks.syncs_states)
+    if source.files and read_by_all and first:
+        log.info(
+            "each of %d ranks reads all parameters: they do not read the same files of one machine",
+            split.comm.world,
+        )
+    return source, in_parts
 
 
 def take_apart(
@@ -448,12 +471,16 @@ def fill_tiers(
     in_parts: all ranks read the same files, and each reads its own part of them. Raises:
     PeerFailed, ValueError, AioError.
     """
-    filling = _Filling(split, tiers, heap, source, in_parts=in_parts)
+    # Ranks that read the same files have the same values.
+    synced = split.ranks.syncs_states and not in_parts
+    filling = _Filling(split, tiers, heap, source, way=_way(in_parts=in_parts, synced=synced))
     with contextlib.closing(filling):
         for unit in split.units:
             flats = [flat for flat in unit.flats if not filling.is_filled(flat)]
             if in_parts:
                 fill_shards(flats, source, split.comm.rank, filling.store_shard)
+            elif synced:
+                _fill_from_first(split, unit, flats, source, filling)
             else:
                 fill_flats(flats, source, filling.store)
             # A fill takes long: the others do not go on to its end when one rank has failed.
@@ -466,16 +493,45 @@ def fill_tiers(
     split.ranks.check_values()
 
 
+def sync_buffers(split: Split, model: torch.nn.Module) -> ModuleBuffers:
+    """Give all ranks the buffers of rank 0, if the policy asks for it. Blocks; collective."""
+    policy = split.policy
+    buffers = ModuleBuffers(model, split.comm, follow=policy.broadcast_buffers)
+    if policy.sync_module_states or policy.broadcast_buffers:
+        buffers.broadcast()
+    return buffers
+
+
+def _way(*, in_parts: bool, synced: bool) -> str:
+    """Name the way in which a rank reads values, for a fill that goes on later."""
+    return "parts" if in_parts else "rank 0" if synced else "parameters"
+
+
+def _fill_from_first(
+    split: Split, unit: Unit, lacking: Sequence[Flat], source: OpenSource, filling: _Filling
+) -> None:
+    """Fill the flats of a unit that some rank lacks with the values that rank 0 reads. Blocks;
+    collective."""
+    # Another rank may have filled more before its fill broke off.
+    wanted = split.comm.all_reduce_any([flat in lacking for flat in unit.flats])
+    flats = [flat for flat, is_wanted in zip(unit.flats, wanted, strict=True) if is_wanted]
+    if split.comm.rank == 0:
+        fill_flats(flats, source, filling.scatter)
+        return
+    for flat in flats:
+        filling.scatter(flat, None)
+
+
 class _Filling:
     """Values on their way to their tiers: one flat is written while the next one is read from its
-    source."""
+    source. way: as `_way`."""
 
     def __init__(
-        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, in_parts: bool
+        self, split: Split, tiers: Tiers, heap: Heap, source: OpenSource, *, way: str
     ) -> None:
         self._split, self._tiers, self._heap = split, tiers, heap
         storage = tiers.storage
-        self._in_parts = in_parts
+        self._compares = way == "parameters"
         # A durable run has files that outlive the process, in which a fill may go on.
         self._run = None
         if storage.run is not None:
@@ -485,7 +541,7 @@ class _Filling:
                 split.flats,
                 sources=source.files,
                 shares=storage.shares,
-                way="parts" if in_parts else "whole",
+                way=way,
             )
         # Kept with the values that the drives read.
         self._under_way: tuple[Flat, int, Ticket, torch.Tensor] | None = None
@@ -497,7 +553,7 @@ class _Filling:
         found = self._run.filled_before(flat) if self._run is not None else None
         if found is None:
             return False
-        if not self._in_parts:
+        if self._compares:
             self._split.ranks.note_digest(flat, found)
         self._line.advance(flat.layout.shard_bytes)
         return True
@@ -514,6 +570,14 @@ class _Filling:
             # A copy: the whole flat need not stay until the shard is written.
             shard = shard.clone()
         self.store_shard(flat, shard, digest)
+
+    def scatter(self, flat: Flat, values: torch.Tensor | None) -> None:
+        """Start writing this rank's shard of a flat whose values [layout.numel] rank 0 has; None on
+        the others. Blocks until the flat before is written; collective. Raises: AioError,
+        PeerFailed."""
+        # Rank 0 may have failed to read it, and does not scatter then.
+        self._split.resources.check_peers()
+        self.store_shard(flat, self._split.ranks.scatter(flat, values))
 
     def store_shard(self, flat: Flat, shard: torch.Tensor, digest: int = 0) -> None:
         """Start writing this rank's shard of a flat [layout.shard_numel]. Blocks until the flat
@@ -630,6 +694,7 @@ def build_grads(
             learning, tiers.buffers, split.device, tiers.offload, undo
         ),
         unreduced=ranks.unreduced_grads(learning, tiers.buffers, split.device, tiers.offload, undo),
+        order=ReduceOrder(split.units) if ranks.in_any_order else None,
         grad_offload=tiers.offload,
         timeline=timeline,
     )
@@ -645,6 +710,7 @@ def build_unsharder(
     access: EngineAccess,
     heap: Heap,
     timeline: Timeline,
+    buffers: ModuleBuffers,
 ) -> Unsharder:
     """Build the unsharder, which gathers and evicts units."""
     return Unsharder(
@@ -660,6 +726,8 @@ def build_unsharder(
         heap=heap,
         passes=split.passes,
         timeline=timeline,
+        buffers=buffers,
+        in_any_order=split.ranks.in_any_order,
         qwz=split.policy.qwz,
         secondary=split.ranks.secondary_shards(split.units, split.device),
     )
@@ -693,6 +761,7 @@ def build_pipeline(
         transaction=transaction,
         heap=heap,
         watch=tiers.storage,
+        in_any_order=split.ranks.in_any_order,
     )
 
 

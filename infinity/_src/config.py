@@ -20,7 +20,8 @@ log = logging.getLogger("infinity")
 
 TIERS = ("device", "cpu", "nvme")
 _OF_ALL_RANKS = (
-    "params", "state", "zero", "accumulate", "qwz", "hpz", "qgz", "error_feedback", "update",
+    "params", "state", "zero", "accumulate", "find_unused_parameters", "sync_module_states",
+    "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update",
     "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
     "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
@@ -59,6 +60,17 @@ class Policy:
         "local": they add up in whole gradients of this rank, in CPU memory (in `ram`: the gradients
         of the whole model), which the last micro-batch reduces. None: "local" with zero=1, else
         "shard".
+    find_unused_parameters: with zero=1 or 2, forwards may use other modules on each rank, in any
+        order (stochastic depth, experts, heads of several tasks), as with DDP. All ranks reduce all
+        gradients, in a fixed order, with zeros of a rank that has none; a parameter that no rank
+        has used gets no gradient. Costs device memory for gradients that wait for their turn, and
+        reductions of what is not used. update="backward" is refused.
+    sync_module_states: all ranks begin with the parameters and buffers of rank 0, as with FSDP; the
+        others' `load=` is not read, and their models may be on the meta device. Otherwise ranks
+        that begin with other parameters are an error.
+    broadcast_buffers: all ranks have the buffers of rank 0 (running statistics), from the start and
+        after each backward outside of `handle.no_sync()`, as with DDP. Otherwise buffers are each
+        rank's own.
     qwz: weights are gathered as int8 groups (ZeRO++): half the bytes; every rank computes with what
         they stand for.
     hpz: where each rank keeps a secondary shard of the gathered weights, one for each rank of its
@@ -135,6 +147,9 @@ class Policy:
     state: str = "exact"
     zero: int = 3
     accumulate: str | None = None
+    find_unused_parameters: bool = False
+    sync_module_states: bool = False
+    broadcast_buffers: bool = False
     qwz: bool = False
     hpz: str | None = None
     qgz: bool = False
@@ -168,8 +183,6 @@ class Policy:
         self._check_choice("zero", (1, 2, 3))
         self._check_choice("accumulate", (None, "shard", "local"))
         self._check_choice("hpz", (None, "device", "cpu"))
-        for field in ("qwz", "qgz", "error_feedback"):
-            self._check_choice(field, (False, True))
         self._check_ranks()
         self._check_choice("update", ("deferred", "backward", "delayed"))
         self._check_choice("on_nonfinite", NONFINITE)
@@ -288,6 +301,11 @@ class Policy:
 
     def _check_ranks(self) -> None:
         """Check the settings of ranks: their split, and their exchange."""
+        for field in (
+            "find_unused_parameters", "sync_module_states", "broadcast_buffers",
+            "qwz", "qgz", "error_feedback",
+        ):  # fmt: skip
+            self._check_choice(field, (False, True))
         if self.zero < 3 and self.params != "device":
             raise ValueError(
                 f"zero={self.zero} keeps whole parameters on every rank's device, and "
@@ -306,6 +324,13 @@ class Policy:
         if self.error_feedback and not self.qgz:
             raise ValueError(
                 "error_feedback=True is for gradients that travel as int4 groups: set qgz=True, too"
+            )
+        if self.find_unused_parameters and self.zero == 3:
+            raise ValueError(
+                "find_unused_parameters=True with zero=3: ranks hold parts of each unit, and must "
+                "gather the same units in the same order; use zero=2 with params='device', or call "
+                "the same modules on all ranks (a block that is left out may add 0 times its "
+                "output)"
             )
         timeout = self.rank_timeout_s
         if (
@@ -338,6 +363,12 @@ class Policy:
                 "update='backward' cannot honour on_nonfinite='skip': when a gradient that is not "
                 "finite is met, other units of the step are updated already. Use generations=2, "
                 "on_nonfinite='raise' or 'ignore', or update='deferred'"
+            )
+        if self.find_unused_parameters and self.update == "backward":
+            raise ValueError(
+                "update='backward' updates units in the order of each rank's own backward, and "
+                "find_unused_parameters=True lets ranks differ in it: use update='deferred' or "
+                "'delayed'"
             )
         self._check_durable()
         if self.update_on == "device" and self.update != "deferred":

@@ -193,7 +193,9 @@ class Handle:
         self.gradients = parts.grads.reducer
         self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
         self.saving = parts.optimizer.saving
-        self._accumulation = Accumulation(parts.lifecycle, self.policy.units)
+        self._accumulation = Accumulation(
+            parts.lifecycle, self.policy.units, parts.split.ranks.on_any_rank
+        )
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
@@ -229,8 +231,10 @@ class Handle:
         Raises: BudgetError when update="backward" has no room for gradients, at the first time.
         """
         self.check_open()
-        # The reducer adds up on this rank, the mode leaves the update out: each knows half of it.
-        with self.parts.grads.reducer.no_sync(), self.parts.mode.no_sync():
+        # The reducer adds up on this rank, the mode leaves the update out, buffers stay as they
+        # are: each knows a part of it.
+        parts = self.parts
+        with parts.grads.reducer.no_sync(), parts.mode.no_sync(), parts.buffers.no_sync():
             yield
 
     def accumulate(self, micro_batches: Iterable[B], fn: Callable[[B], R]) -> list[R]:

@@ -24,3 +24,10 @@ def listed_are(names: Iterable[str], most: int = LISTED_MAX) -> str:
     """Write names with their verb: "a is", "a, b and 3 more are"."""
     every = list(names)
     return f"{listed(every, most)} {'is' if len(every) == 1 else 'are'}"
+
+
+LEFT_OUT = (
+    "where each rank leaves out modules by chance, Policy(zero=2, params='device', "
+    "find_unused_parameters=True) allows it, and zero=3, which gathers units, does not"
+)
+"""Advice in errors of ranks whose programs differ."""

@@ -745,7 +745,8 @@ def _check_settings(name: str, settings: Mapping[str, Any], known: Iterable[str]
     if unknown:
         raise ValueError(
             f"{name}({', '.join(unknown)}=...): it takes policy, {', '.join(known)}; the engine "
-            "stands in for DDP's wrapper, and ranks are launched by 'popen' or from outside"
+            "stands in for DDP's wrapper (find_unused_parameters and broadcast_buffers are fields "
+            "of inf.Policy), and ranks are launched by 'popen' or from outside"
         )
 
 

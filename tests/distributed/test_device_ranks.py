@@ -92,6 +92,8 @@ RUNS: dict[str, list[tuple[Training, dict[str, Any]]]] = {
         (LLAMA, {**STAGES["3"], "state": "compact", "update_on": "device"}),
         (LLAMA, {**STAGES["2"], "update_on": "device"}),
         (LLAMA, {**STAGES["3"], "grads": "nvme"}),
+        (LLAMA, {**STAGES["2"], "find_unused_parameters": True}),
+        (DEEP, {**STAGES["1"], "find_unused_parameters": True}),
     ],
 }
 

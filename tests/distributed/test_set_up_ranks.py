@@ -251,6 +251,50 @@ def test_a_fill_of_ranks_that_breaks_off_goes_on(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
+class BrokenOffFirst:
+    """A fill of a durable run with the values of rank 0, which cannot read after a while, and the
+    next. Each rank has a file of its own. changed: that of rank 1 is another one by then, and so
+    this rank begins anew. Returns the bytes that this rank read in both."""
+
+    changed: bool
+
+    def __call__(self, rank: int, place: Path) -> tuple[int, int]:
+        drive, file = place / "drive", place / f"{rank}.safetensors"
+        drive.mkdir(exist_ok=True)
+        values = stored(WIDE, file, torch.bfloat16)
+        if rank == 1:
+            save_file({name: value + 1 for name, value in values.items()}, file)
+        dist.barrier()
+        policy: Any = {"params": "nvme", "optim": "nvme", "nvme": drive, "durable": True}
+        policy |= {"unit_bytes_max": 1 << 16, "ram": "min", "sync_module_states": True}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(run_fill, "NOTE_EVERY_S", 0)
+            with (
+                Counted(200_000 if rank == 0 else 1 << 62) as first,
+                pytest.raises(AioError if rank == 0 else PeerFailed),
+            ):
+                filled(WIDE, file, 1, **policy)
+        if self.changed and rank == 1:
+            save_file({name: value + 2 for name, value in values.items()}, file)
+        dist.barrier()
+        with Counted() as second:
+            model = filled(WIDE, file, 1, **policy)
+        found = model.state_dict()
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        close(model)
+        return first.bytes, second.bytes
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_fill_from_rank_0_that_breaks_off_goes_on(tmp_path: Path, *, changed: bool) -> None:
+    (first, second), others = on_ranks(BrokenOffFirst(changed), tmp_path / "ranks", 2)
+    assert others == (0, 0)
+    whole = sum(value.numel() for value in WIDE().parameters()) * 2
+    # What one rank lacks is read for all.
+    assert second >= whole if changed else whole <= first + second < whole * 1.2
+
+
+@dataclasses.dataclass(frozen=True)
 class Killed:
     """A durable run that ends before its first step, and goes on. Returns its digests."""
 

@@ -308,6 +308,31 @@ class Comm:
         )
         return everyone.view(self.world, -1)
 
+    def broadcast(self, what: str, values: torch.Tensor) -> None:
+        """Write rank 0's `values` (uint8, on the CPU) over those of the others. Blocks.
+
+        what: its name, the same on all ranks. Raises: RanksDiverged.
+        """
+        self._run_control(
+            f"broadcast of {what}, {values.numel()} bytes",
+            lambda group: dist.broadcast(values, 0, group=group),
+        )
+
+    def scatter(
+        self, what: str, out: torch.Tensor, parts: Sequence[torch.Tensor] | None
+    ) -> None:
+        """Fill `out` with this rank's one of the equal `parts` that rank 0 has; None on the others.
+        Bits of any dtype, on the CPU. Blocks.
+
+        what: its name, the same on all ranks. Raises: RanksDiverged.
+        """
+        # As bytes: backends know fewer dtypes.
+        pieces = None if parts is None else [part.view(uint8) for part in parts]
+        self._run_control(
+            f"scatter of {what}, {out.nbytes} bytes each",
+            lambda group: dist.scatter(out.view(uint8), pieces, src=0, group=group),
+        )
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """All-gather bytes of any length but 0, which may differ by rank. Blocks. Returns them by
         rank."""

@@ -32,6 +32,12 @@ depends on no collective but those. It does not, wait by wait:
   ranks (`REDUCING_UNITS`, `Unsharder._may_evict`); or for a copy or an update, as above.
   Memory that a launch itself allocates may wait for the device, which again runs only what was
   launched.
+
+With `find_unused_parameters` programs differ in the units that they use. They submit the same in
+one order all the same (`Unsharder._fill_all`, `ReduceOrder`), but a rank may wait for a gather that
+rank 0 does not want. All gathers are submitted before the forward, and rank 0 waits for all of them
+before it submits a reduction (`Unsharder.backward_start`). So no reduction is named before such a
+gather.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from infinity._src.distributed.topology import Topology
+from infinity._src.wording import LEFT_OUT
 from infinity.errors import RanksDiverged
 
 NAME_BYTES = 128
@@ -97,7 +98,8 @@ class NameExchange:
                     f"rank {self.rank} has come to {what}, and rank {rank} to {_decode(found)}: "
                     "all ranks must run the same modules in the same order, and call what is "
                     "collective together, with the same values (control flow by rank? a "
-                    "state_dict on one? a learning rate that follows the loss of one?)",
+                    "state_dict on one? a learning rate that follows the loss of one?); "
+                    f"{LEFT_OUT}",
                     rank=rank,
                 )
         lacking = bool(lacks) or any(found[_LACKS_AT] for found in theirs.values())

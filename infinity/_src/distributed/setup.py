@@ -65,6 +65,7 @@ class RankSetup:
         )
         self.several = self.comm.world > 1
         self._values: dict[Flat, int] = {}
+        self._by_param: dict[Flat, list[int]] = {}  # of these, the digest of each parameter
         self._secondary_bytes = 0
         self._unreduced: UnreducedGrads | None = None
         self._reduces: ReduceScatter | None = None
@@ -74,8 +75,13 @@ class RankSetup:
     def note(self, flat: Flat, values: torch.Tensor) -> int:
         """Note a digest of a flat's values [layout.numel] on this rank, for `check_values`. Returns
         it; 0 on one rank."""
-        # A digest, not the values: the whole model never exists in RAM.
-        found = digest(values) if self.several else 0
+        if not self.several:
+            return 0
+        # Digests, not the values: the whole model never exists in RAM. Parameter by parameter, so
+        # that the error can name one.
+        each = [digest(values[one.offset : one.offset + one.numel]) for one in flat.params]
+        self._by_param[flat] = each
+        found = digest(torch.tensor(each, dtype=torch.int64))
         self.note_digest(flat, found)
         return found
 
@@ -92,20 +98,54 @@ class RankSetup:
         """
         flats = list(self._values)
         differing = self.comm.differing_indices(list(self._values.values()))
+        by_param = dict(self._by_param)
         # Cleared in any case: the digests hold their flats.
         self._values.clear()
-        if differing:
-            unit = flats[differing[0]].unit
-            raise ValueError(
-                f"the parameters of {unit.name} are not the same on all ranks, and each rank would "
-                "keep its part of them: seed all ranks alike before the model is built, broadcast "
-                "its values from one rank, or give load= the same source"
-            )
+        self._by_param.clear()
+        if not differing:
+            return
+        flat = flats[differing[0]]
+        # A rank that goes on with a fill that broke off knows no more than the whole.
+        known = flat in by_param
+        found = self.comm.differing_indices(
+            [known, *by_param.get(flat, [0] * len(flat.params))]
+        )
+        name = f"the parameters of {flat.unit.name} are"
+        if known and found and found[0] > 0:
+            name = f"the values of {flat.params[found[0] - 1].name} are"
+        raise ValueError(
+            f"{name} not the same on all ranks, and each rank would keep its part of them: "
+            "Policy(sync_module_states=True) takes those of rank 0; or seed all ranks alike before "
+            "the model is built, or give load= the same source"
+        )
+
+    @property
+    def syncs_states(self) -> bool:
+        """True where all ranks take the first values of rank 0."""
+        return self.several and self._policy.sync_module_states
+
+    def scatter(self, flat: Flat, values: torch.Tensor | None) -> torch.Tensor:
+        """Return this rank's shard of a flat's first values [layout.numel], which rank 0 has; None
+        on the others. Collective; blocks."""
+        shard = torch.empty(flat.layout.shard_numel, dtype=flat.dtype)
+        parts = None if values is None else list(values.view(self.comm.world, -1))
+        self.comm.scatter(f"first values of {flat.params[0].name}", shard, parts)
+        return shard
 
     @property
     def whole_params(self) -> bool:
         """True where this rank keeps all parameters on its device."""
         return self._policy.whole_params(several=self.several)
+
+    @property
+    def in_any_order(self) -> bool:
+        """True where each rank may use other units than the others, in another order."""
+        return self.several and self._policy.find_unused_parameters
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Return whether a flag of this rank's micro-batches is set on some rank. Collective where
+        these may differ by rank."""
+        return self.comm.all_reduce_any([flag])[0] if self.in_any_order else flag
 
     def transit_bytes(
         self, flats: Sequence[Flat], dtype_of: Callable[[Flat], torch.dtype], *, copies: bool

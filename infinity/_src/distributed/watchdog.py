@@ -32,6 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from infinity._src.distributed.heartbeat import Heartbeat, Host, PeerProcess, RankRecord
 from infinity._src.distributed.topology import Topology
+from infinity._src.wording import LEFT_OUT
 from infinity.aio._swap_owner import start_time_of
 from infinity.errors import RankFailed, RanksDiverged
 
@@ -664,7 +665,7 @@ def _apart(rank: int, theirs: Mapping[int, str], mine: Mapping[int, str], waits_
         )
     return (
         f"{where}; all ranks must run the same modules in the same order, "
-        "and call what is collective together"
+        f"and call what is collective together; {LEFT_OUT}"
     )
 
 

@@ -13,6 +13,9 @@ A unit is reduced by one exchange, in a lane of its own. Flags of the parameters
 gradient go along, and are united over the ranks: a parameter that only some ranks used gets the
 mean with zeros of the others, as with DDP(find_unused_parameters=True). One that no rank used gets
 none.
+
+Units are reduced as backward is done with them, which is in one order on all ranks. If each rank
+may use other units, all units are reduced in a fixed order instead (`reduce_order`).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.lanes import PendingCollective
 from infinity._src.grads.accumulator import GradAccumulator, GradRegistry
 from infinity._src.grads.buffers import DevicePrefetch, GradBuffers, UnreducedGrads
+from infinity._src.grads.reduce_order import ReduceOrder
 from infinity._src.memory.constants import REDUCING_UNITS
 from infinity._src.memory.device import Device, GradOffload
 from infinity._src.memory.device_room import beside_bytes
@@ -434,9 +438,10 @@ class GradReducer:
     """The gradients of one model. One thread uses it at a time.
 
     reduce_scatter: on several ranks. unreduced: sums of micro-batches inside of `no_sync`, if the
-    policy has them. grad_offload: copies gradients from a device that adds up further ones. mode:
-    gets each complete gradient (this rank's part), and learns of units that went idle before their
-    gradients were reduced.
+    policy has them. order: in which several ranks reduce units, where each may use others; None: as
+    backward is done with them. grad_offload: copies gradients from a device that adds up further
+    ones. mode: gets each complete gradient (this rank's part), and learns of units that went idle
+    before their gradients were reduced.
     """
 
     def __init__(
@@ -449,10 +454,12 @@ class GradReducer:
         mode: UpdateHooks,
         reduce_scatter: ReduceScatter | None = None,
         unreduced: UnreducedGrads | None = None,
+        order: ReduceOrder | None = None,
         grad_offload: GradOffload | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self._units = units
+        self._order = order
         self._timeline = timeline
         self._reduce_scatter = reduce_scatter
         self._unreduced = unreduced
@@ -507,6 +514,11 @@ class GradReducer:
 
     # -- backward ----------------------------------------------------------------------------------
 
+    def backward_start(self, left: Callable[[Unit], bool]) -> None:
+        """Begin a backward. left: tells of a unit whether forwards have left uses of it."""
+        if self._order is not None:
+            self._order.start(unit for unit in self._units if not left(unit))
+
     def accumulate_grad(self, param: Param, grad: torch.Tensor) -> None:
         """Take one fresh gradient [param.shape]; on several ranks it waits until its unit is
         reduced."""
@@ -555,9 +567,8 @@ class GradReducer:
             self._flush_unit(unit)
         elif self._in_no_sync:
             self._add_unreduced(unit)
-        elif any(flat.learns for flat in unit.flats):
-            # Also without a gradient here: another rank may have one, and all must take part.
-            self._reduce(unit)
+        else:
+            self._reduce_all([unit] if self._order is None else self._order.done(unit))
 
     def backward_end(self) -> None:
         """Reduce the gradients that no use claimed, in the order of units, and finish all
@@ -567,6 +578,8 @@ class GradReducer:
                 for unit in list(self._fresh):
                     self._add_unreduced(unit)
             else:
+                if self._order is not None:
+                    self._reduce_all(self._order.rest())
                 # Collective, so that ranks agree on the units and their order.
                 waiting = self._comm.all_reduce_any([self._waits(unit) for unit in self._units])
                 for unit, has_some in zip(self._units, waiting, strict=True):
@@ -736,6 +749,13 @@ class GradReducer:
                 or (self._unreduced.has(param) and not accumulator.unreduced)
             ):
                 self._unreduced.drop(param)
+
+    def _reduce_all(self, units: Sequence[Unit]) -> None:
+        """Start the reductions of those of these units that learn."""
+        for unit in units:
+            # Also without a gradient here: another rank may have one, and all must take part.
+            if any(flat.learns for flat in unit.flats):
+                self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
         """Start the reduction of the unit's sums and fresh gradients."""

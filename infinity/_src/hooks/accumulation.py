@@ -30,10 +30,17 @@ R = TypeVar("R")
 
 
 class Accumulation:
-    """Accumulation of gradients over the micro-batches of one model. named: `Policy.units`."""
+    """Accumulation of gradients over the micro-batches of one model.
 
-    def __init__(self, lifecycle: Lifecycle, named: Named | None) -> None:
+    named: `Policy.units`. on_any_rank: tells of a flag of this rank's micro-batches whether it is
+    set on some rank.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, named: Named | None, on_any_rank: Callable[[bool], bool]
+    ) -> None:
         self._lifecycle = lifecycle
+        self._on_any_rank = on_any_rank
         self._blocks = block_modules(lifecycle.model, lifecycle.units, named)
         self._said = False
 
@@ -58,12 +65,15 @@ class Accumulation:
                 results.append(fn(micro_batch))
                 losses.append(_loss_of(results[-1], index))
             end = sequence_number()
-        if (odd := passed.odd_one()) is None:
+        odd = passed.odd_one()
+        if odd is not None:
+            self._say(*odd)
+        # All ranks run as many backwards.
+        if not self._on_any_rank(odd is not None):
             reorder_backward(losses, passed.nodes, end)
             self._lifecycle.reorder_calls(passed.calls)
             torch.autograd.backward(losses)
         else:
-            self._say(*odd)
             for loss in losses[:-1]:
                 with no_sync():
                     loss.backward()

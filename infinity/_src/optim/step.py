@@ -114,7 +114,10 @@ class StepWatch(Protocol):
 
 
 class StepPipeline:
-    """Submits updates and waits for them. One thread uses it at a time."""
+    """Submits updates and waits for them. One thread uses it at a time.
+
+    in_any_order: each rank may use other units than the others.
+    """
 
     def __init__(
         self,
@@ -131,8 +134,10 @@ class StepPipeline:
         transaction: Transaction | None,
         heap: Heap,
         watch: StepWatch,
+        in_any_order: bool = False,
     ) -> None:
         self._units = list(units)
+        self._in_any_order = in_any_order
         self._store = store
         self._executor = executor
         self._unsharder = unsharder
@@ -455,6 +460,9 @@ class StepPipeline:
     def next_order(self, units: Sequence[Unit]) -> list[Unit]:
         """Return units in the order of the next training forward, then those that it does not use.
         """
+        # The units are gathered in this order, which each rank would learn another of.
+        if self._in_any_order:
+            return sorted(units, key=lambda unit: unit.index)
         # The first use of a unit that runs twice in a forward decides.
         place: dict[int, int] = {}
         for index in self._schedule.order(Phase.TRAIN):

@@ -221,9 +221,11 @@ def open_source(
     init: Callable[[], nn.Module] | None = None,
     *,
     shown: bool = True,
+    received: bool = False,
 ) -> OpenSource:
     """Open the user's `load=`, its files open already, or `init=`, and check that it has what the
-    model needs. shown: whether this rank tells how far it is.
+    model needs. shown: whether this rank tells how far it is. received: values come from another
+    rank, so that a model on the meta device needs no source.
 
     Raises: ValueError naming what is missing, unexpected or of the wrong shape.
     """
@@ -237,7 +239,7 @@ def open_source(
             )
         return _InitSource(model, DeferredModel(init, shown=shown))
     if load is None:
-        return _ModuleSource(model)
+        return _ReceivedSource(model) if received else _ModuleSource(model)
     if isinstance(load, Mapping):
         return _NamedSource(model, _MappingTensors(load))
     if isinstance(load, FileTensors):
@@ -323,6 +325,25 @@ class _ModuleSource(OpenSource):
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert not was_meta, (names, out)
+
+
+class _ReceivedSource(OpenSource):
+    """No source: parameters and buffers of another rank come instead of the module's own."""
+
+    def fill(self, param: Param, out: torch.Tensor) -> None:
+        raise AssertionError(f"{param.name} {tuple(out.shape)} comes from another rank")
+
+    def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
+        raise AssertionError((names, out, was_meta))
+
+    def fill_buffers(self, device: torch.device) -> None:
+        """Give buffers their memory on `device`."""
+        with torch.inference_mode(False), torch.no_grad():
+            for buffer in find_buffers(self._model):
+                value = buffer.value
+                buffer.module._buffers[buffer.attr] = (
+                    torch.zeros_like(value, device=device) if value.is_meta else value.to(device)
+                )
 
 
 class _WholeSource(OpenSource):

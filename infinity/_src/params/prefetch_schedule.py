@@ -407,6 +407,10 @@ class PassTracker:
             if self.evaluates:
                 self._idle_left[unit] = self._idle_left.get(unit, 0) + 1
 
+    def has_left(self, unit: Unit) -> bool:
+        """Tell whether forwards have left uses of the unit that no backward has ended yet."""
+        return self._left.get(unit, 0) > 0
+
     def use_ended(self, unit: Unit) -> None:
         """Count a use of the unit that has ended."""
         self._ended_now[unit] = self._ended_now.get(unit, 0) + 1

@@ -52,6 +52,7 @@ from infinity._src.memory.heap import Heap
 from infinity._src.params import unsharded_param
 from infinity._src.params.delayed_params import DelayedCopy
 from infinity._src.params.kept_units import KeptUnits
+from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import AHEAD_MAX, NEVER, Phase, Progress
 from infinity._src.params.secondary_shards import SecondaryShards
 from infinity._src.params.state_store import StateStore
@@ -97,7 +98,8 @@ class Unsharder:
 
     gathered_bytes_max bounds the memory of units, prefetches included, as far as units in use
     allow (`memory.device_room`). passes: the use of the device; where whole parameters are on it,
-    all units stay once they were unsharded. qwz: weights travel as int8 groups, and forward and
+    all units stay once they were unsharded. in_any_order: each rank may use other units than the
+    others, which needs whole parameters. qwz: weights travel as int8 groups, and forward and
     backward compute with them as they travel. secondary: see `PendingUnshards`.
     """
 
@@ -116,10 +118,14 @@ class Unsharder:
         heap: Heap,
         passes: Passes,
         timeline: Timeline,
+        buffers: ModuleBuffers,
+        in_any_order: bool = False,
         qwz: bool = False,
         secondary: SecondaryShards | None = None,
     ) -> None:
         self.units = units
+        self._in_any_order = in_any_order
+        self._buffers = buffers
         self.demands = self.demand_reads = self.gathered_bytes_peak = 0
         self._passes, self._schedule = progress.passes, progress.schedule
         self._clock, self._waits = progress.clock, progress.waits
@@ -568,6 +574,19 @@ class Unsharder:
             if self._updates:
                 # Forward opens the gates in its own order. One that escaped would cost a read.
                 self._executor.hold_gates(True)
+            if self._in_any_order:
+                self._fill_all()
+
+    def _fill_all(self) -> None:
+        """Begin to fill all units that do not have the values of the pass that begins: in one order
+        on all ranks, which may demand other ones."""
+        for unit in self.units:
+            version = self._wanted(unit)
+            self._match_version(unit, version)
+            if unit.state is SHARDED:
+                self._allocate_and_fill(unit, Priority.PREFETCH, version)
+            elif unit.state is STALE:
+                self._fill(unit, Priority.PREFETCH, version)
 
     def forward_end(self) -> None:
         """End the outermost forward, which has returned or raised."""
@@ -581,7 +600,13 @@ class Unsharder:
 
     def backward_start(self) -> None:
         """Begin a backward."""
+        if self._in_any_order:
+            # Rank 0 may have left out what another rank still waits for. Once it has begun a
+            # reduction, the others could no longer launch that gather (`launch_order`).
+            for unit in self.units:
+                self._finish_pending(unit)
         self._passes.backward_start(retain_graph=graph_is_kept())
+        self._gradients.backward_start(self._passes.has_left)
         self._clock.enter("backward")
         self._schedule.start(Phase.BACKWARD)
         self._prefetches = True
@@ -596,6 +621,7 @@ class Unsharder:
             self._schedule.end()
             self._gradients.backward_end()
             self._mode.backward_end()
+            self._buffers.backward_end()
         except BaseException:
             self._passes.in_backward = True  # it has broken off, as `reset` is to know
             raise
