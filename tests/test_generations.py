@@ -465,7 +465,7 @@ def test_counts_of_a_class_of_torch_go_back_with_all_steps_since_the_commit(tmp_
     inf.handle(model).pipeline.wait()
     drives = inf.handle(model).parts.tiers.executor.stats().drives
     inf.handle(model).close()
-    fault = Fault("write", sum(drive.writes for drive in drives) + 3)
+    fault = Fault("write", sum(drive.writes for drive in drives) + 3, lasting=True)
     model, optimizer = begun(Seam(fault=fault), tmp_path / "struck")
     with pytest.raises(StepUndone):
         stepped(model, optimizer, batches[2])

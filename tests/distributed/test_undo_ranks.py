@@ -115,7 +115,7 @@ class Case:
         undisturbed, writes = self.train(rank, place / "undisturbed", None)
         assert not undisturbed.undone
         # The writes of the step that is struck come after those of the steps before it.
-        fault = Fault("write", writes + 3) if self.how == "write" else None
+        fault = Fault("write", writes + 3, lasting=True) if self.how == "write" else None
         return undisturbed, self.train(rank, place / "struck", fault, strikes=True)[0]
 
     def train(
@@ -223,7 +223,7 @@ def last_step_fails(rank: int, place: Path) -> tuple[list[int], str]:
     for strikes in (False, True):
         policy = inf.Policy(**DURABLE, nvme=place, unit_bytes_max=2**14)
         torch.manual_seed(0)
-        fault = Fault("write", writes + 1) if strikes and rank == 1 else None
+        fault = Fault("write", writes + 1, lasting=True) if strikes and rank == 1 else None
         model: Any = offload(Net().bfloat16(), policy, _seam=Seam(fault=fault))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         handle = inf.handle(model)
@@ -312,7 +312,7 @@ class Random:
             for index in range(self.count):
                 victims = chance.choice(((0,), (1,), (0, 1)))
                 # Of one rank: a step of it writes some ten times.
-                faults = [Fault("write", chance.randrange(5, 60)) for _ in range(2)]
+                faults = [Fault("write", chance.randrange(5, 60), lasting=True) for _ in range(2)]
                 told, _ = Case(name, "write", victims).train(
                     rank, place / f"{name} {index}", faults[rank], strikes=True
                 )
