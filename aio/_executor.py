@@ -55,6 +55,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
