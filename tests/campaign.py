@@ -22,8 +22,6 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
-import contextlib
-import dataclasses
 import itertools
 import json
 import multiprocessing
@@ -38,7 +36,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.campaign_life import KINDS, PHASES, POLICIES, Case, Told, serve
+from tests.campaign_life import PHASES, POLICIES, Case, Told, serve
 from tests.unit.aio.rig import BACKENDS
 
 SECONDS = 60.0

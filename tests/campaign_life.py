@@ -449,7 +449,7 @@ class Life:
             self.build()
             self.told.counts["set-up"] = moved(self.engine)
             self.train()
-        except Exception as error:  # noqa: BLE001 - told to the parent
+        except Exception as error:
             self.note("set-up" if self.model is None else "end", error)
         if self.model is None:
             return
@@ -458,7 +458,7 @@ class Life:
             inf.handle(self.model).close()
             if self.told.finished and self.case.policy == "durable":
                 self.told.least = self.told.most = STEPS
-        except Exception as error:  # noqa: BLE001 - told to the parent
+        except Exception as error:
             self.note("close", error)
         self._count()
 
@@ -494,7 +494,7 @@ class SecondLife:
     def live(self) -> None:
         try:
             self._live()
-        except Exception:  # noqa: BLE001 - told to the parent
+        except Exception:
             self.told.wrong.append(f"the next start: {traceback.format_exc()[-1500:]}")
             if self.of.model is not None:
                 inf.handle(self.of.model).end(commit=False)
