@@ -175,11 +175,6 @@ def judge(case: Case, first: Sequence[Told], second: Sequence[Told]) -> tuple[st
 # -- the matrix ------------------------------------------------------------------------------------
 
 
-def settings_of(options: argparse.Namespace) -> list[Setting]:
-    return [Setting(*each)
-            for each in itertools.product(POLICIES, options.backends, (1, 2), (1, 4))]  # fmt: skip
-
-
 class Matrix:
     """All cases: for every setting the requests of each phase, as a run without a fault has
     them."""
@@ -313,7 +308,7 @@ def show(record: Record) -> None:
         print(f"  --only '{name}': {outcome.seen[0][:300]}")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -325,14 +320,15 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES))
     parser.add_argument("--backends", nargs="+", choices=("io_uring", "threads"), default=BACKENDS)
     parser.add_argument("--ranks", type=int, nargs="+", choices=(1, 2), default=(1, 2))
+    parser.add_argument("--drives", type=int, nargs="+", choices=(1, 4), default=(1, 4))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="keep what the record has")
     parser.add_argument("--only", metavar="CASE", help="one case, and what it saw")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     begun = time.monotonic()
-    settings = [each for each in settings_of(options)
-                if each.policy in options.policies and each.ranks in options.ranks]  # fmt: skip
+    axes = (options.policies, options.backends, options.ranks, options.drives)
+    settings = [Setting(*each) for each in itertools.product(*axes)]
     with concurrent.futures.ThreadPoolExecutor(options.processes) as pool:
         matrix = Matrix(settings, options.late, options.each)
         if options.only is not None:
