@@ -370,6 +370,8 @@ class Life:
         loss = self.model(batch_of(index, self.rank))
         if float(loss.detach()) != self.losses[index]:
             self.told.wrong.append(f"the loss of step {index} is wrong")
+        if index == STRUCK + 1:
+            self.marks.append(("next", moved(self.engine)))
         mark("backward")
         loss.backward()
         mark("step")
@@ -417,13 +419,23 @@ class Life:
             self.arm("save")
             self.save()
             self.aside["save"] = self.opened.moved()
+            self.marks.append(("saved", moved(self.engine)))
+
+    def end(self) -> None:
+        """Commit, and compare what training has led to."""
+        self.commit()
+        wrong = differing(values_of(self.model), self.states[STEPS], {})
+        self.told.wrong += [f"wrong numbers after the last step: {wrong[:4]}"] if wrong else []
+        self.told.finished = True
 
     def train(self) -> None:
         """Train to the end, and go on after what may be gone on after."""
         index, tries = 0, 0
-        while index < STEPS:
-            begun = index
+        while not self.told.finished:
             try:
+                if index == STEPS:
+                    self.end()
+                    continue
                 self.step(index)
                 self.after(index)
                 index += 1
@@ -435,13 +447,8 @@ class Life:
                 if not passing or broke_off or tries > TRIES:
                     return
                 self.optimizer.zero_grad()
+                # A step that was taken is not repeated, nor is what came after it.
                 index = self.steps
-                if index > begun:  # the step was taken, and what comes after it is not repeated
-                    continue
-        self.commit()
-        wrong = differing(values_of(self.model), self.states[STEPS], {})
-        self.told.wrong += [f"wrong numbers after the last step: {wrong[:4]}"] if wrong else []
-        self.told.finished = True
 
     def live(self) -> None:
         """Build, train, close."""
@@ -470,17 +477,24 @@ class Life:
         return bool(self.engine.arm(None) > 0)
 
     def _count(self) -> None:
-        """Requests from the beginning of each phase to that of the next but one."""
+        """Requests from the beginning of each phase on: of a forward to the step, of a backward to
+        the commit, of a step or commit to the end of the next forward, without those of the save.
+        """
         if self.case.kind:
             return
-        marks = [*self.marks, *[("end", moved(self.engine))] * 2]
-        for (phase, begun), (_, ended) in zip(marks, marks[2:], strict=False):
-            reads, writes = ended[0] - begun[0], ended[1] - begun[1]
-            if phase == "restore":
-                reads = self.aside[phase][0]
-            elif phase == "save":
-                writes = self.aside[phase][1]
-            self.told.counts[phase] = (reads, writes)
+        at = {name: np.array(count) for name, count in self.marks}
+        saved = at["saved"] - at["save"]
+        # The model was built anew in the restore.
+        windows = {
+            "forward": at["step"] - at["forward"],
+            "backward": at["commit"] - at["backward"],
+            "step": at["next"] - at["step"] - saved,
+            "commit": at["next"] - at["commit"] - saved,
+            "save": np.array([saved[0], self.aside["save"][1]]),
+            "restore": np.array([self.aside["restore"][0], (at["forward"] - at["restore"])[1]]),
+        }
+        for phase, (reads, writes) in windows.items():
+            self.told.counts[phase] = (int(reads), int(writes))
 
 
 class SecondLife:
