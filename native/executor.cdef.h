@@ -103,8 +103,8 @@ typedef struct {
     int32_t persistent;
 } inf_seam_fault;
 
-/* See aio/testing.py, Seam. null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX. null_computes: 0 no chunk,
- * else one in so many. */
+/* See aio/testing.py, Seam. null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX.
+ * null_computes: 0 no chunk, else one in so many. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;

@@ -134,8 +134,8 @@ static void seam_inject(struct inf_executor *ex, inf_request *request) {
 
 static bool seam_holds(const struct inf_executor *ex, const inf_drive *drive,
                        const inf_request *request) {
-    return request->inject == INF_SEAM_LATE || ex->config.seam.delay_us_max > 0 || drive->config.read_bytes_per_s > 0 ||
-           drive->config.write_bytes_per_s > 0;
+    return request->inject == INF_SEAM_LATE || ex->config.seam.delay_us_max > 0 ||
+           drive->config.read_bytes_per_s > 0 || drive->config.write_bytes_per_s > 0;
 }
 
 static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request,

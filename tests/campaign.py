@@ -46,7 +46,7 @@ PASSES = {
     *itertools.product(("bitflip", "stale", "misdirected"), ("read",)),
 }
 SPOILS = set(itertools.product(("bitflip", "stale", "misdirected"), ("write",)))
-"""What is written is damaged, and nobody knows until it is read."""
+"""Damage of what is written, which nobody knows of until it is read."""
 FAULTS = [*sorted(PASSES), *sorted(SPOILS), ("EIO", "read"), ("EIO", "write"), ("ENOSPC", "write"),
           ("zero", "read"), ("zero", "write")]  # fmt: skip
 OUTCOMES = ("right", "retried", "undone", "ended", "refused", "named", "not met", "finding")
@@ -56,7 +56,7 @@ CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.campaign_life"])
 
 
 class Setting(NamedTuple):
-    """How a training of the campaign runs."""
+    """Policy and machine of a training of the campaign."""
 
     policy: str
     backend: str
@@ -65,7 +65,7 @@ class Setting(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """How a case ended: one of OUTCOMES, and what was seen."""
+    """End of a case: one of OUTCOMES, and what was seen."""
 
     how: str
     seen: tuple[str, ...]
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 
 def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None) -> list[Any]:
-    """What the ranks of one life told; of one that hangs or dies a text that says so."""
+    """Run one life. Returns what its ranks told; of one that hangs or dies a text that says so."""
     started = []
     for rank in range(case.ranks):
         here, there = CONTEXT.Pipe(duplex=False)
@@ -142,7 +142,7 @@ def _left_in(case: Case, place: Path) -> list[str]:
 
 
 def judge(case: Case, first: Sequence[Told], second: Sequence[Told]) -> tuple[str, list[str]]:
-    """How a case ended, and what its processes saw."""
+    """Return how a case ended, and what its processes saw."""
     seen = [each for told in (*first, *second) for each in told.seen]
     wrong = [each for told in (*first, *second) for each in told.wrong]
     kind = (case.kind, case.op)

@@ -1,4 +1,4 @@
-"""One process of a case of the campaign: it trains, meets a fault, closes, and tells what it saw."""
+"""One process of a case of the campaign: it trains, meets a fault, closes, and tells of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ STRUCK = 2
 TRIES = 6
 PROMISED = (AioError, StateInvalid, StepUndone, RankError)
 LEFT_S = 5.0
-"""What is given back may still be listed for so long."""
+"""Seconds for which a thread or a file that was given back may still be listed."""
 
 States = dict[str, npt.NDArray[Any]]
 """The bits of values."""
@@ -207,7 +207,7 @@ def _locks() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What this process holds: threads, descriptors, locks, locked bytes."""
+    """Threads, descriptors, locks and locked bytes of this process."""
 
     threads: tuple[str, ...]
     files: frozenset[str]
@@ -403,7 +403,7 @@ class Life:
             self.told.wrong.append(f"restored step {found.step}")
 
     def after(self, index: int) -> None:
-        """What the loop does after step `index`, besides the next one."""
+        """Commit, save or restart after step `index`, as the case wants it."""
         phase = self.case.phase
         if index % 2 == 1:
             self.commit()
