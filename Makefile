@@ -1,5 +1,6 @@
 # make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
+#      campaign | campaign-slice |
 #      integrations | integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle |
 #      clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
@@ -29,7 +30,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
-.PHONY: torch-matrix wheel gpu-bundle clean
+.PHONY: torch-matrix wheel gpu-bundle clean campaign campaign-slice
 
 setup: $(STAMP)
 
@@ -179,6 +180,17 @@ ranks: $(STAMP)
 # 100,000 hostile files: real ones, changed at random, and read by all that reads files here.
 fuzz: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.hostile --inputs 100000
+
+# Each request of a training fails in each way, in each phase: hours. What a run did stands in the
+# record, and the next one goes on with the rest.
+CAMPAIGN := build/campaign.jsonl
+campaign: $(STAMP)
+	@mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --record $(CAMPAIGN) --resume
+
+# Five minutes of it, other cases every night.
+campaign-slice: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --slice 5 --late 2 --seed $$(date +%Y%m%d)
 
 slow: $(DEMO)
 	$(INSTALL) $$(CC=zig $(BIN)/python native/build_native.py requires)

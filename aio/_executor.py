@@ -58,6 +58,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -74,7 +75,7 @@ from infinity.aio._records import SPAN, PoolSpec, Priority
 from infinity.aio._spares import SPARE, MovedWrite
 from infinity.aio._stats import ExecutorStats, drive_stats, registered_reason
 from infinity.aio._swap_file import SwapFile
-from infinity.aio.testing import Seam
+from infinity.aio.testing import KINDS, Fault, Seam
 from infinity.errors import AioClosedError, AioError, DeviceCopyError
 
 # One request of a ring. Longer ones gain nothing: 8 to 16 of these in flight fill a drive.
@@ -83,10 +84,8 @@ RING_BLOCK_BYTES = 1 << 20
 THREAD_BLOCK_BYTES = 16 << 20
 # Spans that C keeps in its ring: SPAN_COUNT of native/executor.c.
 _SPANS_MAX = 65_536
-_I64_MAX = 2**63 - 1
 # Spares and moves that one call of C hands over.
 _SPARES_AT_ONCE = 64
-_SEAM_KINDS = {"errno": 1, "short": 2, "zero": 3, "bitflip": 4}
 
 
 def _config(
@@ -123,16 +122,20 @@ def _config(
     config.seam.delay_us_max = seam.delay_us_max
     config.seam.null_batch, config.seam.null_computes = seam.null, seam.null_computes
     if seam.fault is not None:
-        config.seam.fault_nth = seam.fault.nth
-        config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
-        config.seam.fault_op = 0 if seam.fault.op == "read" else 1
-        config.seam.fault_errno = seam.fault.errno
-        config.seam.fault_persistent = seam.fault.persistent
-        config.seam.fault_lasting = seam.fault.lasting
-        config.seam.fault_drive = -1 if seam.fault.drive is None else seam.fault.drive
-        config.seam.fault_start = seam.fault.start
-        config.seam.fault_stop = _I64_MAX if seam.fault.stop is None else seam.fault.stop
+        _fill_fault(config.seam.fault, seam.fault)
     return config
+
+
+def _fill_fault(record: Any, fault: Fault) -> None:
+    """Fill an inf_seam_fault."""
+    record.nth, record.late_us = fault.nth, int(fault.late_s * 1e6)
+    record.kind = 1 + KINDS.index(fault.kind)
+    record.op = 0 if fault.op == "read" else 1
+    record.error, record.persistent = fault.errno, fault.persistent
+    # 0 stands for any.
+    record.drive = 0 if fault.drive is None else 1 + fault.drive
+    record.lasting, record.start = fault.lasting, fault.start
+    record.stop = fault.stop or 0
 
 
 def _drive_configs(
@@ -682,6 +685,21 @@ class Executor:
         # A copy: a view would keep the whole buffer alive.
         taken: npt.NDArray[np.void] = spans[:count].copy()
         return taken
+
+    def arm(self, fault: Fault | None) -> int:
+        """Make `fault` the one that is injected from now on (tests); its requests are counted from
+        here. None: none.
+
+        Returns how many requests the fault before was injected into.
+        """
+        self._core.check()
+        record = self._core.ffi.new("inf_seam_fault *")
+        if fault is not None:
+            _fill_fault(record, fault)
+        met = int(self._core.lib.inf_executor_arm(self._core.pointer, record))
+        if met < 0:
+            raise OSError(-met, f"no thread for the seam: {os.strerror(-met)}")
+        return met
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Make all gates escape and block until no job is pending. Raises TimeoutError, and what

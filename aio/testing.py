@@ -2,12 +2,13 @@
 
 io_uring makes no libc calls that a mock could intercept, so tests go in by this seam, which delays
 and reorders completions, fails a chosen request, slows a drive down, or takes it away (`null`).
-`Seam` has the settings; native/executor_drive.c (`seam_inject`) and native/ring_null.c carry them
-out.
+`Executor.arm` changes the fault of an executor that runs. `Seam` has the settings;
+native/executor_drive.c (`seam_inject`) and native/ring_null.c carry them out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["Fault", "Seam"]
@@ -17,14 +18,21 @@ NULL_BATCH_MAX = 64
 native/executor.cdef.h."""
 
 
+KINDS = ("errno", "short", "zero", "bitflip", "stale", "misdirected", "late")
+"""Kinds of faults, in the order of INF_SEAM_* of native/executor.h, which begins at 1."""
+
+
 @dataclass(frozen=True)
 class Fault:
-    """Injected fault (tests): of the `nth` request (from 0) of `op` on any drive, and of all later
-    ones if `persistent`.
+    """Injected fault (tests): of the `nth` request (from 0) of `op`, and of all later ones if
+    `persistent`.
 
     kind: "errno" (the request fails with `errno` and nothing is transferred), "short" (half of it
     is transferred), "zero" (the request returns 0), "bitflip" (one bit of what was read, or of what
-    is written, is flipped).
+    is written, is flipped), "stale" (it is reported as done, and nothing is transferred: what was
+    there before stays, on the drive or in memory), "misdirected" (the range behind it in its file,
+    of the same length, is read or overwritten instead; at the end of the file the one before it),
+    "late" (the result comes `late_s` seconds later).
 
     lasting: what the same job does to make up for it fails, too: it reads again, or writes to a
     spare range.
@@ -42,20 +50,23 @@ class Fault:
     drive: int | None = None
     start: int = 0
     stop: int | None = None
+    late_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.op not in ("read", "write"):
             raise ValueError(f"Fault(op={self.op!r}): must be 'read' or 'write'")
-        if self.kind not in ("errno", "short", "zero", "bitflip"):
-            raise ValueError(
-                f"Fault(kind={self.kind!r}): must be 'errno', 'short', 'zero' or 'bitflip'"
-            )
+        if self.kind not in KINDS:
+            raise ValueError(f"Fault(kind={self.kind!r}): must be one of {', '.join(KINDS)}")
         if self.nth < 0:
             raise ValueError(f"Fault(nth={self.nth}): requests are counted from 0")
         if self.start < 0 or (self.stop is not None and self.stop <= self.start):
             raise ValueError(
                 f"Fault(start={self.start}, stop={self.stop}): a range of bytes that is not empty"
             )
+        if self.drive is not None and self.drive < 0:
+            raise ValueError(f"Fault(drive={self.drive}): drives are counted from 0; None is any")
+        if not (math.isfinite(self.late_s) and self.late_s >= 0):
+            raise ValueError(f"Fault(late_s={self.late_s}): must be seconds, 0 or more")
 
 
 @dataclass(frozen=True)

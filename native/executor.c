@@ -171,7 +171,7 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     const inf_seam *seam = &config->seam;
     ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
     if (seam->null_batch > 0) ex->backend = &inf_backend_null;
-    ex->seam_on = seam->delay_us_max > 0 || seam->fault_kind != INF_SEAM_NONE;
+    ex->seam_on = seam->delay_us_max > 0 || seam->fault.kind != INF_SEAM_NONE;
     ex->seam_random = seam->seed * 0x9E3779B97F4A7C15u | 1u;
     pthread_mutex_init(&ex->lock, NULL);
     *error = inf_cond_init(&ex->done);

@@ -116,21 +116,27 @@ typedef struct {
 
 enum { INF_NULL_BATCH_MAX = 64 }; /* requests that a null drive gives back together at most */
 
-/* See aio/testing.py, Seam and Fault. fault_kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip.
- * null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX. null_computes: 0 no chunk,
- * else one in so many. */
+/* See aio/testing.py, Fault. kind: 0 none, 1 errno, 2 short, 3 zero, 4 bitflip, 5 stale,
+ * 6 misdirected, 7 late. drive: 1 + its index, 0 = any. */
+typedef struct {
+    int64_t nth;
+    int64_t late_us;
+    int32_t kind;
+    int32_t op;
+    int32_t error;
+    int32_t drive;
+    int32_t persistent;
+    int32_t lasting;
+    int64_t start; /* bytes [start, stop) of a file; stop 0 = its end */
+    int64_t stop;
+} inf_seam_fault;
+
+/* See aio/testing.py, Seam. null_batch: 0 real drives, else null ones, up to INF_NULL_BATCH_MAX.
+ * null_computes: 0 no chunk, else one in so many. */
 typedef struct {
     uint64_t seed;
     int64_t delay_us_max;
-    int64_t fault_nth;   /* of the requests that the next three choose */
-    int64_t fault_start; /* bytes [start, stop) of a file */
-    int64_t fault_stop;
-    int32_t fault_drive; /* -1 = any */
-    int32_t fault_kind;
-    int32_t fault_op;
-    int32_t fault_errno;
-    int32_t fault_persistent;
-    int32_t fault_lasting;
+    inf_seam_fault fault;
     int32_t null_batch;
     int32_t null_computes;
 } inf_seam;
@@ -287,6 +293,9 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
 int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
+/* Tests: the seam's fault from now on, with requests counted anew. How many requests the one before
+ * was injected into, or a negative errno. */
+int64_t inf_executor_arm(inf_executor *ex, const inf_seam_fault *fault);
 
 /* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
  * release. */

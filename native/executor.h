@@ -80,7 +80,16 @@ enum {
     INF_REGISTERED_NOT_HUGE = 2,
     INF_REGISTERED_TOO_LARGE = 3
 };
-enum { INF_SEAM_NONE = 0, INF_SEAM_ERRNO, INF_SEAM_SHORT, INF_SEAM_ZERO, INF_SEAM_BITFLIP };
+enum {
+    INF_SEAM_NONE = 0,
+    INF_SEAM_ERRNO,
+    INF_SEAM_SHORT,
+    INF_SEAM_ZERO,
+    INF_SEAM_BITFLIP,
+    INF_SEAM_STALE,
+    INF_SEAM_MISDIRECTED,
+    INF_SEAM_LATE
+};
 enum {
     INF_TRACK_READ = 0,
     INF_TRACK_WRITE,
@@ -275,6 +284,7 @@ struct inf_request {
     int64_t ask;    /* that the backend transfers now: `bytes`, or less when the seam says so */
     int64_t sent_ns;
     int64_t due_ns; /* seam */
+    int64_t astray; /* seam: how far `offset` is from where the request belongs */
     int64_t result;
     int32_t op;
     int32_t file;
@@ -412,12 +422,13 @@ struct inf_executor {
     inf_request *held; /* seam: by due time */
     pthread_t seam_thread;
     uint64_t seam_random;
-    int64_t seam_seen; /* requests that its fault might have met */
-    const inf_run *seam_run; /* that it met */
+    const inf_run *seam_run; /* that its fault met */
     inf_spare *spares; /* not used yet */
     inf_moved_write *moves; /* that nobody has taken */
     int32_t spare_count;
     int32_t move_count;
+    int64_t seam_seen; /* requests that the fault might be injected into, */
+    int64_t seam_met;  /* and those that it was */
     inf_span *spans;
     uint64_t span_count; /* since the last take */
     inf_exec_stats stats;

@@ -4,6 +4,7 @@
 
 #include <assert.h>
 #include <errno.h>
+#include <sys/stat.h>
 
 /* EAGAIN, EINTR and transfers that make no progress are tried this often. */
 #define TRIES_MAX 256
@@ -103,33 +104,45 @@ static uint64_t seam_next(struct inf_executor *ex) {
 /* The bit that a fault flips: the same in a write before it is sent and in a read after it came. */
 static void flip(const inf_request *request) { request->data[request->bytes / 3] ^= 0x10; }
 
+/* How far away the range is that gets the request instead: the next one of its length in the file,
+ * else the one before. 0: the file has no other. */
+static int64_t astray(const inf_request *request) {
+    struct stat about;
+    if (fstat(request->drive->fds[request->file], &about) != 0) return 0;
+    if (request->offset + 2 * request->bytes <= about.st_size) return request->bytes;
+    return request->offset >= request->bytes ? -request->bytes : 0;
+}
+
 static void seam_inject(struct inf_executor *ex, inf_request *request) {
-    const inf_seam *seam = &ex->config.seam;
+    const inf_seam_fault *fault = &ex->config.seam.fault;
     request->inject = INF_SEAM_NONE;
     request->ask = request->bytes;
-    if (seam->fault_kind == INF_SEAM_NONE || seam->fault_op != request->op) return;
-    bool there = seam->fault_drive < 0 || seam->fault_drive == request->drive->index;
-    bool meets = request->offset < seam->fault_stop &&
-                 request->offset + request->bytes > seam->fault_start;
-    if (!there || !meets) return;
+    if (fault->kind == INF_SEAM_NONE || fault->op != request->op) return;
+    if (fault->drive != 0 && fault->drive != 1 + request->drive->index) return;
+    bool behind = request->offset + request->bytes > fault->start;
+    if (!behind || (fault->stop != 0 && request->offset >= fault->stop)) return;
+    request->astray = fault->kind == INF_SEAM_MISDIRECTED ? astray(request) : 0;
+    if (fault->kind == INF_SEAM_MISDIRECTED && request->astray == 0) return;
     int64_t nth = ex->seam_seen++;
     const inf_run *run = request->run;
     bool repeats = run->moved > 0 || run->reread;
-    if (nth == seam->fault_nth) ex->seam_run = run;
+    if (nth == fault->nth) ex->seam_run = run;
     else if (ex->seam_run == run && !repeats) ex->seam_run = NULL; /* another one, in its memory */
-    bool lasts = seam->fault_lasting && ex->seam_run == run && repeats;
-    bool persists = seam->fault_persistent && nth > seam->fault_nth;
-    if (nth != seam->fault_nth && !persists && !lasts) return;
-    request->inject = seam->fault_kind;
-    if (seam->fault_kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
+    bool lasts = fault->lasting && ex->seam_run == run && repeats;
+    if (nth != fault->nth && !lasts && !(fault->persistent && nth > fault->nth)) return;
+    ex->seam_met++;
+    request->inject = fault->kind;
+    if (fault->kind == INF_SEAM_SHORT && request->bytes >= 2 * INF_SECTOR) {
         request->ask = request->bytes / 2 & ~(int64_t)(INF_SECTOR - 1);
     }
-    if (seam->fault_kind == INF_SEAM_BITFLIP && request->op == INF_OP_WRITE) flip(request);
+    if (fault->kind == INF_SEAM_BITFLIP && request->op == INF_OP_WRITE) flip(request);
+    request->offset += request->astray;
 }
 
-static bool seam_holds(const struct inf_executor *ex, const inf_drive *drive) {
-    return ex->config.seam.delay_us_max > 0 || drive->config.read_bytes_per_s > 0 ||
-           drive->config.write_bytes_per_s > 0;
+static bool seam_holds(const struct inf_executor *ex, const inf_drive *drive,
+                       const inf_request *request) {
+    return request->inject == INF_SEAM_LATE || ex->config.seam.delay_us_max > 0 ||
+           drive->config.read_bytes_per_s > 0 || drive->config.write_bytes_per_s > 0;
 }
 
 static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *request,
@@ -144,6 +157,7 @@ static void seam_hold(struct inf_executor *ex, inf_drive *drive, inf_request *re
     if (seam->delay_us_max > 0) {
         request->due_ns += (int64_t)(seam_next(ex) % ((uint64_t)seam->delay_us_max * 1000 + 1));
     }
+    if (request->inject == INF_SEAM_LATE) request->due_ns += seam->fault.late_us * 1000;
     request->result = result;
     inf_request **at = &ex->held;
     while (*at != NULL && (*at)->due_ns <= request->due_ns) at = &(*at)->next;
@@ -231,7 +245,9 @@ static void request_result(inf_drive *drive, inf_request *request, int64_t resul
 
 void inf_drive_done(inf_drive *drive, inf_request *request, int64_t result) {
     struct inf_executor *ex = drive->ex;
-    if (ex->seam_on && seam_holds(ex, drive)) seam_hold(ex, drive, request, result);
+    request->offset -= request->astray;
+    request->astray = 0;
+    if (ex->seam_on && seam_holds(ex, drive, request)) seam_hold(ex, drive, request, result);
     else request_result(drive, request, result);
 }
 
@@ -254,6 +270,21 @@ void *inf_seam_main(void *argument) {
     }
     pthread_mutex_unlock(&ex->lock);
     return NULL;
+}
+
+int64_t inf_executor_arm(inf_executor *ex, const inf_seam_fault *fault) {
+    pthread_mutex_lock(&ex->lock);
+    int64_t met = ex->seam_met;
+    int32_t error = 0;
+    if (!ex->seam_started) error = inf_thread_start(&ex->seam_thread, inf_seam_main, ex);
+    if (error == 0) {
+        ex->seam_started = ex->seam_on = true;
+        ex->config.seam.fault = *fault;
+        ex->seam_met = ex->seam_seen = 0;
+        ex->seam_run = NULL;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error == 0 ? met : error;
 }
 
 /* ---- interface for backends and jobs --------------------------------------------------------- */
@@ -303,9 +334,12 @@ inf_request *inf_drive_take(inf_drive *drive) {
         inf_meter_sent(drive, request);
         request->ask = request->bytes;
         if (ex->seam_on) seam_inject(ex, request);
-        if (request->inject != INF_SEAM_ERRNO && request->inject != INF_SEAM_ZERO) return request;
-        inf_drive_done(drive, request,
-                       request->inject == INF_SEAM_ZERO ? 0 : -ex->config.seam.fault_errno);
+        switch (request->inject) {
+        case INF_SEAM_ERRNO: inf_drive_done(drive, request, -ex->config.seam.fault.error); break;
+        case INF_SEAM_ZERO: inf_drive_done(drive, request, 0); break;
+        case INF_SEAM_STALE: inf_drive_done(drive, request, request->bytes); break;
+        default: return request;
+        }
     }
 }
 

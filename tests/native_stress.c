@@ -496,10 +496,10 @@ int main(int argc, char **argv) {
                                   .hold_ns = 2000000,
                                   .seam = {.seed = 7,
                                            .delay_us_max = kind == INF_SEAM_NONE ? 0 : 100,
-                                           .fault_kind = kind,
-                                           .fault_nth = 40,
-                                           .fault_op = kind & 1,
-                                           .fault_errno = EAGAIN}};
+                                           .fault = {.kind = kind,
+                                                     .nth = 40,
+                                                     .op = kind & 1,
+                                                     .error = EAGAIN}}};
         inf_drive_config drives[DRIVES];
         for (int32_t d = 0; d < DRIVES; d++) {
             int32_t fd = open_file(argv[1], (int64_t)THREADS_MAX * CHUNKS_EACH * RUN_BYTES);

@@ -392,7 +392,9 @@ def test_what_the_user_writes_is_not_undone_behind_his_back(tmp_path, batches):
     writes = sum(drive.writes for drive in inf.handle(probe).parts.tiers.executor.stats().drives)
     inf.handle(probe).close()
     model = offload(
-        small(), slow, _seam=Seam(fault=Fault("write", writes + 4, lasting=True), write_bytes_per_s=5e6)
+        small(),
+        slow,
+        _seam=Seam(fault=Fault("write", writes + 4, lasting=True), write_bytes_per_s=5e6),
     )
     ours = run(model, inf.AdamW(model.parameters(), lr=1e-2))
     theirs = run(*plain(tmp_path))

@@ -231,7 +231,10 @@ def test_one_checksum_for_each_section_tells_which_section_is_wrong(make_rig, rn
     for chunk in range(2):
         folded[chunk] = [native.crc32c(rig.sums[chunk, section]) for section in range(4)]
     reader = Executor(
-        rig.files, small=aio.PoolSpec(0, 0), large=aio.PoolSpec(3, RUN_BYTES), verify=verify,
+        rig.files,
+        small=aio.PoolSpec(0, 0),
+        large=aio.PoolSpec(3, RUN_BYTES),
+        verify=verify,
         backend=rig.executor.backend,
     )
     known = rig.chunks[:2].copy()

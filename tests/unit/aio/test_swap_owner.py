@@ -108,9 +108,7 @@ def test_an_owner_is_told_apart_from_every_other_process(tmp_path):
         ("Z 1 1 1 0 -1 4227084", "", "ends"),
     ],
 )
-def test_a_process_that_ends_is_known_by_its_flags_and_signals(
-    fields, status, life, monkeypatch
-):
+def test_a_process_that_ends_is_known_by_its_flags_and_signals(fields, status, life, monkeypatch):
     me = Owner.this()
     after = f"{fields} {'0 ' * 12}{me.start_time}".split()
     monkeypatch.setattr(swap_owner, "_stat_of", lambda pid: after)
