@@ -353,7 +353,8 @@ class Life:
     def arm(self, phase: str) -> None:
         """Begin a phase of the struck step."""
         self.marks.append((phase, moved(self.engine)))
-        self.opened.found.clear()
+        if phase in ("save", "restore"):
+            self.opened.found.clear()
         if phase != self.case.phase or self.armed:
             return
         self.armed = True
