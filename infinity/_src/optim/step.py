@@ -286,8 +286,8 @@ class StepPipeline:
         self._finish(together=together)
 
     def settle(self) -> None:
-        """Where ranks undo steps together: wait for the updates of the step before, and agree on
-        them. Collective. Raises as `begin`.
+        """Wait for the updates of the step before, and agree on them, if ranks undo steps together.
+        Collective. Raises as `begin`.
         """
         # A drive that refused a write of them takes no gradients either: that rank would raise
         # alone.
