@@ -174,7 +174,7 @@ class Storage:
             self.executor,
             space,
             sums_on=policy.verify != "off",
-            generations=policy.generations,
+            generations=policy.places,
             layers=layers,
             device=device,
             shown=rank == 0,
