@@ -72,14 +72,17 @@ class PinnedLayers:
         """The layers that checkpoints have a part in: nothing is written there."""
         return frozenset(self._layers)
 
+    @property
+    def newest(self) -> int:
+        """The newest layer that no checkpoint has a part in."""
+        return [layer for layer in self._files.layers if layer not in self._layers][-1]
+
     def layer_for_more(self) -> int:
         """Return a layer for further places of chunks: a new one, or as an executor takes FILE_MAX
         files, the newest that no checkpoint has a part in. Blocks. Raises: AioError.
         """
         # One is left for the next save.
-        if len(self._files.layers) < FILE_MAX - 2:
-            return self._new_layer()
-        return [layer for layer in self._files.layers if layer not in self._layers][-1]
+        return self._new_layer() if len(self._files.layers) < FILE_MAX - 2 else self.newest
 
     def link(
         self,

@@ -191,8 +191,7 @@ class OlderCommits:
     def _reserve(
         self, wanted: Sequence[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]]
     ) -> None:
-        """Reserve a place for each of these chunks of flats: all, or none. Raises: SwapFullError.
-        """
+        """Reserve a place for each of these chunks of flats: all, or none. Raises: SwapFullError."""
         if not wanted:
             return
         drives = np.concatenate([now["drive"][chunks] for _, now, chunks in wanted]).tolist()
@@ -213,20 +212,23 @@ class OlderCommits:
             spare.offsets[chunks] = [place.offset for place in mine]
 
     def _check_free(self, layer: int, drives: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raise SwapFullError where a drive would have little room left for what must be written.
-        """
+        """Raise SwapFullError where a drive would have little room left for what must be written."""
         wants = np.bincount(drives, weights=sizes, minlength=len(self._space.files))
-        for file, size in zip(self._space.layers[layer], wants.astype(np.int64), strict=True):
-            left = file.free_bytes() - int(size)
-            if size and left < _LEFT_FREE:
+        for drive, size in enumerate(wants.astype(np.int64).tolist()):
+            file = self._space.layers[layer][drive]
+            more = self._space.growth(layer, drive, size) if size else 0
+            if more and file.free_bytes() < more + _LEFT_FREE:
                 raise SwapFullError(
                     f"the drive has to keep {format_size(_LEFT_FREE)} free beside further places",
-                    path=file.path, op="allocate", length=int(size),
+                    path=file.path, op="allocate", length=more,
                 )  # fmt: skip
 
     def _layer_of_its_own(self) -> int:
-        if not self._layer or self._layer in self._pinned.layers:
+        if not self._layer:
             self._layer = self._pinned.layer_for_more()
+        elif self._layer in self._pinned.layers:
+            # A save has made room there.
+            self._layer = self._pinned.newest
         return self._layer
 
     def _tell(self, count: int, error: SwapFullError) -> None:
@@ -300,9 +302,7 @@ class OlderCommits:
         if not gone:
             return
         kept = [
-            place
-            for place in shard.places
-            if (place.layer, place.drive, place.offset) not in gone
+            place for place in shard.places if (place.layer, place.drive, place.offset) not in gone
         ]
         self._store.nvme_bytes -= sum(place.size_bytes for place in shard.places)
         self._store.nvme_bytes += sum(place.size_bytes for place in kept)

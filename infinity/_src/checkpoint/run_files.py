@@ -36,6 +36,7 @@ from infinity._src.checkpoint.directory import (
     is_of,
     newest_heads,
     read_head,
+    readable_heads,
     remove,
     sync_directory,
     typed_errors,
@@ -198,9 +199,13 @@ class RunFiles:
         except (AioError, ValueError) as error:
             # A damaged run is never passed over: only no run at all is, or one that the user gives
             # up.
-            if not (give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT)):
+            if give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT):
+                return None
+            # An older commit can be gone on with; the restore tells of the damage.
+            older = readable_heads(self.home)
+            if older is None:
                 raise
-            return None
+            return older
 
     def _find_moved(self) -> None:
         """Mend the links of the earlier run: lead each to the directory, among these, in which its
@@ -264,9 +269,7 @@ class RunFiles:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
             # Nobody knows what a damaged manifest names; a run that is given up may have one.
-            log.warning(
-                "%s: states that nothing names stay until a commit: %s", self.home, error
-            )
+            log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
 
     def _remove_unnamed_beyond(self, world: int) -> None:
         """Remove states files that no manifest names of ranks from `world` on, whose processes are

@@ -184,6 +184,11 @@ class SwapSpace:
         # All layers: a saved run's files are on the same drives.
         return sum(file.size_bytes for layer in self.layers for file in layer)
 
+    def growth(self, layer: int, drive: int, size_bytes: int) -> int:
+        """Return the bytes by which a file grows at most for so many bytes more of extents."""
+        used = self._extents[layer].file_bytes(drive)
+        return max(used + size_bytes - self.layers[layer][drive].size_bytes, 0)
+
     def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
         """Reserve extents in layer 0 for chunks of `sizes` bytes (multiples of 4096).
 
