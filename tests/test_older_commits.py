@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
+from infinity._src.checkpoint import older_commits
 from infinity._src.checkpoint.directory import generations, read_generation
 from infinity._src.checkpoint.manifest import Manifest
 from infinity.aio import SwapFile
@@ -245,6 +246,42 @@ def test_without_room_fewer_commits_are_kept(
     model, optimizer = made(place, generations=3)
     assert inf.restore(model, optimizer, place, damaged="from-older").step == 4
     close(model)
+
+
+def test_a_start_beside_full_drives_gives_up_the_older_commit(
+    tmp_path: Path,
+    wanted: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A drive with room for three places and no more: the next process wants two beside the newest
+    commit."""
+    place = tmp_path / "run"
+    place.mkdir()
+
+    def used() -> int:
+        return sum(path.stat().st_blocks * 512 for path in home(place).glob("states-*"))
+
+    model, optimizer = made(place, generations=3)
+    room = used()
+    monkeypatch.setattr(older_commits, "_LEFT_FREE", 0)
+    monkeypatch.setattr(SwapFile, "free_bytes", lambda _: room - used())
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert check_all(place, wanted) == [3, 2]
+    die(model)
+    for begun in (3, 4):
+        model, optimizer = made(place, generations=3)
+        assert "there is no room beside the commits that an earlier process left" in caplog.text
+        assert inf.restore(model, optimizer, place).step == begun
+        assert digest(model) == wanted[begun]
+        step(model, optimizer, begun, 0)
+        inf.handle(model).flush()
+        assert check_all(place, wanted) == [begun + 1, begun]
+        die(model)
+        caplog.clear()
+    assert used() <= room
 
 
 @pytest.mark.parametrize("full", [False, True])

@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import numpy as np
@@ -124,7 +125,7 @@ class PinnedLayers:
         self._tell()
         return True
 
-    def make_way(self, flats: Sequence[Flat], named: Set[int] = frozenset()) -> None:
+    def make_way(self, flats: Sequence[Flat], named: AbstractSet[int] = frozenset()) -> None:
         """Give chunks whose other place is pinned another one. Called when everything is committed.
         Blocks for the file system. named: layers in which older commits have places.
 
@@ -198,7 +199,7 @@ class PinnedLayers:
         ]
         records.places[:] = kept + places
 
-    def _give_up(self, flats: Sequence[Flat], named: Set[int]) -> None:
+    def _give_up(self, flats: Sequence[Flat], named: AbstractSet[int]) -> None:
         """Close the pinned layers in which no chunk has a place any more, and no older commit, and
         take their names from the run.
         """

@@ -114,6 +114,9 @@ class RunFiles:
             for run in self.directories[1:]:
                 _check_no_home(run)
             self.before = self._newest(give_up)
+            # As all ranks see it: none removes a manifest before all have come so far.
+            newest = self.before[0].generation if self.before else 0
+            self._older = any(number < newest for number in generations(self.home))
             self._id = self._adopted()
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
@@ -246,6 +249,35 @@ class RunFiles:
         Blocks, once. Raises: AioError."""
         if self.fill.head is not None:
             self.fill.remove()
+
+    def give_up_older(self, world: int) -> bool:
+        """Remove this rank's part of the commits before the newest that an earlier process left:
+        their room is wanted. Returns whether there were any, the same on all ranks. Blocks.
+        """
+        if not self._older or self.before is None:
+            return False
+        self._older = False
+        log.warning(
+            "%s: there is no room beside the commits that an earlier process left: of these the "
+            "newest stays, step %d",
+            self.home,
+            self.before[0].step,
+        )
+        newest = self.before[0].generation
+        tables = {head.table.name for head in self.before if head.table is not None}
+        # Rank 0 has those of ranks that this run has not, too.
+        ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
+        gone = [
+            path
+            for path, number in files_of(self.home)
+            if number < newest
+            and path.name not in tables
+            and any(is_of(path, rank) for rank in ranks)
+        ]
+        # Manifests first: nothing that one names goes before it.
+        remove(sorted(gone, key=lambda path: not path.name.startswith("manifest-")))
+        self._remove_unnamed(world)
+        return True
 
     def _remove_unnamed(self, world: int) -> None:
         """Remove this rank's states files that no manifest names: the generation that a killed
