@@ -191,7 +191,7 @@ class OlderCommits:
     def _reserve(
         self, wanted: Sequence[tuple[int, npt.NDArray[np.void], npt.NDArray[np.intp]]]
     ) -> None:
-        """Reserve a place for each of these chunks of flats: all, or none. Raises: SwapFullError."""
+        """Reserve a place for each of these chunks: all, or none. Raises: SwapFullError."""
         if not wanted:
             return
         drives = np.concatenate([now["drive"][chunks] for _, now, chunks in wanted]).tolist()
@@ -212,7 +212,7 @@ class OlderCommits:
             spare.offsets[chunks] = [place.offset for place in mine]
 
     def _check_free(self, layer: int, drives: Sequence[int], sizes: Sequence[int]) -> None:
-        """Raise SwapFullError where a drive would have little room left for what must be written."""
+        """Raise SwapFullError where a drive would have little room left for what is written."""
         wants = np.bincount(drives, weights=sizes, minlength=len(self._space.files))
         for drive, size in enumerate(wants.astype(np.int64).tolist()):
             file = self._space.layers[layer][drive]
