@@ -41,6 +41,7 @@ class Job:
     rank: int = 0
     rendezvous: str = ""
     saves: bool = False
+    generations: int = 2
     die_at: int = -1
     die_from: str = "restored"
     reference: bool = False
@@ -55,7 +56,8 @@ class Job:
         tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place}
         if self.saves:
             return inf.Policy(**tiers, update=self.update, generations=2, unit_bytes_max=4096)
-        return inf.Policy(**tiers, update=self.update, durable=True, unit_bytes_max=4096)
+        tiers |= {"durable": True, "generations": self.generations}
+        return inf.Policy(**tiers, update=self.update, unit_bytes_max=4096)
 
     @property
     def source(self) -> Path:

@@ -213,7 +213,8 @@ class mounted:
         ({"rank_timeout_s": 0}, "rank_timeout_s=0: give a number of seconds, more than 0"),
         ({"mesh": 4}, "mesh=4: give a torch.distributed.device_mesh.DeviceMesh"),
         ({"zero": True}, "zero=True is not known"),
-        ({"generations": 3}, "generations=3 is not known; use 1 or 2"),
+        ({"generations": 6}, "generations=6 is not known; use 1 or 2"),
+        ({"generations": 3}, "generations=3 keeps 2 commits of a durable run: set durable=True"),
         (
             {"durable": True},
             "durable=True keeps all states on the drives: set params='nvme' instead of 'cpu'",

@@ -15,11 +15,13 @@ CASES = {
     "deferred": ({"update": "deferred"}, 3),
     "backward": ({"update": "backward"}, 3),
     "two_ranks": ({"world": 2}, 2),
+    "three_generations": ({"generations": 3}, 4),
+    "four_on_two_ranks": ({"generations": 4, "world": 2}, 2),
     "saves": ({"saves": True}, 2),
 }
 
 
-@pytest.mark.parametrize("case", mostly_slow(CASES, "deferred", "saves"))
+@pytest.mark.parametrize("case", mostly_slow(CASES, "deferred", "three_generations", "saves"))
 def test_killed_trainers_go_on(
     case: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -26,6 +26,8 @@ _OF_ALL_RANKS = (
     "update_on", "generations", "durable", "durable_every", "mesh",
 )  # fmt: skip
 THREADS_MAX = 512
+GENERATIONS_MAX = 5
+"""A drive has at most 8 swap files, and checkpoints by links want some of them."""
 NONFINITE = ("raise", "skip", "ignore")
 
 
@@ -121,6 +123,9 @@ class Policy:
         is undone, on all ranks, and update="backward" serves every loop (units update ahead of
         `opt.step()`, and once more from the old states when it clips, or not at all when gradients
         are not finite).
+        3 to 5 are for durable runs: one is written, and the others are commits that are kept, for
+        `inf.restore(damaged="from-older")`. Each takes the room of all states once more; where a
+        drive lacks it, fewer are kept, and a warning says so.
     durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt,
         directory)` goes on from the last committed step. An exit without `handle.close()` commits
         the last one, on one rank alone. Needs params="nvme" and optim="nvme", keeps two generations
@@ -189,7 +194,7 @@ class Policy:
         self._check_choice("verify", ("full", "sample", "off"))
         self._check_choice("io_backend", ("auto", "io_uring", "threads"))
         self._check_choice("update_on", ("cpu", "device"))
-        self._check_choice("generations", (1, 2))
+        self._check_choice("generations", tuple(range(1, GENERATIONS_MAX + 1)))
         self._check_choice("durable", (False, True, "new"))
         for field in ("grad_dtype", "reduce_dtype"):
             value = getattr(self, field)
@@ -217,7 +222,7 @@ class Policy:
             )
         # A commit must outlive the steps after it, so a second place is needed.
         if self.durable:
-            object.__setattr__(self, "generations", 2)
+            object.__setattr__(self, "generations", max(self.generations, 2))
         for field in ("delayed_warmup", "seed"):
             value = getattr(self, field)
             if type(value) is not int or value < 0:
@@ -395,6 +400,11 @@ class Policy:
                 raise ValueError(
                     f"durable_every={self.durable_every} is for durable runs: set durable=True too"
                 )
+            if self.generations > 2:
+                raise ValueError(
+                    f"generations={self.generations} keeps {self.generations - 1} commits of a "
+                    "durable run: set durable=True too, or use 1 or 2"
+                )
             return
         given = {"params": self.params, "optim": self.optim}
         if set(given.values()) != {"nvme"}:
@@ -418,6 +428,17 @@ class Policy:
                 f"durable_every={self.durable_every} overwrites steps in between, and "
                 "update='backward' takes updates back: use update='deferred', or durable_every=1"
             )
+
+    @property
+    def places(self) -> int:
+        """Places of a chunk between which a step chooses, each in memory if the state rests there:
+        2 where a step is a transaction."""
+        return min(self.generations, 2)
+
+    @property
+    def older_commits(self) -> int:
+        """Commits that a durable run keeps beside the newest one."""
+        return max(self.generations - 2, 0)
 
     @property
     def speculates(self) -> bool:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 
 from infinity._src.checkpoint.durable import DurableRun
-from infinity._src.checkpoint.restore import Restored, RestoreJob
+from infinity._src.checkpoint.restore import Damaged, Restored, RestoreJob
 from infinity._src.checkpoint.run_files import run_directory
 from infinity._src.checkpoint.save import Save
 from infinity._src.engine import Handle, handle
@@ -73,7 +73,7 @@ def restore(
     directory: str | os.PathLike[str],
     *,
     strict: bool = True,
-    damaged: Literal["raise", "report"] = "raise",
+    damaged: Damaged = "raise",
 ) -> Restored:
     """Go on from a checkpoint of the same model and optimizer; world size, tiers, budget, drives,
     state format and tiles may differ (but tiles of linears along their inputs, and those that begin
@@ -95,16 +95,20 @@ def restore(
     are left out, and `.notes` names both; another shape or dtype raises as ever, and so does a
     parameter that has states here and none there. damaged: "report" brings back all that can be
     read: what cannot, of a bad block or a drive that is gone, keeps the values and moments that the
-    model has, and `.damaged` names parameter, elements and file; a warning says how much. Blocks.
-    On several ranks all call it, and each reports its shard.
+    model has, and `.damaged` names parameter, elements and file; a warning says how much.
+    "from-older" restores the newest commit that is whole, of those that a durable run keeps
+    (`Policy.generations`): training from it is as from one that was never damaged, and `.step` says
+    which it is. Where none is whole, the newest is restored, with what is damaged there from older
+    ones; `.damaged` has each such range, and its `reason` the step, or that nothing has it, as with
+    "report". Blocks. On several ranks all call it, and each reports its shard.
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
     damaged, RuntimeError inside forward, backward and `gather()`. Damage that is met when some
     states were written already: later calls raise StateInvalid.
     """
-    if damaged not in ("raise", "report"):
-        raise ValueError(f"damaged={damaged!r}: give 'raise' or 'report'")
+    if damaged not in get_args(Damaged):
+        raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
     of, source = handle(model), run_directory(directory)
     of.flush()
     run = of.durable
@@ -117,10 +121,10 @@ def restore(
         run.check()
     restored = RestoreJob(
         of.saving, of.gradients, of.pipeline, of.saving.comm, of.policy,
-        strict=strict, reports=damaged == "report",
+        strict=strict, damaged=damaged,
     ).restore(model, opt, source)  # fmt: skip
     if restored.damaged:
-        _warn_of_damage(directory, restored)
+        _warn_of_damage(directory, restored, damaged)
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)
@@ -145,12 +149,13 @@ def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLi
         )
 
 
-def _warn_of_damage(directory: str | os.PathLike[str], restored: Restored) -> None:
+def _warn_of_damage(directory: str | os.PathLike[str], restored: Restored, mode: Damaged) -> None:
+    kept = ", and keep the values that the model had" if mode == "report" else ""
     log.warning(
-        "restoring %s: %d elements of %s could not be read, and keep the values that the model "
-        "had: %s",
+        "restoring %s: %d elements of %s could not be read%s: %s",
         directory,
         sum(each.stop - each.start for each in restored.damaged),
         listed(dict.fromkeys(each.name for each in restored.damaged)),
+        kept,
         restored.damaged[0].reason,
     )

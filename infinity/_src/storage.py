@@ -67,7 +67,12 @@ def default_update_threads(ranks: int, *, on_gpu: bool) -> int:
 
 
 def _open_space(
-    policy: Policy, seam: Seam | None, node_resources: NodeResources, undo: contextlib.ExitStack
+    policy: Policy,
+    seam: Seam | None,
+    node_resources: NodeResources,
+    run: RunFiles | None,
+    world: int,
+    undo: contextlib.ExitStack,
 ) -> SwapSpace | None:
     """Open the swap space of the policy; None if it names no drives."""
     if not policy.directories:
@@ -77,6 +82,7 @@ def _open_space(
     space = SwapSpace(
         policy.directories,
         room=None if null else node_resources.check_room,
+        make_room=(lambda: run.give_up_older(world)) if run is not None else lambda: False,
         make=SwapFile.sparse if null else SwapFile.create,
     )
     undo.callback(space.close)
@@ -84,22 +90,27 @@ def _open_space(
 
 
 def _open_run(
-    policy: Policy, space: SwapSpace | None, rank: int, world: int, undo: contextlib.ExitStack
-) -> tuple[RunFiles | None, tuple[int, int]]:
-    """Open the files of a durable run, if the policy has one, and return them with the layers of
-    swap files in which the two generations of a chunk lie.
-    """
+    policy: Policy, rank: int, world: int, undo: contextlib.ExitStack
+) -> RunFiles | None:
+    """Open the files of a durable run, if the policy has one."""
     if not policy.durable:
-        return None, (0, 0)
-    assert space is not None, "Policy sees to it that there are directories"
-    # A durable run has two layers of files of its own. The swap file beside them has values that
-    # need not outlive the process.
+        return None
     run = RunFiles(policy.directories, rank, world, give_up=policy.durable == "new")
     undo.callback(run.close)
+    return run
+
+
+def _make_layers(run: RunFiles | None, space: SwapSpace | None) -> tuple[int, int]:
+    """Make the layers of swap files in which the two places of a chunk lie. A durable run has two
+    of its own: the swap file beside them has values that need not outlive the process.
+    """
+    if run is None:
+        return 0, 0
+    assert space is not None, "Policy sees to it that there are directories"
     for _ in range(2):
         files = run.add()
         run.layers[space.add_layer(files)] = files
-    return run, (1, 2)
+    return 1, 2
 
 
 def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
@@ -135,8 +146,9 @@ class Storage:
         # Registered first, so closed last: the executor must be closed before the device.
         undo.callback(device.close)
         settings = policy.io_settings
-        space = _open_space(policy, seam, node_resources, undo)
-        self.run, layers = _open_run(policy, space, rank, world, undo)
+        self.run = _open_run(policy, rank, world, undo)
+        space = _open_space(policy, seam, node_resources, self.run, world, undo)
+        layers = _make_layers(self.run, space)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so
             # that all of them finish together.
@@ -174,7 +186,7 @@ class Storage:
             self.executor,
             space,
             sums_on=policy.verify != "off",
-            generations=policy.generations,
+            generations=policy.places,
             layers=layers,
             device=device,
             shown=rank == 0,

@@ -105,9 +105,7 @@ def read_heads(directory: Path, generation: int) -> list[Head]:
     return _of_all_ranks(directory, generation, _read_lean)
 
 
-def _of_all_ranks(
-    directory: Path, generation: int, read: Callable[[Path], _Kind]
-) -> list[_Kind]:
+def _of_all_ranks(directory: Path, generation: int, read: Callable[[Path], _Kind]) -> list[_Kind]:
     # Rank 0 is in every save; its manifest says how many ranks there are.
     first = read(directory / manifest_name(generation, 0))
     manifests = [first]
@@ -138,6 +136,16 @@ def newest_heads(directory: Path) -> list[Head]:
     `newest_generation`; damage inside of a table is not seen.
     """
     return _newest(directory, read_heads)
+
+
+def readable_heads(directory: Path) -> list[Head] | None:
+    """Read the heads of the newest generation of which all can be read, damaged ones passed over;
+    None where there is none.
+    """
+    for generation in generations(directory):
+        with contextlib.suppress(AioError, ValueError):
+            return read_heads(directory, generation)
+    return None
 
 
 def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_Kind]:

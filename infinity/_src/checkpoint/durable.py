@@ -7,7 +7,9 @@ on after a crash.
                     -> the states of the step before may be overwritten
 
 Until then nothing that the last manifest names is written, so at any moment there is a whole
-generation: the last step that was committed, or the one before.
+generation: the last step that was committed, or the one before. With `Policy.generations` of 3 and
+more the commits before the last one stay, too (older_commits.py): the oldest goes, manifest first,
+and its places are written next.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from infinity._src.checkpoint.manifest import (
     manifest_name,
     table_parts,
 )
+from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.run_table import Described, RunTable, layer_and_drive
@@ -105,6 +108,14 @@ class DurableRun:
         self._committed: _Small | None = None
         self._written = -1  # `StateStore.writes` at the last commit
         self._pinned = PinnedLayers(files, space, self._store, self._executor)
+        self._older = OlderCommits(
+            policy.older_commits,
+            self.flats,
+            store=self._store,
+            executor=self._executor,
+            space=space,
+            pinned=self._pinned,
+        )
         # True on all ranks as soon as one rank has linked.
         self._linked = False
         self._stepped = False
@@ -250,17 +261,20 @@ class DurableRun:
 
     def prepare_next(self) -> None:
         """Move chunks away from places that a checkpoint names, and that must never be written
-        again. Called after a commit.
+        again, or that an older commit names which is kept. Called after a commit.
 
         Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed
         when it was another rank.
         """
+        # Without room for a further place the older commit goes that names the one to be written.
+        if self._older.make_way():
+            self._remove_older()
         if not self._linked:
             return
         # Linked on one rank is linked on all, so all come here and none waits alone.
         problem: Exception | None = None
         try:
-            self._pinned.make_way(self.flats)
+            self._pinned.make_way(self.flats, self._older.layers)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
             problem = error
         failed = self._comm.all_reduce_any([problem is not None])[0]
@@ -292,7 +306,7 @@ class DurableRun:
         targets = {each: directory / name for each, name in zip(used, names, strict=True)}
         now = np.concatenate([self._executor.look(self._store[flat].ids) for flat in self.flats])
         # Other file system, or too many layers: the save copies instead.
-        if not self._pinned.link(now, targets):
+        if not self._pinned.link(now, targets, spare=self._older.room > 0):
             return None
         entries = (
             FileEntry(name, self.files.layers[layer][drive].size_bytes)
@@ -332,7 +346,9 @@ class DurableRun:
             written = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
-        failed = self._comm.all_reduce_any([problem is not None])[0]
+        # Of older commits all keep as many as the rank with the least room: others are not whole.
+        lacks = [self._older.room <= count for count in range(self._policy.older_commits)]
+        failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
         if failed:
             # Some rank has no manifest, so the generation is of no use; this rank's part goes.
             self._remove(lambda path, number: number == generation and is_of(path, self.files.rank))
@@ -349,10 +365,11 @@ class DurableRun:
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
         self._table.committed(manifest.table, found)
+        self._older.committed(generation, manifest.table.name, lacks.count(False))
+        # Only after every rank has its manifest: until here the older generation is the whole one.
+        self._remove_older()
         # Named by a manifest: the next step writes beside these places, not into them.
         self._store.commit_named_places()
-        # Only after every rank has its manifest: until here the older generation is the whole one.
-        self._remove_older(manifest)
         try:
             self.files.committed()
         except AioError as error:
@@ -425,32 +442,40 @@ class DurableRun:
         sync_directory(home)
         return manifest, found
 
-    def _remove_older(self, manifest: Head) -> None:
-        """Remove this rank's part of older generations; and, the first time, the states of the run
-        before.
+    def _remove_older(self) -> None:
+        """Remove this rank's part of generations that are not kept; and, the first time, the states
+        of the run before.
         """
         # Each rank removes its own files, so none removes what another still writes.
         rank, first = self.files.rank, not self._cleaned
         # Rank 0 also removes the files of ranks that a larger run before this one had. Those of the
         # ranks that there are may be named by them, such as a table of an earlier commit.
         everything = rank == 0 and first
-        world = self._comm.world
+        world, kept = self._comm.world, self._older.generations
+        newest = max(kept)
         # The table may be of an earlier commit: it is written when a place changes.
-        table = manifest.table.name if manifest.table is not None else ""
+        tables = self._older.tables
         self._remove(
             lambda path, number: (
-                number < manifest.generation
-                and path.name != table
+                number < newest
+                and number not in kept
+                and path.name not in tables
                 and (
                     is_of(path, rank)
                     or (everything and not any(is_of(path, each) for each in range(world)))
                 )
             )
         )
+        if self._policy.older_commits:
+            try:
+                # A manifest that a crash brought back would name what was written since.
+                sync_directory(self.files.home)
+            except AioError as error:
+                log.warning("%s: %s", self.files.home, error)
         if everything:
             try:
                 # All ranks' manifests: a file that any of them names stays.
-                heads = read_heads(self.files.home, manifest.generation)
+                heads = read_heads(self.files.home, newest)
                 self.files.remove_strangers(entry.name for head in heads for entry in head.files)
             except (OSError, AioError) as error:
                 log.warning(

@@ -12,9 +12,11 @@ manifest names count.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +29,7 @@ from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
 from infinity.aio import Executor
 from infinity.aio._validate import FILE_MAX
+from infinity.errors import SwapFullError
 
 _CANNOT = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOTSUP})
 """Errors of `os.link` after which a save copies: another file system, no links, too many."""
@@ -65,11 +68,35 @@ class PinnedLayers:
         self._executor = executor
         self._layers: set[int] = set()
 
-    def link(self, now: npt.NDArray[np.void], targets: dict[tuple[int, int], Path]) -> bool:
+    @property
+    def layers(self) -> frozenset[int]:
+        """The layers that checkpoints have a part in: nothing is written there."""
+        return frozenset(self._layers)
+
+    @property
+    def newest(self) -> int:
+        """The newest layer that no checkpoint has a part in."""
+        return [layer for layer in self._files.layers if layer not in self._layers][-1]
+
+    def layer_for_more(self) -> int:
+        """Return a layer for further places of chunks: a new one, or as an executor takes FILE_MAX
+        files, the newest that no checkpoint has a part in. Blocks. Raises: AioError.
+        """
+        # One is left for the next save.
+        return self._new_layer() if len(self._files.layers) < FILE_MAX - 2 else self.newest
+
+    def link(
+        self,
+        now: npt.NDArray[np.void],
+        targets: dict[tuple[int, int], Path],
+        *,
+        spare: bool = False,
+    ) -> bool:
         """Give the files of `targets`, by layer and drive, these second names, and pin their
         layers. Returns False where no links can be made, or no further layer.
 
-        now: the chunks' records, all committed. Also makes room for the other places that these
+        now: the chunks' records, all committed. spare: they have further places, which will do
+        where a drive has no room for more. Also makes room for the other places that these
         chunks will need. Blocks for the file system. Raises: SwapFullError, AioError; then nothing
         is pinned.
         """
@@ -83,8 +110,9 @@ class PinnedLayers:
         try:
             # Room for all pinned chunks now: a full drive is told by the save, not by a step later.
             fresh = self._files.layers[self._new_layer()]
-            for drive, file in enumerate(fresh):
-                file.grow(int(now["other_bytes"][now["drive"] == drive].sum()))
+            with contextlib.suppress(SwapFullError) if spare else contextlib.nullcontext():
+                for drive, file in enumerate(fresh):
+                    file.grow(int(now["other_bytes"][now["drive"] == drive].sum()))
         except BaseException:
             # Nothing is pinned, so the run goes on writing there: no checkpoint may name it.
             remove(list(targets.values()))
@@ -97,9 +125,9 @@ class PinnedLayers:
         self._tell()
         return True
 
-    def make_way(self, flats: Sequence[Flat]) -> None:
+    def make_way(self, flats: Sequence[Flat], named: AbstractSet[int] = frozenset()) -> None:
         """Give chunks whose other place is pinned another one. Called when everything is committed.
-        Blocks for the file system.
+        Blocks for the file system. named: layers in which older commits have places.
 
         Raises: SwapFullError; then those chunks must not be written.
         """
@@ -117,7 +145,7 @@ class PinnedLayers:
                     np.flatnonzero(pinned & (now["file"] == live)),
                     self._layer_beside(int(live)),
                 )
-        self._give_up(flats)
+        self._give_up(flats, named)
         self._tell()
 
     def _tell(self) -> None:
@@ -171,13 +199,13 @@ class PinnedLayers:
         ]
         records.places[:] = kept + places
 
-    def _give_up(self, flats: Sequence[Flat]) -> None:
-        """Close the pinned layers in which no chunk has a place any more, and take their names from
-        the run.
+    def _give_up(self, flats: Sequence[Flat], named: AbstractSet[int]) -> None:
+        """Close the pinned layers in which no chunk has a place any more, and no older commit, and
+        take their names from the run.
         """
         # A layer goes only when neither place of any chunk is in it.
         used = {place.layer for flat in flats for place in self._store[flat].places}
-        for layer in sorted(self._layers - used):
+        for layer in sorted(self._layers - used - named):
             files = self._files.layers.pop(layer)
             # The executor first: it must not use a file that the run has given up.
             for drive in range(len(files)):

@@ -14,14 +14,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from infinity._src.checkpoint import metadata
+from infinity._src.checkpoint.directory import begun_commits, newest_generation, typed_errors
 from infinity._src.checkpoint.manifest import (
     LeftOutEntry,
     OptimizerEntry,
@@ -51,8 +53,10 @@ from infinity._src.params.state_store import ShardRecords
 from infinity._src.params.unit import Flat, Param
 from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
-from infinity.aio import Ticket
+from infinity.aio import Format, Ticket
 from infinity.errors import AioError, StateInvalid
+
+log = logging.getLogger("infinity")
 
 _WAYS = (
     "Tile the model as it was (inf.tile_linears, inf.tile_experts); or go by inf.export_dcp and "
@@ -295,8 +299,9 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 @dataclasses.dataclass(frozen=True)
 class DamagedRange:
     """Elements [start, stop) of a parameter of a checkpoint that could not be read. They keep the
-    values and moments that the model had. path, offset, length: of the read that failed. name: a
-    parameter's, or "buffers" or "extra" (no elements), of which none could be read.
+    values and moments that the model had, or have those of the older commit whose step `reason`
+    says (damaged="from-older"). path, offset, length: of the read that failed. name: a parameter's,
+    or "buffers" or "extra" (no elements), of which none could be read.
     """
 
     name: str
@@ -316,7 +321,7 @@ class Restored:
     `inf.save(extra=)` on this rank (on rank 0, for a rank that did not save). rounded: how another
     state format rounded the values, "" where all bits are as saved. notes: differences between that
     run and this one that decide about numbers from here on. damaged: ranges of this rank's shard
-    that could not be read (`inf.restore(damaged="report")`).
+    that could not be read (`inf.restore(damaged=)`).
     """
 
     step: int
@@ -371,10 +376,60 @@ class _Prepared:
     notes: Sequence[str]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Older:
+    """An older commit from which damaged ranges are taken."""
+
+    checkpoint: Checkpoint
+    reader: ChunkReader
+
+    def part_of(self, part: Part, piece: Piece) -> Part | None:
+        """Find the elements of a piece here; None where this has no such parameter."""
+        entry, dtype = part.saved.entry, part.saved.flat.dtype
+        saved = self.checkpoint.params.get(entry.name)
+        if saved is None or (saved.entry.shape, saved.flat.dtype) != (entry.shape, dtype):
+            return None
+        element = part.element + piece.at
+        pieces = tuple(self.checkpoint.pieces(saved, element, piece.numel))
+        return Part(part.start + piece.at, saved, pieces, element)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    """A chunk that is put together in a buffer. states: those of optimizers, too."""
+
+    format: Format
+    dtype: torch.dtype
+    sections: range
+    buffer: ChunkBuffer
+    states: bool
+
+    def compose(
+        self, reader: ChunkReader, part: Part, missed: Callable[[Piece, AioError], None] | None
+    ) -> None:
+        """Read a part and put it there. Blocks. Raises: AioError, unless `missed` takes it."""
+        compose(
+            reader,
+            part,
+            self.format,
+            self.dtype,
+            self.sections,
+            self.buffer.section,
+            states=self.states,
+            missed=missed,
+        )
+
+
+class _Unreadable(Exception):
+    """Part of a checkpoint could not be read; the cause says why."""
+
+
+Damaged = Literal["raise", "report", "from-older"]
+"""Ways to restore what is damaged; see `inf.restore`."""
+
+
 class RestoreJob:
-    """One restore of a model; collective on several ranks. strict: as `inf.restore`;
-    reports: of damaged="report".
-    """
+    """One restore of a model; collective on several ranks. strict, damaged: as `inf.restore`."""
 
     def __init__(
         self,
@@ -385,7 +440,7 @@ class RestoreJob:
         policy: Policy,
         *,
         strict: bool,
-        reports: bool,
+        damaged: Damaged,
     ) -> None:
         self._saver = saver
         self._states = saver.states
@@ -394,8 +449,14 @@ class RestoreJob:
         self._comm = comm
         self._policy = policy
         self._rounded: dict[str, None] = {}
-        self._strict, self._reports = strict, reports
+        self._strict, self._reports = strict, damaged == "report"
+        self._falls_back = damaged == "from-older"
         self._damaged: list[DamagedRange] = []
+        self._older: list[_Older] = []
+        # True once states of this model may be overwritten.
+        self._begun = False
+        # Of the newest commit, when an older one is tried.
+        self._damage: Exception | None = None
 
     def restore(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         """Check everything, then write the states. Blocks. Collective.
@@ -406,6 +467,17 @@ class RestoreJob:
         """
         # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
+        try:
+            if self._falls_back:
+                return self._restore_whole(model, given, directory)
+            return self._restore_newest(model, given, directory)
+        # Ctrl-C too: half of the states are new, and the next step must not train on that.
+        except BaseException as error:
+            if self._begun:
+                self._fail(error, directory)
+            raise
+
+    def _restore_newest(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
         problem: Exception | None = None
         checkpoint: Checkpoint | None = None
         generation = 0
@@ -428,21 +500,133 @@ class RestoreJob:
         self._agree(problem if agreed or problem else _elsewhere(directory))
         assert checkpoint is not None
         with checkpoint:
+            return self._write(model, checkpoint, prepared)
+
+    def _write(
+        self, model: torch.nn.Module, checkpoint: Checkpoint, prepared: _Prepared
+    ) -> Restored:
+        """Write the states, on all ranks. Raises: AioError."""
+        self._begun = True
+        try:
+            restored = self._apply(model, checkpoint, prepared)
+        # The others wait for this rank's word. After an interrupt nothing is waited for.
+        except Exception as error:
+            self._agree(error)
+            raise
+        self._agree(None)
+        return restored
+
+    # -- the newest commit that is whole -----------------------------------------------------------
+
+    def _restore_whole(self, model: torch.nn.Module, given: object, directory: Path) -> Restored:
+        """Restore the newest commit that is whole; if none is, the newest, with what is damaged
+        there from older ones.
+        """
+        numbers = self._generations(directory)
+        for number in numbers:
+            restored = self._try(model, given, directory, number)
+            if restored is None:
+                continue
+            if self._damage is not None:
+                note = (
+                    f"a newer commit is damaged ({self._damage}); this is step {restored.step}, "
+                    "the newest that is whole"
+                )
+                log.warning("restoring %s: %s", directory, note)
+                restored = dataclasses.replace(restored, notes=(*restored.notes, note))
+            return restored
+        self._reports, self._falls_back = True, False
+        with contextlib.ExitStack() as undo:
+            opened = self._open_all(directory, numbers, undo)
+            if not opened:
+                raise self._damage or _elsewhere(directory)
+            for checkpoint in opened[1:]:
+                reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if given else (0,))
+                undo.callback(reader.close)
+                self._older.append(_Older(checkpoint, reader))
+            problem, prepared = None, None
+            try:
+                prepared = self._prepare(model, given, opened[0])
+            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
+                problem = error
+            self._agree(problem)
+            assert prepared is not None
+            return self._write(model, opened[0], prepared)
+
+    def _generations(self, directory: Path) -> list[int]:
+        """List the commits in a directory, newest first, as rank 0 sees them. Raises: AioError
+        where there is none.
+        """
+        found: list[int] = []
+        problem: Exception | None = None
+        try:
+            if self._comm.rank == 0:
+                with typed_errors(directory, "open", 0):
+                    found = begun_commits(directory)
+                if not found:
+                    # For its words.
+                    newest_generation(directory)
+        except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
+            problem = error
+        self._agree(problem)
+        count = int(self._comm.all_reduce_sum([float(len(found))])[0])
+        mine = found if self._comm.rank == 0 else [0] * count
+        return [int(number) for number in self._comm.all_reduce_sum([float(n) for n in mine])]
+
+    def _try(
+        self, model: torch.nn.Module, given: object, directory: Path, number: int
+    ) -> Restored | None:
+        """Restore this generation; None if it is not whole on some rank. Raises: what is no damage
+        of it.
+        """
+        self._rounded.clear()
+        problem: Exception | None = None
+        restored = None
+        with contextlib.ExitStack() as undo:
+            try:
+                checkpoint = undo.enter_context(self._open(directory, number))
+                prepared = self._prepare(model, given, checkpoint)
+            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
+                problem = error
+            if not self._is_whole(problem, isinstance(problem, AioError)):
+                return None
+            self._begun = True
             try:
                 restored = self._apply(model, checkpoint, prepared)
-            # Ctrl-C too: half of the states are new, and the next step must not train on that.
-            except BaseException as error:
-                self._fail(error, directory)
-                # The others wait for this rank's word. After an interrupt nothing is waited for.
-                if isinstance(error, Exception):
-                    self._agree(error)
-                raise
+            except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
+                problem = error
+            return restored if self._is_whole(problem, isinstance(problem, _Unreadable)) else None
+
+    def _is_whole(self, problem: Exception | None, damage: bool) -> bool:
+        """Return whether no rank met damage. Raises: a problem that is none, on all ranks."""
+        failed, damaged = self._comm.all_reduce_any([problem is not None and not damage, damage])
+        if problem is not None and not damage:
+            raise problem
+        if failed:
+            raise _elsewhere(None)
+        if damaged and self._damage is None:
+            cause = problem.__cause__ if isinstance(problem, _Unreadable) else problem
+            assert cause is None or isinstance(cause, Exception)
+            self._damage = cause or _elsewhere(None)
+        return not damaged
+
+    def _open_all(
+        self, directory: Path, numbers: Sequence[int], undo: contextlib.ExitStack
+    ) -> list[Checkpoint]:
+        """Open the generations whose manifests all ranks can read."""
+        opened: list[Checkpoint | None] = []
+        for number in numbers:
             try:
-                self._agree(None)
-            except AioError as error:
-                self._fail(error, directory)
-                raise
-        return restored
+                opened.append(undo.enter_context(self._open(directory, number)))
+            except (AioError, ValueError) as error:
+                self._damage = self._damage or error
+                opened.append(None)
+        missing = self._comm.all_reduce_any([each is None for each in opened])
+        return [
+            each
+            for each, gone in zip(opened, missing, strict=True)
+            if each is not None and not gone
+        ]
 
     def _open(self, directory: Path, generation: int | None = None) -> Checkpoint:
         return Checkpoint.open(
@@ -467,9 +651,7 @@ class RestoreJob:
 
     # -- checks ------------------------------------------------------------------------------------
 
-    def _prepare(
-        self, model: torch.nn.Module, given: object, checkpoint: Checkpoint
-    ) -> _Prepared:
+    def _prepare(self, model: torch.nn.Module, given: object, checkpoint: Checkpoint) -> _Prepared:
         """Check everything that may be refused, and read the small state."""
         saver, strict = self._saver, self._strict
         saver.check_between_steps("inf.restore()")
@@ -516,10 +698,28 @@ class RestoreJob:
         except AioError as error:
             if not self._reports:
                 raise
+            data, step = self._older_attachment(kind)
+            reason = f"{error}{self._origin(step)}"
             self._damaged.append(
-                DamagedRange(kind, 0, 0, error.path, error.offset, error.length, str(error))
+                DamagedRange(kind, 0, 0, error.path, error.offset, error.length, reason)
             )
-            return None, False
+            return data, step is not None
+
+    def _older_attachment(self, kind: str) -> tuple[bytes | None, int | None]:
+        """Return this rank's part of the newest older commit that can be read, and its step."""
+        for older in self._older:
+            with contextlib.suppress(AioError):
+                return older.checkpoint.attachment(kind, self._comm.rank), older.checkpoint.step
+        return None, None
+
+    def _origin(self, step: int | None) -> str:
+        """Say from which step the values come that stand for what is damaged."""
+        if step is not None:
+            return f"; it is of step {step} instead"
+        # `damaged="report"` asks for none.
+        if self._damage is None:
+            return ""
+        return "; no older commit has it" if self._older else "; there is no older commit here"
 
     def _check_groups(self, found: Mapping[Param, SavedRanges], directory: str) -> None:
         """Raise ValueError for ranges that begin inside of a group of quantized moments."""
@@ -533,9 +733,7 @@ class RestoreJob:
                     f"of {group} moments with one scale. {_WAYS}"
                 )
 
-    def _notes(
-        self, checkpoint: Checkpoint, found: Mapping[Param, SavedRanges]
-    ) -> tuple[str, ...]:
+    def _notes(self, checkpoint: Checkpoint, found: Mapping[Param, SavedRanges]) -> tuple[str, ...]:
         here, notes = metadata.numerics_of(self._policy), []
         for name in metadata.NUMERICS:
             before = checkpoint.numerics.get(name, here[name])
@@ -658,7 +856,8 @@ class RestoreJob:
     def _start(self, reader: ChunkReader, coming: Sequence[_Chunk]) -> None:
         """Start the reads of the next chunks. A file that cannot be opened is met again, and told,
         when its chunk is put together."""
-        with contextlib.suppress(AioError) if self._reports else contextlib.nullcontext():
+        met_again = self._reports or self._falls_back
+        with contextlib.suppress(AioError) if met_again else contextlib.nullcontext():
             reader.start(ref for turn in coming for ref in turn.refs)
 
     def _compose(
@@ -686,8 +885,7 @@ class RestoreJob:
     ) -> None:
         """Read the parts of a chunk. over: the values of the model are there first. notes: note
         what cannot be read, instead of raising."""
-        target, flat = turn.records.format, turn.records.flat
-        with_states, sections = turn.with_states(held), turn.sections(held)
+        flat, sections = turn.records.flat, turn.sections(held)
         if not over:
             # Nothing is fetched: every section that is stored is composed here in full.
             buffer.assign(turn.records, turn.chunk)
@@ -697,28 +895,49 @@ class RestoreJob:
         else:
             # Beside what is restored lie frozen parameters, whose values stay, or damage.
             buffer.fetch(turn.records, turn.chunk, sections).wait()
+        target = _Target(turn.records.format, flat.dtype, sections, buffer, turn.with_states(held))
         for part in turn.parts:
             source = part.saved.flat.state_format
             # A dict as an ordered set: each kind of rounding is told once.
-            if with_states and (text := rounding(source, target)):
+            if target.states and (text := rounding(source, target.format)):
                 self._rounded[text] = None
-            compose(
-                reader,
-                part,
-                target,
-                flat.dtype,
-                sections,
-                buffer.section,
-                states=with_states,
-                missed=functools.partial(self._note_damage, part) if notes else None,
-            )
+            missed = functools.partial(self._missed, self._older, target, part) if notes else None
+            try:
+                target.compose(reader, part, missed)
+            except AioError as error:
+                if not self._falls_back:
+                    raise
+                # Told apart from a drive that does not take what is restored.
+                raise _Unreadable from error
 
-    def _note_damage(self, part: Part, piece: Piece, error: AioError) -> None:
-        """Note a piece that cannot be read. Neighbours with the same fault are one range."""
+    def _missed(
+        self, older: Sequence[_Older], target: _Target, part: Part, piece: Piece, error: AioError
+    ) -> None:
+        """Take a piece that cannot be read from older commits; note it either way."""
+        if not older:
+            self._note_damage(part, piece, error, None)
+            return
+        first, *others = older
+        again = first.part_of(part, piece)
+        if again is None:
+            self._missed(others, target, part, piece, error)
+            return
+        missed: list[Piece] = []
+        target.compose(first.reader, again, lambda each, _: missed.append(each))
+        for each in again.pieces:
+            if each in missed:
+                self._missed(others, target, again, each, error)
+            else:
+                self._note_damage(again, each, error, first.checkpoint.step)
+
+    def _note_damage(self, part: Part, piece: Piece, error: AioError, step: int | None) -> None:
+        """Note a piece that cannot be read. Neighbours with the same fault are one range. step: of
+        the older commit that had it.
+        """
         start = part.element + piece.at
         found = DamagedRange(
             part.saved.entry.name, start, start + piece.numel, error.path,
-            error.offset, error.length, str(error),
+            error.offset, error.length, f"{error}{self._origin(step)}",
         )  # fmt: skip
         last = self._damaged[-1] if self._damaged else None
         if last and (last.name, last.stop, last.reason) == (found.name, start, found.reason):

@@ -38,6 +38,7 @@ from infinity._src.checkpoint.directory import (
     is_of,
     newest_heads,
     read_head,
+    readable_heads,
     remove,
     sync_directory,
     typed_errors,
@@ -116,6 +117,9 @@ class RunFiles:
             for run in self.directories[1:]:
                 _check_no_home(run)
             self.before = self._newest(give_up)
+            # As all ranks see it: none removes a manifest before all have come so far.
+            newest = self.before[0].generation if self.before else 0
+            self._older = any(number < newest for number in generations(self.home))
             self._id = self._adopted()
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
@@ -214,9 +218,13 @@ class RunFiles:
         except (AioError, ValueError) as error:
             # A damaged run is never passed over: only no run at all is, or one that the user gives
             # up.
-            if not (give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT)):
+            if give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT):
+                return None
+            # An older commit can be gone on with; the restore tells of the damage.
+            older = readable_heads(self.home)
+            if older is None:
                 raise
-            return None
+            return older
 
     def _find_moved(self) -> None:
         """Mend the links of the earlier run: lead each to the directory, among these, in which its
@@ -258,6 +266,35 @@ class RunFiles:
         if self.fill.head is not None:
             self.fill.remove()
 
+    def give_up_older(self, world: int) -> bool:
+        """Remove this rank's part of the commits before the newest that an earlier process left:
+        their room is wanted. Returns whether there were any, the same on all ranks. Blocks.
+        """
+        if not self._older or self.before is None:
+            return False
+        self._older = False
+        log.warning(
+            "%s: there is no room beside the commits that an earlier process left: of these the "
+            "newest stays, step %d",
+            self.home,
+            self.before[0].step,
+        )
+        newest = self.before[0].generation
+        tables = {head.table.name for head in self.before if head.table is not None}
+        # Rank 0 has those of ranks that this run has not, too.
+        ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
+        gone = [
+            path
+            for path, number in files_of(self.home)
+            if number < newest
+            and path.name not in tables
+            and any(is_of(path, rank) for rank in ranks)
+        ]
+        # Manifests first: nothing that one names goes before it.
+        remove(sorted(gone, key=lambda path: not path.name.startswith("manifest-")))
+        self._remove_unnamed(world)
+        return True
+
     def _remove_unnamed(self, world: int) -> None:
         """Remove this rank's states files that no manifest names: the generation that a killed
         process was about to write. The new process wants their room. Rank 0 removes those of ranks
@@ -280,9 +317,7 @@ class RunFiles:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
             # Nobody knows what a damaged manifest names; a run that is given up may have one.
-            log.warning(
-                "%s: states that nothing names stay until a commit: %s", self.home, error
-            )
+            log.warning("%s: states that nothing names stay until a commit: %s", self.home, error)
 
     def _remove_unnamed_beyond(self, world: int) -> None:
         """Remove states files that no manifest names of ranks from `world` on, whose processes are

@@ -211,10 +211,11 @@ def _add_updates(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--generations",
         type=int,
-        choices=(1, 2),
+        choices=(1, 2, 3, 4, 5),
         default=1,
         help="2 keeps the step before beside the one that "
-        "is made: twice the room on the drives, and a step that fails is undone (1)",
+        "is made: twice the room on the drives, and a step that fails is undone; more, with "
+        "--durable, keep further commits (1)",
     )
     group.add_argument(
         "--update-on",

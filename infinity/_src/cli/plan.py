@@ -458,6 +458,7 @@ def _head(shape: ModelShape, found: Prediction) -> str:
     kept = ", two generations" if policy.generations > 1 else ""
     # Durable runs always keep two generations.
     kept = ", durable" if policy.durable else kept
+    kept += f" with {policy.older_commits + 1} commits kept" if policy.older_commits else ""
     tiled = f", linears in {job.tiles} tiles" if job.tiles > 1 else ""
     tiled += f", the loss in {job.loss_tiles}" if job.loss_tiles > 1 else ""
     tiled += f", experts in tiles of {job.expert_tile}" if job.expert_tile else ""

@@ -285,7 +285,7 @@ class PlacementPlanner:
                 held_format,
                 *tiers,
                 delayed_params_bytes=delayed_bytes,
-                versions=self._policy.generations,
+                versions=self._policy.places,
             )
         # Without an explicit size the budget is a share of what happens to be free, and nothing
         # spills for that.
@@ -301,7 +301,7 @@ class PlacementPlanner:
             if spills
             else None,
             window_bytes=grads,
-            versions=self._policy.generations,
+            versions=self._policy.places,
         )
 
     def _spill_advice(self) -> str:

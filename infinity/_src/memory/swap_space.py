@@ -105,7 +105,9 @@ class SwapSpace:
     shares: share of the bytes that each drive gets, in any unit (None: the same); set before the
     first `reserve`.
     room: raises NoRoomError when these files cannot grow by so many bytes each, beside the growth
-    that other ranks want on the same drives; `grow_together` asks it.
+    that other ranks want on the same drives; `grow_together` asks it. make_room: gives up what can
+    be done without, once more each time, and returns whether there was anything: on all ranks, or
+    on none.
     make: makes the file of a directory.
     Raises: the errors of SwapFile for a directory that is missing, read-only, full or on tmpfs.
     """
@@ -116,10 +118,12 @@ class SwapSpace:
         shares: Sequence[float] | None = None,
         *,
         room: Room | None = None,
+        make_room: Callable[[], bool] = lambda: False,
         make: Callable[[Path], SwapFile] = SwapFile.create,
     ) -> None:
         self.layers: list[list[SwapFile]] = [[]]
         self._room = room
+        self._make_room = make_room
         # Layers whose files a checkpoint has links to: their extents and lengths stay.
         self._frozen: set[int] = set()
         self._grows_later = False
@@ -185,6 +189,11 @@ class SwapSpace:
         """Bytes preallocated on all drives."""
         # All layers: a saved run's files are on the same drives.
         return sum(file.size_bytes for layer in self.layers for file in layer)
+
+    def growth(self, layer: int, drive: int, size_bytes: int) -> int:
+        """Return the bytes by which a file grows at most for so many bytes more of extents."""
+        used = self._extents[layer].file_bytes(drive)
+        return max(used + size_bytes - self.layers[layer][drive].size_bytes, 0)
 
     def reserve(self, sizes: Sequence[int]) -> list[SwapExtent]:
         """Reserve extents in layer 0 for chunks of `sizes` bytes (multiples of 4096).
@@ -273,14 +282,23 @@ class SwapSpace:
         for files, extents in zip(self.layers, self._extents, strict=True):
             for drive, file in enumerate(files):
                 more[drive] += max(extents.file_bytes(drive) - file.size_bytes, 0)
+        while True:
+            try:
+                self._grow_by(more)
+                return
+            except SwapFullError:
+                self._shrink(lengths)
+                if not self._make_room():
+                    raise
+            except BaseException:
+                self._shrink(lengths)
+                raise
+
+    def _grow_by(self, more: Sequence[int]) -> None:
         # Before any file grows: it is collective, and raises on all ranks together.
         if self._room is not None:
             self._room(self.files, more)
-        try:
-            self._grow()
-        except BaseException:
-            self._shrink(lengths)
-            raise
+        self._grow()
 
     def _grow(self) -> None:
         # `grow_together` does it at the end of its context.

@@ -155,7 +155,8 @@ def _other_steps(job: Job) -> list[tuple[str, Job]]:
     elif job.policy.update == "deferred":
         found = [(f"update backward{on}", here.replace(update="backward"))]
     if job.policy.durable:
-        found.append(("not durable", job.replace(durable=False, resident=None)))
+        once = job.replace(durable=False, generations=job.policy.places, resident=None)
+        found.append(("not durable", once))
     elif job.policy.generations == 2:
         # Without a second generation an update in backward cannot be taken back, so it is deferred
         # again.

@@ -325,7 +325,7 @@ def _need(flat: FlatShape, layout: FlatLayout, held: Format | None, job: Job) ->
         delayed_params_bytes=layout.shard_bytes if delayed else 0,
         spill_format=held.with_grad(section) if spills else None,
         window_bytes=size if spills else 0,
-        versions=job.policy.generations,
+        versions=job.policy.places,
     )
 
 

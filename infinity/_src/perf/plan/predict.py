@@ -527,12 +527,17 @@ def _ram(
 
 
 def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
-    """Count the room on the drives. Two generations need it twice; a step moves one."""
-    other = on_nvme.params + on_nvme.optim + (on_nvme.frozen if job.policy.durable else 0.0)
+    """Count the room on the drives. Two generations need it twice, a durable run's older commits
+    once more for each; a step moves one.
+    """
+    trained = on_nvme.params + on_nvme.optim
+    other = trained + (on_nvme.frozen if job.policy.durable else 0.0)
     parts = {
         "parameters": on_nvme.params + on_nvme.frozen,
         "optimizer states": on_nvme.optim,
         "the other generation": other if job.policy.generations > 1 else 0.0,
+        # Less will do: where there is no such room, fewer are kept.
+        "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
         "activations": waiting,
     }
@@ -565,7 +570,10 @@ def _why_not(
         )
     if not nvme.fits:
         less = [] if job.policy.state == "compact" else ["compact states"]
-        less += ["one generation"] if job.policy.generations > 1 else []
+        if job.policy.durable:
+            less += ["two generations"] if job.policy.older_commits else []
+        elif job.policy.generations > 1:
+            less.append("one generation")
         found.append(f"NVMe: {_lacks(nvme)}; {_join(less)}")
     # `_join` gives no list where nothing would need less: drop the separator.
     return tuple(text.removesuffix("; ") for text in found)
