@@ -314,8 +314,7 @@ class RunFiles:
                     directory == self.home or found.group(1) == self._sum
                 ):
                     continue
-                # Not links, FIFOs and directories: no run makes them, and a link leads elsewhere.
-                if stat.S_ISREG(path.lstat().st_mode):
+                if _is_ordinary(path):
                     yield path
 
     def _is_own(self, path: Path) -> bool:
@@ -351,7 +350,8 @@ class RunFiles:
         }
         # Files of this process that no manifest names yet are in use all the same.
         keep |= {_real(Path(file.path)) for files in self._made for file in files}
-        gone = {path for path in gone if _STATES.fullmatch(path.name)} - keep
+        gone = {path for path in gone if _STATES.fullmatch(path.name) and _is_ordinary(path)}
+        gone -= keep
         # The lock of this rank is held here, so no other process has its files; other ranks hold
         # theirs, and other runs.
         mine = f".rank{self.rank}"
@@ -472,6 +472,16 @@ def _home_link(states: Path) -> Path:
 def _sidecar(states: Path) -> Path:
     """Return the file that names the owner of a states file."""
     return states.with_name(f".{states.name}.owner")
+
+
+def _is_ordinary(path: Path) -> bool:
+    """Return whether a states file is none of what no run makes: a link, which leads elsewhere, a
+    FIFO, a directory. One that is gone is ordinary.
+    """
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
 
 
 def _is_held(path: Path) -> bool:
