@@ -315,8 +315,11 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
-    # Few chunks are versioned, so these are checked one by one.
-    versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
+    # Few chunks are versioned, so these are checked one by one; sections of those that are wrong
+    # may be none.
+    versioned = np.flatnonzero(
+        ((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1)) & ~wrong
+    )
     wrong[versioned] |= np.array(
         [bool(_second_place_wrong(chunk)) for chunk in chunks[versioned]], dtype=bool
     )

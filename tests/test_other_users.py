@@ -291,7 +291,9 @@ def test_a_commit_never_removes_states_that_another_runs_home_names(tmp_path: Pa
         path.unlink()
     _name_through(home, "drive1")
     (home / "drive1").symlink_to(tmp_path / "b" / "infinity-run")
-    again, _ = durable_runs.made(tmp_path / "a", durable="new")
+    again, second = durable_runs.made(tmp_path / "a", durable="new")
+    for index in range(2):
+        step(again, second, index, 0)
     durable_runs.close(again)
     assert durable_runs.run_files(tmp_path / "b") == theirs
 
