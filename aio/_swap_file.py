@@ -175,17 +175,9 @@ class SwapFile:
         path = os.fspath(directory)
         try:
             if create:
-                # Another rank of the run may make it at the same moment.
-                with contextlib.suppress(FileExistsError):
-                    Path(path).mkdir(mode=0o700)
+                _make_private_directory(Path(path))
             in_memory = _check_directory(path)
-            status = Path(path).stat()
-            # Weights lie in plain on the drive: no other user may enter.
-            if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-                raise ValueError(
-                    f"directory {path!r} of a durable swap file must be this user's, mode 0700: "
-                    "chmod 700 it"
-                )
+            _check_private(Path(path))
             file = cls(
                 _open_file(Path(path) / name, create=create), path, direct_reason="", name=name
             )
@@ -294,6 +286,12 @@ class SwapFile:
     def _hold(self) -> None:
         """Lock a named file, and write its owner beside it."""
         status, path = os.fstat(self.fd), Path(self.path)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise AioError(
+                "not a regular file of this user: remove it, or name another directory",
+                path=self.path,
+                op="open",
+            )
         sidecar = path.with_name(f".{path.name}.owner")
         if not self._lock(sidecar):
             # The lock says only that somebody holds it; the sidecar names who.
@@ -308,14 +306,19 @@ class SwapFile:
             )
         # Locked, but maybe under a name that leads to another file by now: two would both hold
         # theirs.
-        if not stat.S_ISREG(status.st_mode) or not os.path.samestat(status, path.stat()):
-            raise AioError(
-                "not a regular file, or it was replaced while it was opened",
-                path=self.path,
-                op="open",
-            )
+        if not os.path.samestat(status, path.lstat()):
+            raise AioError("it was replaced while it was opened", path=self.path, op="open")
         # The umask may have taken rights away, or an older file may have more.
-        os.fchmod(self.fd, 0o600)
+        if stat.S_IMODE(status.st_mode) != 0o600:
+            if status.st_nlink > 1:
+                # Its other name may be of a file that was never meant to be swap.
+                raise AioError(
+                    f"the file has mode {stat.S_IMODE(status.st_mode):04o} and another name "
+                    "elsewhere, whose rights are not changed here: remove it, or chmod 600 it",
+                    path=self.path,
+                    op="open",
+                )
+            os.fchmod(self.fd, 0o600)
         self._sidecar = sidecar
         try:
             Owner.this().leave_word(sidecar)
@@ -617,6 +620,58 @@ def _check_directory(path: str) -> str:
             "directory on a drive, or set INFINITY_ALLOW_TMPFS=1 (meant for tests)"
         )
     return kind
+
+
+def _make_private_directory(path: Path) -> None:
+    """Make a directory of mode 0700, unless it is there. Raises: OSError."""
+    # Another rank of the run may make it at the same moment.
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+        # An odd umask may have taken this user's rights away, too.
+        if stat.S_IMODE(path.lstat().st_mode) != 0o700:
+            path.chmod(0o700)
+
+
+def _check_private(path: Path) -> None:
+    """Raise ValueError for a directory that is not this user's, or that others may enter. Warn
+    where others may put another one in its place.
+    """
+    status, name = path.stat(), path.lstat()
+    # Weights lie in plain on the drive: no other user may enter.
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ValueError(
+            f"directory {str(path)!r} of a durable swap file must be this user's, mode 0700: "
+            "chmod 700 it"
+        )
+    # Somebody else's link would choose which of this user's directories is written to.
+    if stat.S_ISLNK(name.st_mode) and name.st_uid not in (os.geteuid(), 0):
+        raise ValueError(
+            f"directory {str(path)!r} of a durable swap file is a symbolic link that belongs to "
+            f"another user (uid {name.st_uid}): remove it"
+        )
+    if reason := _replaceable(path):
+        _warn_once(
+            f"{path}: other users may put another directory in its place: {reason}; name a "
+            "directory below one that only this user may write to, or chmod +t that one"
+        )
+
+
+def _replaceable(path: Path) -> str:
+    """Say why users other than this one and root may rename a directory or one above it; empty when
+    they may not.
+    """
+    for above in path.resolve().parents:
+        status = above.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{str(above)!r} belongs to uid {status.st_uid}"
+        if status.st_mode & stat.S_ISVTX:
+            continue
+        if status.st_mode & 0o002:
+            return f"{str(above)!r} may be written to by everybody"
+        # Groups of one user have the number of that user.
+        if status.st_mode & 0o020 and status.st_gid not in (0, status.st_uid):
+            return f"{str(above)!r} may be written to by its group (gid {status.st_gid})"
+    return ""
 
 
 def _cannot_make(path: str, error: OSError) -> AioError:

@@ -34,6 +34,8 @@ _ATTEMPTS = 20
 _NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "glusterfs", "afs"}
 )
+_OWNER_BYTES_MAX = 4096
+_HOST_CHARACTERS_MAX = 255
 # PF_EXITING of the kernel's task flags, field 9 of /proc/<pid>/stat: set until it is reaped.
 _EXITING = 0x4
 
@@ -68,15 +70,23 @@ class Owner:
         """Read the owner at `path`; None where it is missing, cut short or not one."""
         try:
             # The file may be cut short by a crash while it was written.
-            found = json.loads(path.read_text(encoding="utf-8"))
-            return cls(
-                str(found["host"]),
-                str(found["boot_id"]),
-                int(found["pid"]),
-                int(found["start_time"]),
-            )
-        except (OSError, ValueError, KeyError, TypeError):
+            said = json.loads(_small_file(path))
+            found = cls(*(said[field.name] for field in dataclasses.fields(cls)))
+            found._check()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
+        return found
+
+    def _check(self) -> None:
+        """Raise ValueError for values that no process has."""
+        texts, numbers = (self.host, self.boot_id), (self.pid, self.start_time)
+        # They go into messages, and the pid into a path.
+        if not all(type(text) is str and text.isprintable() for text in texts) or not all(
+            type(number) is int and 0 <= number < 1 << 63 for number in numbers
+        ):
+            raise ValueError("no owner of a swap file")
+        if len(self.host) > _HOST_CHARACTERS_MAX:
+            raise ValueError("no name of a host")
 
     def write(self, fd: int) -> None:
         """Replace what `fd` holds by this owner, as JSON."""
@@ -89,7 +99,9 @@ class Owner:
         """Write this owner to `path`, whole or not at all. Only the holder of the lock may."""
         # Written beside and renamed: a reader sees the old owner or the new one, never half.
         new = path.with_name(path.name + ".new")
-        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        # One that is there may be a link, soft or hard, to a file that is not to be cut short.
+        new.unlink(missing_ok=True)
+        fd = os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             self.write(fd)
             new.replace(path)
@@ -113,6 +125,19 @@ class Owner:
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
+
+
+def _small_file(path: Path) -> bytes:
+    """Read a regular file of a few bytes. Raises: OSError, ValueError for what is none."""
+    # O_NONBLOCK: a FIFO of that name must not hold the reader.
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _OWNER_BYTES_MAX:
+            raise ValueError(f"{path} is no small file")
+        return os.read(fd, _OWNER_BYTES_MAX)
+    finally:
+        os.close(fd)
 
 
 def lock(fd: int) -> bool:
@@ -219,7 +244,8 @@ def clear_dead(parent: str) -> list[str]:
     for name in names:
         folder = Path(parent) / name
         try:
-            if _is_private(folder) and _clear(folder):
+            # Looked at first: those of other users are not to be told of at each start.
+            if _is_private(folder.lstat()) and _clear(folder):
                 removed.append(name)
                 log.info("%s: removed, its owner is dead", folder)
         except OSError as error:
@@ -229,9 +255,8 @@ def clear_dead(parent: str) -> list[str]:
     return removed
 
 
-def _is_private(folder: Path) -> bool:
-    # lstat: a link to another directory is not ours to clear.
-    status = folder.lstat()
+def _is_private(status: os.stat_result) -> bool:
+    # Of lstat: a link to another directory is not ours to clear.
     return (
         stat.S_ISDIR(status.st_mode)
         and status.st_uid == os.geteuid()
@@ -240,24 +265,33 @@ def _is_private(folder: Path) -> bool:
 
 
 def _clear(folder: Path) -> bool:
-    path = folder / _OWNER
+    # By its descriptor from here on: where others may rename, the path may lead elsewhere next.
+    inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return _is_private(os.fstat(inside)) and _clear_opened(folder, inside)
+    finally:
+        os.close(inside)
+
+
+def _clear_opened(folder: Path, inside: int) -> bool:
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(_OWNER, flags, dir_fd=inside)
     except FileNotFoundError:
         # Its maker died before it wrote anything; a live one that is about to write tries again.
         folder.rmdir()
         return True
     try:
         # The lock first: without it the owner file may be half written.
-        if not lock(fd) or not _dead(Owner.read(path), folder):
+        if not lock(fd) or not _dead(Owner.read(folder / _OWNER), folder):
             return False
-        if any(entry.name not in (_OWNER, _SWAP) for entry in folder.iterdir()):
+        if any(name not in (_OWNER, _SWAP) for name in os.listdir(inside)):
             # .nfs*: an open file that NFS renamed; it goes when its process does.
             return False
         with contextlib.suppress(FileNotFoundError):
             # The owner file stays until the end: it carries the lock that keeps others out.
-            (folder / _SWAP).unlink()
-        path.unlink()
+            os.unlink(_SWAP, dir_fd=inside)
+        os.unlink(_OWNER, dir_fd=inside)
         folder.rmdir()
     finally:
         os.close(fd)

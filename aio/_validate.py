@@ -64,6 +64,14 @@ _EARLIER = {
 VERIFY = ("full", "sample", "off")
 
 
+BYTES_MAX = 1 << 60
+"""The most that a size or an offset of a chunk may be (INF_BYTES_MAX): sums of a few of them do not
+overflow in 64 bits."""
+
+_ITEMSIZE_MAX = 16
+_SIZES = ("numel", "run_bytes", "file_offset", "other_offset", "other_bytes", "grad_offset")
+
+
 def section_bytes(chunk: Any, section: int, numel: int | None = None) -> int:
     """Bytes of a section's first `numel` elements (None: all of the chunk); a begun item counts
     whole.
@@ -201,11 +209,19 @@ def _chunk_wrong(chunk: Any, drive_count: int) -> str:
         return f"has {count} sections"
     if chunk["numel"] < 1 or chunk["piece_numel"] < 1:
         return f"has {chunk['numel']} elements in pieces of {chunk['piece_numel']}"
+    for name in _SIZES:
+        if abs(int(chunk[name])) > BYTES_MAX:
+            return f"has {name} {chunk[name]}, past 2^60"
     end_before = 0
     for section in range(count):
         itemsize, at = int(chunk["itemsize"][section]), int(chunk["section_at"][section])
-        if itemsize < 1 or chunk["group_numel"][section] < 0:
+        if not 1 <= itemsize <= _ITEMSIZE_MAX or chunk["group_numel"][section] < 0:
             return f"has elements of {itemsize} bytes in section {section}"
+        if chunk["numel"] > BYTES_MAX // itemsize or at > BYTES_MAX:
+            return (
+                f"has {chunk['numel']} elements of {itemsize} bytes at {at} in section {section}, "
+                "past 2^60"
+            )
         # A section without a place in the run is resident in RAM.
         if at < 0:
             if chunk["section_ptr"][section] == 0:
@@ -279,6 +295,8 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     count, numel = chunks["section_count"], chunks["numel"]
     # Vectorized: one pass of numpy over all chunks. `_chunk_wrong` then says it in words.
     wrong = (count < 1) | (count > records.SECTION_MAX) | (numel < 1) | (chunks["piece_numel"] < 1)
+    for name in _SIZES:
+        wrong |= (chunks[name] > BYTES_MAX) | (chunks[name] < -BYTES_MAX)
     end = np.zeros(len(chunks), dtype=np.int64)
     zeros = (chunks["zeros"] | chunks["other_zeros"]).astype(np.int64)
     for section in range(records.SECTION_MAX):
@@ -286,7 +304,10 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
         itemsize, at = chunks["itemsize"][:, section], chunks["section_at"][:, section]
         in_run = used & (at >= 0)
         group = chunks["group_numel"][:, section]
-        wrong |= used & ((itemsize < 1) | (group < 0))
+        wrong |= used & ((itemsize < 1) | (itemsize > _ITEMSIZE_MAX) | (group < 0))
+        # Divided: the product of the two may be past 64 bits, and wrap to one that fits the run.
+        wrong |= used & (numel > BYTES_MAX // np.maximum(itemsize.astype(np.int64), 1))
+        wrong |= in_run & (at > BYTES_MAX)
         wrong |= used & (at < 0) & (chunks["section_ptr"][:, section] == 0)
         wrong |= in_run & ((at % records.ALIGNMENT_BYTES != 0) | (at < end))
         size = -(-numel // np.maximum(group, 1)) * itemsize
@@ -299,8 +320,11 @@ def _chunks_suspect(chunks: npt.NDArray[np.void], drive_count: int) -> npt.NDArr
     wrong |= end > chunks["run_bytes"]
     wrong |= placed & ((offset < 0) | (offset % records.ALIGNMENT_BYTES != 0))
     wrong |= placed & ((drive < 0) | (drive >= drive_count))
-    # Few chunks are versioned, so these are checked one by one.
-    versioned = np.flatnonzero((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1))
+    # Few chunks are versioned, so these are checked one by one; sections of those that are wrong
+    # may be none.
+    versioned = np.flatnonzero(
+        ((chunks["other_bytes"] > 0) | chunks["other_ptr"].any(axis=1)) & ~wrong
+    )
     wrong[versioned] |= np.array(
         [bool(_second_place_wrong(chunk, drive_count)) for chunk in chunks[versioned]], dtype=bool
     )

@@ -37,27 +37,47 @@ int32_t inf_format_sections(int32_t format, int32_t itemsize[INF_SECTION_MAX],
     return count;
 }
 
+/* The chunk's section of spilled gradients; -1 = it has none. */
+static int32_t grad_section(const inf_chunk *chunk) {
+    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
+}
+
+/* Whether a size or an offset is one that sums of a few stay within int64_t with. */
+static int within(int64_t bytes) {
+    return bytes >= 0 && bytes <= INF_BYTES_MAX;
+}
+
+/* Whether the section has the items that its format says, and lies in its run. */
+static int section_valid(const inf_chunk *chunk, int32_t s, int32_t itemsize_of, int32_t group_of) {
+    const int32_t itemsize = chunk->itemsize[s];
+    const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
+    if (itemsize <= 0 || itemsize > 16 || (itemsize_of != 0 && itemsize != itemsize_of)) return 0;
+    if (group != group_of || chunk->piece_numel % group != 0) return 0;
+    if (chunk->numel > INF_BYTES_MAX / itemsize) return 0;
+    if (!inf_section_resident(chunk, s)) {
+        return chunk->section_at[s] <= chunk->run_bytes - inf_section_bytes(chunk, s);
+    }
+    return chunk->section_ptr[s] != 0 && !((chunk->zeros | chunk->other_zeros) >> s & 1u);
+}
+
 int32_t inf_chunk_valid(const inf_chunk *chunk) {
     int32_t itemsizes[INF_SECTION_MAX], groups[INF_SECTION_MAX];
     const int32_t section_count = inf_format_sections(chunk->format, itemsizes, groups);
     if (section_count == 0 || chunk->section_count != section_count) return 0;
-    if (chunk->numel <= 0 || chunk->piece_numel <= 0 || chunk->run_bytes < 0) return 0;
+    if (chunk->numel <= 0 || chunk->numel > INF_BYTES_MAX || chunk->piece_numel <= 0) return 0;
+    if (!within(chunk->run_bytes) || !within(chunk->other_bytes)) return 0;
     if ((chunk->zeros | chunk->other_zeros) >> section_count != 0) return 0;
+    int on_drive = 0;
     for (int32_t s = 0; s < section_count; s++) {
-        const int32_t itemsize = chunk->itemsize[s];
-        const int32_t group = chunk->group_numel[s] == 0 ? 1 : chunk->group_numel[s];
-        if (itemsize <= 0 || itemsize > 16 || (itemsizes[s] != 0 && itemsize != itemsizes[s]))
-            return 0;
-        if (group != groups[s] || chunk->piece_numel % group != 0) return 0;
-        if (chunk->numel > INT64_MAX / itemsize) return 0;
-        if (inf_section_resident(chunk, s)) {
-            if (chunk->section_ptr[s] == 0) return 0;
-            if ((chunk->zeros | chunk->other_zeros) >> s & 1u) return 0;
-        } else if (chunk->section_at[s] > chunk->run_bytes - inf_section_bytes(chunk, s)) {
-            return 0;
-        }
+        if (!section_valid(chunk, s, itemsizes[s], groups[s])) return 0;
+        on_drive |= !inf_section_resident(chunk, s);
     }
-    return !inf_chunk_versioned(chunk) || (chunk->sums_ptr != 0) == (chunk->other_sums_ptr != 0);
+    if (on_drive && (chunk->drive < 0 || !within(chunk->file_offset))) return 0;
+    if (!inf_chunk_versioned(chunk)) return 1;
+    if (chunk->other_bytes > 0 && !within(chunk->other_offset)) return 0;
+    const int32_t grad = grad_section(chunk);
+    if (grad >= 0 && !inf_section_resident(chunk, grad) && !within(chunk->grad_offset)) return 0;
+    return (chunk->sums_ptr != 0) == (chunk->other_sums_ptr != 0);
 }
 
 typedef struct {
@@ -79,11 +99,6 @@ static int64_t piece_offset(const inf_chunk *chunk, int32_t section, piece_range
 
 static size_t piece_bytes(const inf_chunk *chunk, int32_t section, piece_range piece) {
     return (size_t)inf_section_span(chunk, section, piece.numel);
-}
-
-/* The chunk's section of spilled gradients; -1 = it has none. */
-static int32_t grad_section(const inf_chunk *chunk) {
-    return inf_format_grad(chunk->format) == INF_GRAD_SECTION_NONE ? -1 : chunk->section_count - 1;
 }
 
 static uint32_t piece_sum(const inf_chunk *chunk, int32_t section, piece_range piece,

@@ -17,6 +17,8 @@
 
 #define INF_SECTION_MAX 6
 #define INF_LOG_MAX 8
+/* The most that a size or an offset of a chunk may be: sums of a few of them do not overflow. */
+#define INF_BYTES_MAX ((int64_t)1 << 60)
 
 #define INF_QUANT_GROUP 64 /* elements that share a quantisation scale */
 

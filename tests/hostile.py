@@ -10,6 +10,10 @@ read, or refused by an error that names what is wrong. Everything else is a find
 exception, a crash, memory beyond `MEMORY_BYTES`, more than `SECONDS`, or a file opened outside of
 the directory.
 
+In a swap directory files also become links, hard links, FIFOs, directories, and files of a
+terabyte, and others lie beside them (`planted`). There a file outside of the directory that was
+opened to write, or that changed in any way, is a finding.
+
 Inputs follow from their numbers: the same number is the same input.
 """
 
@@ -18,9 +22,11 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import dataclasses
 import functools
 import io
 import json
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -30,6 +36,7 @@ import random
 import resource
 import shutil
 import signal
+import stat
 import struct
 import sys
 import tempfile
@@ -43,20 +50,28 @@ import torch
 import xxhash
 
 import infinity as inf
+from infinity._src.checkpoint import fill_journal as journals
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.dcp import DCPFiles
+from infinity._src.checkpoint.fill_journal import FilledFlat, FillJournal
 from infinity._src.checkpoint.reader import Checkpoint
+from infinity._src.checkpoint.run_files import RUN_DIRECTORY, RunFiles
 from infinity._src.checkpoint.safe_pickle import extra_bytes, read_extra
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.checkpoint.safetensors_files import SafetensorsFiles
 from infinity._src.checkpoint.torch_files import Descriptors, TorchFile
 from infinity._src.checkpoint.verify import VerifyJob
+from infinity.aio import SwapFile
+from infinity.aio._swap_owner import PREFIX, Owner
+from tests import durable_runs
+from tests.crashes import step
 
 MEMORY_BYTES = 1 << 30
 """Address space that reading may take beside what the process has."""
 SECONDS = 20
 REFUSALS = (ValueError, OSError, pickle.UnpicklingError)
 """Errors that say what is wrong with a file."""
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BATCH = 500
 """Inputs of a process."""
 
@@ -66,12 +81,16 @@ BATCH = 500
 class Target(NamedTuple):
     """A kind of file. write: puts real ones into a directory. files: names of those that are
     changed, as patterns. read: reads the directory. seal: makes a changed file's checksum right.
+    swap: a directory that is written to, into which other things than files are put; arrive: makes
+    a copy of it what was written there.
     """
 
     write: Callable[[Path], object]
     files: Sequence[str]
     read: Callable[[Path], object]
     seal: Callable[[str, bytes], bytes] = lambda _name, data: data
+    swap: bool = False
+    arrive: Callable[[Path, Path], None] = lambda _real, _place: None
 
 
 def small_model() -> torch.nn.Module:
@@ -212,6 +231,133 @@ def read_config(place: Path) -> None:
     inf.Policy.from_deepspeed(inf.read_deepspeed(place / "ds.json"))
 
 
+# -- swap directories
+
+
+def drives(place: Path) -> list[Path]:
+    return [place / "a", place / "b"]
+
+
+def write_run(place: Path) -> None:
+    """A durable run on two drives, two steps of it."""
+    for drive in drives(place):
+        drive.mkdir()
+    model, optimizer = durable_runs.made(*drives(place))
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    durable_runs.close(model)
+
+
+def write_fill(place: Path) -> None:
+    """A durable run whose first values are being loaded when its process ends."""
+    for drive in drives(place):
+        drive.mkdir()
+    files = RunFiles(drives(place), 0, 1)
+    for _ in range(2):
+        for file in files.add():
+            file.grow(1 << 13)
+    states = [list(each) for each in files.states()]
+    files.fill.start({"source": "x", "shares": [0.5, 0.5], "states": states}, known=True)
+    for index in range(3):
+        files.fill.add(index, FilledFlat(index + 7, bytes(range(64))))
+    files.fill.flush()
+    files.close()
+
+
+def arrive_run(real: Path, place: Path) -> None:
+    """Make a copy of a run what the run would be, had it begun there: its links lead to the copy,
+    its files have the sum of the place, and its journal has their inodes.
+    """
+    for drive in drives(place):
+        for path in (drive / RUN_DIRECTORY).iterdir():
+            if path.is_symlink():
+                target = str(path.readlink()).replace(str(real), str(place))
+                path.unlink()
+                path.symlink_to(target)
+    home = place / "a" / RUN_DIRECTORY
+    if not (home / "fill.rank0").exists():
+        return
+    journal = FillJournal(home / "fill.rank0")
+    flats = [flat for index in range(3) if (flat := journal.take(index)) is not None]
+    head, start = dict(journal.head or {}), dict(journal.started or {})
+    begun = RunFiles(drives(place), 0, 1)
+    # Of this place: its sum, and a process's own part.
+    head = {**(begun.fill.head or {})}
+    states = [file for _ in range(2) for file in begun.add()]
+    for file in states:
+        file.grow(1 << 13)
+    begun.fill.start({**start, "states": [list(each) for each in begun.states()]}, known=True)
+    for index, flat in enumerate(flats):
+        begun.fill.add(index, flat)
+    begun.fill.flush()
+    begun.close()
+    assert head
+
+
+def begin_run(place: Path, *, goes_on: bool = False) -> None:
+    """What a process does with the files of a run, from its beginning to a commit. goes_on: the
+    files of the run before stay.
+    """
+    files = RunFiles(drives(place), 0, 1)
+    try:
+        for file in files.add():
+            file.grow(1 << 13)
+        list(map(files.fill.take, range(4)))
+        files.fill.start({"source": "x", "states": [list(e) for e in files.states()]}, known=True)
+        files.check_place()
+        before = files.before if goes_on else None
+        files.remove_strangers(each.name for head in before or () for each in head.files)
+        files.committed()
+    finally:
+        files.close()
+
+
+def read_run(place: Path) -> None:
+    """The same, after somebody who reads the run, and twice."""
+    begin_run(place, goes_on=True)
+    with Checkpoint.open(place / "a" / RUN_DIRECTORY) as checkpoint:
+        for _ in ExportJob(checkpoint, masters=True).tensors():
+            pass
+    begin_run(place)
+
+
+def seal_journal(name: str, data: bytes) -> bytes:
+    """A journal of a fill with the checksums of its records, or a file that has none."""
+    out, at, record = bytearray(data), 0, journals._RECORD
+    if not name.startswith("fill"):
+        return seal_manifest(name, data)
+    while at + record.size <= len(out):
+        end = at + record.size + record.unpack_from(out, at)[1]
+        if end + journals._SUM_BYTES > len(out):
+            break
+        out[end : end + journals._SUM_BYTES] = xxhash.xxh3_64_digest(bytes(out[at:end]))
+        at = end + journals._SUM_BYTES
+    return bytes(out)
+
+
+def write_owners(place: Path) -> None:
+    """What processes that died left: a private directory, and a locked file's owner."""
+    private = place / f"{PREFIX}abcdefgh"
+    private.mkdir(mode=0o700)
+    dead = dataclasses.replace(Owner.this(), pid=1 << 22)
+    dead.leave_word(private / "owner.json")
+    (private / "swap").write_bytes(b"s" * 4096)
+    (place / "run").mkdir(mode=0o700)
+    (place / "run" / "file").touch(mode=0o600)
+    dead.leave_word(place / "run" / ".file.owner")
+
+
+def read_owners(place: Path) -> None:
+    with SwapFile.create(place) as swap:
+        swap.grow(4096)
+    for path in sorted(place.glob("*/*owner*")):
+        owner = Owner.read(path)
+        if owner is not None:
+            str(owner), owner.life()
+    with SwapFile.durable(place / "run", "file") as file:
+        file.grow(4096)
+
+
 TARGETS: dict[str, Target] = {
     "saves": Target(write_save, ("*",), read_save, seal_manifest),
     "manifests": Target(write_save, ("manifest*",), read_save, seal_manifest),
@@ -222,7 +368,17 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target(write_safetensors, ("*",), read_safetensors),
     "extra": Target(write_extra, ("extra",), read_small_state),
     "deepspeed-json": Target(write_config, ("ds.json",), read_config),
-}
+    "runs": Target(
+        write_run, (f"*/{RUN_DIRECTORY}/*",), read_run, seal_manifest, swap=True, arrive=arrive_run
+    ),
+    "fills": Target(
+        write_fill, ("a/*/fill*", "a/*/fill*", f"*/{RUN_DIRECTORY}/*"), begin_run, seal_journal,
+        swap=True, arrive=arrive_run,
+    ),
+    "owners": Target(
+        write_owners, (f"{PREFIX}*/*", "run/*", "run/.*"), read_owners, swap=True
+    ),
+}  # fmt: skip
 
 # -- changes ---------------------------------------------------------------------------------------
 
@@ -374,12 +530,86 @@ def changed_header(data: bytes, rng: random.Random) -> bytes | None:
     return None if text is None else len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
+def changed_journal(data: bytes, rng: random.Random) -> bytes | None:
+    """A journal of a fill, one of whose texts has another value; None for what is none."""
+    record, at, parts = journals._RECORD, 0, []
+    while at + record.size <= len(data):
+        kind, length = record.unpack_from(data, at)
+        end = at + record.size + length + journals._SUM_BYTES
+        if kind > 2 or end > len(data):
+            return None
+        parts.append((kind, data[at + record.size : end - journals._SUM_BYTES]))
+        at = end
+    if not parts:
+        return None
+    index = rng.randrange(min(2, len(parts)))
+    text = changed_json(parts[index][1], rng)
+    if text is None:
+        return None
+    if rng.random() < 0.1:
+        parts[index] = (parts[index][0], rng.choice((b"[]", b"null", b"7", b"{", b"[" * 100_000)))
+    else:
+        parts[index] = (parts[index][0], text)
+    return b"".join(journals._packed(kind, payload) for kind, payload in parts)
+
+
+KINDS = ("link", "zero", "loop", "nowhere", "hard", "fifo", "folder", "full", "huge", "rights")
+
+
+def put(kind: str, path: Path, victims: Path) -> None:
+    """Put something else than a file where a file was, or may be."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+    if kind in ("folder", "full"):
+        path.mkdir()
+        if kind == "full":
+            (path / "file").write_text("x")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "hard":
+        os.link(victims / "file", path)
+    elif kind in ("huge", "rights"):
+        path.touch(mode=0o600 if kind == "huge" else 0o666)
+        os.truncate(path, 1 << 40 if kind == "huge" else 100)
+    else:
+        places = {"zero": "/dev/zero", "loop": path.name, "nowhere": victims / "new"}
+        path.symlink_to(places.get(kind, victims / "file"))
+
+
+def planted(place: Path, file: str, victims: Path, rng: random.Random) -> None:
+    """Put something else in place of a file of a swap directory, or beside it."""
+    path = place / file
+    if rng.random() < 0.4:
+        digits = "".join(rng.choice("0123456789abcdef") for _ in range(16))
+        names = (
+            f"states-{digits}-1.rank0", f"states-{digits}-1.rank7", ".lock.rank0.owner",
+            ".lock.rank0.owner.new", "fill.rank0", "fill.rank3", "lock.rank0", "drive1", "drive2",
+            ".drive1.rank0", f"home-{digits[:8]}", "manifest-00000099.rank0", "extra-00000099.rank0",
+            "manifest-00000099.rank0.partial", f".states-{digits}-1.rank0.owner", "owner.json",
+            ".file.owner.new", "swap",
+        )  # fmt: skip
+        path = path.with_name(rng.choice(names))
+    put(rng.choice(KINDS), path, victims)
+
+
+def shape_of(place: Path) -> dict[str, tuple[object, ...]]:
+    """All that somebody could have changed below a directory."""
+    found: dict[str, tuple[object, ...]] = {}
+    for path in sorted(place.rglob("*")):
+        status = path.lstat()
+        data = path.read_bytes() if stat.S_ISREG(status.st_mode) else b""
+        found[str(path)] = (status.st_mode, status.st_uid, status.st_size, data)
+    return found
+
+
 def hostile(name: str, data: bytes, rng: random.Random) -> bytes:
     """A changed file."""
     if name in (".metadata", "file.pt", "extra") and rng.random() < 0.02:
         return rng.choice(BOMBS)
     if rng.random() < 0.5:
-        for change in (changed_json, changed_texts, changed_header):
+        for change in (changed_json, changed_texts, changed_header, changed_journal):
             found = change(data, rng)
             if found is not None:
                 return found
@@ -412,17 +642,32 @@ class Opened:
     def __init__(self) -> None:
         self._within: str | None = None
         self._outside: list[str] = []
+        self._writes = False
         sys.addaudithook(self._hook)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and self._within is not None and isinstance(arguments[0], (str, bytes)):
-            path = os.path.realpath(os.fsdecode(arguments[0]))
-            if not path.startswith((self._within, *INSTALLED)):
-                self._outside.append(path)
+        if event != "open" or self._within is None or not isinstance(arguments[0], (str, bytes)):
+            return
+        given, flags = os.fsdecode(arguments[0]), arguments[2] or 0
+        writes = flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        if self._writes and not writes:
+            return
+        # A link at the end is not followed then.
+        last = flags & os.O_NOFOLLOW or flags & os.O_EXCL
+        # Relative to the descriptor of a directory.
+        if last and "/" not in given:
+            return
+        path = os.path.realpath(given)
+        if last:
+            path = str(Path(os.path.realpath(Path(given).parent)) / Path(given).name)
+        if not path.startswith((self._within, *INSTALLED)):
+            self._outside.append(path)
 
     @contextlib.contextmanager
-    def watching(self, place: Path) -> Iterator[list[str]]:
+    def watching(self, place: Path, *, writes: bool = False) -> Iterator[list[str]]:
+        """writes: only files that are opened to write to them."""
         self._within, self._outside = str(place.resolve()), []
+        self._writes = writes
         try:
             yield self._outside
         finally:
@@ -442,22 +687,36 @@ class Inputs:
         self._real, self._place = real, home / "input"
         self._files = sorted(
             {
-                path.name
+                str(path.relative_to(self._real))
                 for pattern in self._target.files
                 for path in self._real.glob(pattern)
                 if path.is_file()
             }
         )
+        self._victims = home / "victims"
+        self._make_victims()
+        self._shape = shape_of(self._victims)
         assert self._files, f"{name}: no file is to be changed"
+
+    def _make_victims(self) -> None:
+        self._victims.mkdir()
+        (self._victims / "file").write_bytes(b"somebody's" * 10)
+        (self._victims / "file").chmod(0o644)
 
     def make(self, number: int) -> str:
         """Put an input into the directory. Returns the name of the file that was changed."""
         rng = random.Random(f"{self._seed} {self._name} {number}")
         shutil.rmtree(self._place, ignore_errors=True)
-        shutil.copytree(self._real, self._place)
+        shutil.copytree(self._real, self._place, symlinks=True)
+        self._target.arrive(self._real, self._place)
         file = rng.choice(self._files)
-        found = hostile(file, (self._real / file).read_bytes(), rng)
-        (self._place / file).write_bytes(self._target.seal(file, found))
+        if self._target.swap and rng.random() < 0.4:
+            planted(self._place, file, self._victims, rng)
+            return file
+        path = self._place / file
+        if path.exists():
+            found = hostile(path.name, path.read_bytes(), rng)
+            path.write_bytes(self._target.seal(path.name, found))
         return file
 
     def read(self, number: int) -> tuple[str, Finding | None]:
@@ -467,7 +726,7 @@ class Inputs:
         signal.alarm(SECONDS)
         how = "read"
         wrong: str | None = None
-        with self._opened.watching(self._place) as outside:
+        with self._opened.watching(self._place, writes=self._target.swap) as outside:
             try:
                 self._target.read(self._place)
             except TimeoutError as error:
@@ -480,6 +739,11 @@ class Inputs:
                 signal.alarm(0)
         if outside:
             wrong = f"opened {outside[0]}"
+        # Also by another name, or without being opened.
+        if self._target.swap and shape_of(self._victims) != self._shape:
+            wrong = "changed a file outside of the directory"
+            shutil.rmtree(self._victims)
+            self._make_victims()
         return how, None if wrong is None else Finding(self._name, number, file, wrong)
 
 
@@ -496,10 +760,11 @@ class Job(NamedTuple):
 
 def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
     """Read the inputs of a job, in a process of its own."""
+    logging.disable()
     torch.set_num_threads(1)
     counts: collections.Counter[str] = collections.Counter()
     findings = []
-    with tempfile.TemporaryDirectory() as home:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as home:
         inputs = Inputs(job.name, job.seed, Path(job.real), Path(home), Opened())
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
@@ -512,10 +777,26 @@ def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
     return counts, findings
 
 
+@contextlib.contextmanager
+def _swap_in_memory() -> Iterator[None]:
+    """Let processes that are started swap there, where a flush costs nothing."""
+    name = "INFINITY_ALLOW_TMPFS"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _in_a_process(call: Callable[[], None], context: Any) -> None:
     """Run a call in a process of its own. Raises: RuntimeError where that fails."""
-    process = context.Process(target=call)
-    process.start()
+    with _swap_in_memory():
+        process = context.Process(target=call)
+        process.start()
     process.join()
     if process.exitcode != 0:
         raise RuntimeError(f"writing real files ended with {process.exitcode}")
@@ -528,7 +809,7 @@ def run(
     context = multiprocessing.get_context("fork")
     counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in targets}
     findings: list[Finding] = []
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as place:
         for name in targets:
             real = Path(place) / name
             real.mkdir()
@@ -557,7 +838,8 @@ def _run_jobs(
         while jobs and len(running) < processes:
             job, (here, there) = jobs.popleft(), context.Pipe(duplex=False)
             process = context.Process(target=_tell, args=(job, there))
-            process.start()
+            with _swap_in_memory():
+                process.start()
             there.close()
             running[process] = (job, here)
         multiprocessing.connection.wait([process.sentinel for process in running])
@@ -614,7 +896,7 @@ def main() -> int:
     options = parser.parse_args()
     targets = [options.target] if options.target else list(TARGETS)
     if options.only is not None:
-        with tempfile.TemporaryDirectory() as home:
+        with tempfile.TemporaryDirectory(dir=IN_MEMORY) as home, _swap_in_memory():
             real = Path(home) / "real"
             real.mkdir()
             TARGETS[targets[0]].write(real)

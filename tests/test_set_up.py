@@ -358,26 +358,30 @@ def test_a_fill_that_is_begun_anew_goes_on_when_it_breaks_off_too(tmp_path: Path
     close(model)
 
 
+def head(digit: str) -> dict[str, Any]:
+    return {"id": digit * 16, "directories": []}
+
+
 def test_a_journal_is_begun_anew_in_place_of_one_that_was_found(tmp_path: Path) -> None:
     first = FillJournal(tmp_path / "fill")
-    first.begin({"id": "a longer one"})
-    first.start({"source": "x"}, known=True)
+    first.begin({**head("a"), "more": "a longer one"})
+    first.start({"source": "x", "states": []}, known=True)
     first.add(0, FilledFlat(7, b"seven"))
     first.flush()
     first.close()
     second = FillJournal(tmp_path / "fill")
-    second.begin({"id": "b"})
-    second.start({"source": "y"}, known=True)
+    second.begin(head("b"))
+    second.start({"source": "y", "states": []}, known=True)
     second.add(1, FilledFlat(8, b"eight"))
     second.flush()
     second.close()
     third = FillJournal(tmp_path / "fill")
-    assert (third.head, third.started) == ({"id": "b"}, {"source": "y"})
+    assert (third.head, third.started) == (head("b"), {"source": "y", "states": []})
     assert (third.take(0), third.take(1)) == (None, (8, b"eight"))
     third.forget()
     third.close()
     fourth = FillJournal(tmp_path / "fill")
-    assert (fourth.head, fourth.started) == ({"id": "b"}, None)
+    assert (fourth.head, fourth.started) == (head("b"), None)
     fourth.close()
 
 
@@ -422,8 +426,8 @@ def test_a_journal_without_room_ends_the_fill_which_goes_on_later(
 
 def test_a_torn_journal_is_read_up_to_its_tear(tmp_path: Path) -> None:
     journal = FillJournal(tmp_path / "fill")
-    journal.begin({"id": "a"})
-    start = {"source": "x"}
+    journal.begin(head("a"))
+    start = {"source": "x", "states": []}
     assert journal.start(start, known=True) == []
     for index in range(3):
         journal.add(index, FilledFlat(index + 7, bytes(range(index, 99))))

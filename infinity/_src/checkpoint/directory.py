@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -223,15 +224,7 @@ def read_attachment(directory: Path, file: FileEntry) -> bytes:
     it is damaged.
     """
     path = directory / file.name
-    data = _read(path)
-    # Told apart from damage: a copy that broke off is cut short.
-    if len(data) != file.size_bytes:
-        raise AioError(
-            f"the file has {len(data)} bytes, not {file.size_bytes}",
-            path=str(path),
-            op="read",
-            length=len(data),
-        )
+    data = _read(path, file.size_bytes)
     if xxhash.xxh3_128_hexdigest(data) != file.digest:
         raise ChecksumError(
             "the file is not what was written", path=str(path), op="read", length=len(data)
@@ -265,8 +258,10 @@ def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> 
     path = directory / name
     size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
     with typed_errors(path, "write", size):
+        # What a save that broke off left; a link of that name, soft or hard, is not written through.
+        path.unlink(missing_ok=True)
         # 0o666 less the umask: a checkpoint has the rights of an ordinary file.
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             for part in parts:
                 digest.update(part)
@@ -401,9 +396,32 @@ def typed_errors(path: Path, op: str, length: int) -> Iterator[None]:
         ) from error
 
 
-def _read(path: Path) -> bytes:
+def _read(path: Path, size_bytes: int | None = None) -> bytes:
+    """Read a whole regular file. size_bytes: that it has to have, where that is known. Raises:
+    AioError."""
     try:
-        return path.read_bytes()
+        # O_NONBLOCK: a FIFO of that name must not hold the reader.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(fd, "rb") as opened:
+            status = os.fstat(fd)
+            # A device of that name may have no end.
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "no regular file")
+            # Before it is read. Told apart from damage: a copy that broke off is cut short.
+            if size_bytes is not None and status.st_size != size_bytes:
+                raise AioError(
+                    f"the file has {status.st_size} bytes, not {size_bytes}",
+                    path=str(path),
+                    op="read",
+                    length=status.st_size,
+                )
+            return opened.read()
+    except AioError:
+        raise
+    except MemoryError as error:
+        raise AioError(
+            "a file of a checkpoint does not fit in memory", path=str(path), op="read"
+        ) from error
     except OSError as error:
         raise AioError(
             "a file of a checkpoint cannot be read",

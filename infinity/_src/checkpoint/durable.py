@@ -392,6 +392,8 @@ class DurableRun:
         return self._generation
 
     def _write(self, generation: int) -> tuple[Head, Described]:
+        # Before anything is written by name.
+        self.files.check_place()
         # The states first, then the manifest that names them.
         for files in self.files.layers.values():
             for file in files:

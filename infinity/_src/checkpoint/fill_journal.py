@@ -14,7 +14,10 @@ until a commit, so that the next process finds files that nobody else knows, and
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +26,17 @@ from typing import IO, Any, NamedTuple, final
 import xxhash
 
 from infinity._src.checkpoint.directory import sync_directory, typed_errors
+from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
 
 _RECORD = struct.Struct("<QQ")  # kind, bytes of the payload; a sum of all follows
 _FLAT = struct.Struct("<QQ")  # index, digest; checksums follow
 _SUM_BYTES = 8
 _HEAD, _START, _FILLED = range(3)
+_ID = re.compile(r"[0-9a-f]{16}")
+_BYTES_MAX = (64 << 20, 64 << 20, 1 << 28)
+"""Bytes of a record of each kind: more are no journal's, and would be read into memory."""
 
 
 class FilledFlat(NamedTuple):
@@ -52,8 +61,17 @@ class FillJournal:
         # Bytes of the head, and of all that is whole.
         self._head_bytes = self._whole_bytes = 0
         self._ended = False
-        if path.is_file():
-            self._read()
+        self.refused = ""
+        """Why the journal that was found is none that a fill wrote; empty when it is one."""
+        try:
+            if self._open():
+                self._read()
+        except ValueError as error:
+            # As if there was none: nothing of it is taken over, and `begin` writes another.
+            self.refused = str(error)
+            log.warning("%s: a journal that no fill wrote is not taken over: %s", path, error)
+            self._head = self._start = None
+            self._filled.clear()
 
     @property
     def head(self) -> Mapping[str, Any] | None:
@@ -79,7 +97,9 @@ class FillJournal:
         self._head_bytes = self._whole_bytes = 0
         record = _packed(_HEAD, json.dumps(head).encode())
         with typed_errors(self._path, "write", len(record)):
-            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+            # Anew: one that is there may be a link, soft or hard, to something else.
+            self._path.unlink(missing_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             self._fd = os.open(self._path, flags, 0o600)
             self._append(record)
         self._head_bytes = self._whole_bytes
@@ -156,19 +176,40 @@ class FillJournal:
             os.close(self._fd)
             self._fd = -1
 
+    def _open(self) -> bool:
+        """Open the journal that is there. Returns False for none. Raises: AioError, ValueError for
+        a file that no fill made."""
+        # O_NONBLOCK: a FIFO of that name must not hold the reader.
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        with typed_errors(self._path, "open", 0):
+            try:
+                self._fd = os.open(self._path, flags)
+            except FileNotFoundError:
+                return False
+        status = os.fstat(self._fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise ValueError("it is no regular file, or has another name elsewhere")
+        return True
+
     def _read(self) -> None:
-        with typed_errors(self._path, "read", 0):
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            with os.fdopen(self._fd, "rb", closefd=False) as file:
-                for kind, payload, end in _records(file):
-                    if kind == _HEAD:
-                        self._head, self._head_bytes = json.loads(payload), end
-                    elif kind == _START:
-                        self._start = json.loads(payload)
-                    else:
-                        index, digest = _FLAT.unpack_from(payload)
-                        self._filled[index] = FilledFlat(digest, payload[_FLAT.size :])
-                    self._whole_bytes = end
+        """Read the journal. Raises: AioError, ValueError for what no fill wrote."""
+        with (
+            typed_errors(self._path, "read", 0),
+            os.fdopen(self._fd, "rb", closefd=False) as file,
+        ):
+            for kind, payload, end in _records(file):
+                if kind == _HEAD:
+                    self._head, self._head_bytes = _head_of(payload), end
+                elif kind == _START:
+                    self._start = _start_of(payload)
+                elif len(payload) < _FLAT.size:
+                    raise ValueError(f"a flat has {len(payload)} bytes")
+                else:
+                    index, digest = _FLAT.unpack_from(payload)
+                    self._filled[index] = FilledFlat(digest, payload[_FLAT.size :])
+                self._whole_bytes = end
+        if self._head is None and self._start is not None:
+            raise ValueError("it has no head")
 
     def _cut(self, size_bytes: int) -> None:
         with typed_errors(self._path, "write", 0):
@@ -199,21 +240,57 @@ def _records(file: IO[bytes]) -> Iterator[tuple[int, bytes, int]]:
         kind, length = _RECORD.unpack(head)
         left -= _RECORD.size + length + _SUM_BYTES
         # Before it is read: a torn length may be any number.
-        if left < 0:
+        if left < 0 or kind > _FILLED or length > _BYTES_MAX[kind]:
             return
         record = head + file.read(length)
-        if file.read(_SUM_BYTES) != xxhash.xxh3_64_digest(record) or kind > _FILLED:
+        if file.read(_SUM_BYTES) != xxhash.xxh3_64_digest(record):
             return
         yield kind, record[_RECORD.size :], file.tell()
 
 
+def _mapping_of(payload: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(payload)
+    except RecursionError as error:
+        raise ValueError("its values lie in each other too deep") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__} stands for its values")
+    return found
+
+
+def _head_of(payload: bytes) -> dict[str, Any]:
+    """Return a head. Raises: ValueError for values that no head has."""
+    head = _mapping_of(payload)
+    # A part of the names of files, which are removed where nobody goes on with them.
+    if not isinstance(head.get("id"), str) or not _ID.fullmatch(head["id"]):
+        raise ValueError(f"its id is {head.get('id')!r:.100}")
+    if not isinstance(head.get("directories"), list):
+        raise ValueError("its directories are no list")
+    return head
+
+
+def _start_of(payload: bytes) -> dict[str, Any]:
+    """Return a start. Raises: ValueError for values that no start has."""
+    start = _mapping_of(payload)
+    states = start.get("states")
+    if not isinstance(states, list) or not all(
+        isinstance(each, list) and len(each) == 2 and all(type(n) is int for n in each)
+        for each in states
+    ):
+        raise ValueError("its states files are no list of inodes and lengths")
+    return start
+
+
 def ids_of_fills(home: Path) -> set[str]:
-    """Return the ids of the states files that journals in a run's home tell of. Raises: AioError.
+    """Return the ids of the states files that journals in a run's home tell of. Raises: AioError,
+    ValueError for one that no fill wrote.
     """
     found = set()
     for path in home.glob("fill.rank*"):
         journal = FillJournal(path)
         journal.close()
+        if journal.refused:
+            raise ValueError(f"{path}: {journal.refused}")
         if journal.head is not None:
             found.add(str(journal.head["id"]))
     return found
@@ -225,5 +302,13 @@ def states_of(start: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def described(paths: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return the inode and length of each file. Raises: OSError."""
-    return [(status.st_ino, status.st_size) for status in (path.stat() for path in paths)]
+    """Return the inode and length of each states file. Raises: OSError; also for one that is a
+    link, or has another name: a fill's files have neither, and writing there would change another
+    file."""
+    found = []
+    for path in paths:
+        status = path.lstat()
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise AioError("the file is a link, or has another name", path=str(path), op="open")
+        found.append((status.st_ino, status.st_size))
+    return found

@@ -27,6 +27,7 @@ import logging
 import os
 import re
 import secrets
+import stat
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -64,6 +65,12 @@ _STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
 _DRIVE = re.compile(r"drive\d+")
 
 
+def _real(path: Path) -> Path:
+    """Resolve a path. A loop of links stays as it is, and is refused where it is opened."""
+    # Path.resolve raises RuntimeError for one.
+    return Path(os.path.realpath(path))
+
+
 def run_directory(directory: str | os.PathLike[str]) -> Path:
     """Return the place of the manifests: the durable run in this directory, or the directory itself
     (a checkpoint).
@@ -77,7 +84,7 @@ def check_no_run(directory: Path) -> None:
     """Raise ValueError for a directory that holds a durable run: a checkpoint saved there would not
     be found, or would replace the run's manifests.
     """
-    if (directory / RUN_DIRECTORY).is_dir() or directory.resolve().name == RUN_DIRECTORY:
+    if (directory / RUN_DIRECTORY).is_dir() or _real(directory).name == RUN_DIRECTORY:
         raise ValueError(
             f"directory={str(directory)!r} holds a durable run, which inf.restore would take for "
             "the checkpoint: name another (one on the same file system is made by hard links)"
@@ -104,7 +111,7 @@ class RunFiles:
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
         # By the first directory: on other drives several runs may share one infinity-run.
-        self._sum = f"{zlib.crc32(os.fsencode(self.home.resolve())):08x}"
+        self._sum = f"{zlib.crc32(os.fsencode(_real(self.home))):08x}"
         self._links: list[str] = []
         self._named = False
         self._id = ""
@@ -144,6 +151,20 @@ class RunFiles:
                 self._name_home(directory / f"home-{self._sum}")
         return self._made[-1]
 
+    def check_place(self) -> None:
+        """Raise AioError where the home is no longer the directory whose lock is held here: another
+        run may have begun in the one that has its name now.
+        """
+        with typed_errors(self.home, "open", 0):
+            there = os.lstat(self._lock.path)
+        if not os.path.samestat(there, os.fstat(self._lock.fd)):
+            raise AioError(
+                "the run's directory was replaced by another while it was in use: move it back, or "
+                "end this job",
+                path=str(self.home),
+                op="open",
+            )
+
     def sync(self) -> None:
         """Return when what was written to the states files is on the drives. Raises:
         DeviceFailedError."""
@@ -173,7 +194,7 @@ class RunFiles:
         here, or a new one.
         """
         head, start, mine = self.fill.head, self.fill.started, self._sum + secrets.token_hex(4)
-        directories = [str(directory.resolve()) for directory in self.directories]
+        directories = [str(_real(directory)) for directory in self.directories]
         found = head["id"] if head is not None else ""
         states = [
             directory / f"states-{found}-{layer}.rank{self.rank}"
@@ -188,7 +209,8 @@ class RunFiles:
                 if head is not None and head["directories"] == directories and whole:
                     return found
             # Nobody else knows of them, and their room is wanted.
-            _unlink_states(states)
+            with typed_errors(self.home, "unlink", 0):
+                _unlink_states(states)
         # Random: a process that has just begun overwrites nothing of the run before.
         self.fill.begin({"id": mine, "directories": directories})
         return mine
@@ -205,7 +227,7 @@ class RunFiles:
     def _name_home(self, link: Path) -> None:
         with typed_errors(link, "open", 0), contextlib.suppress(FileExistsError):
             # Leads back from a further drive: `_of_others` asks that run what it names.
-            link.symlink_to(self.home.resolve())
+            link.symlink_to(_real(self.home))
 
     def name(self, layer: int, drive: int) -> str:
         """Return the name of a states file in manifests, relative to `home`."""
@@ -233,7 +255,7 @@ class RunFiles:
         Drives may be mounted elsewhere than when it was committed, or copied together with the
         first.
         """
-        mine = {run.resolve() for run in self.directories}
+        mine = {_real(run) for run in self.directories}
         for name in sorted(
             {entry.name for manifest in self.before or () for entry in manifest.files}
         ):
@@ -242,7 +264,7 @@ class RunFiles:
             if not _DRIVE.fullmatch(link) or found is None:
                 continue
             # The link leads to a directory of this run already.
-            if (self.home / name).exists() and (self.home / link).resolve() in mine:
+            if (self.home / name).exists() and _real(self.home / link) in mine:
                 continue
             with typed_errors(self.home / link, "rename", 0):
                 # A name of this rank's: other ranks may mend the same link at the same time.
@@ -310,7 +332,7 @@ class RunFiles:
                 # Those of a fill that goes on.
                 and not path.name.startswith(f"states-{self._id}-")
                 and self._is_own(path)
-                and path.resolve() not in keep
+                and _real(path) not in keep
             ]
             _unlink_states(gone)
             if self.rank == 0:
@@ -332,14 +354,18 @@ class RunFiles:
         if free:
             # Read after that: a process that is gone has named all that it ever will.
             keep = _named_in(self.home)
-            _unlink_states(path for path in free if path.resolve() not in keep)
+            _unlink_states(path for path in free if _real(path) not in keep)
 
     def _states_here(self) -> Iterator[Path]:
         """Yield the states files in these directories that are of this run."""
         for directory in self.directories:
             for path in directory.iterdir() if directory.is_dir() else ():
                 found = _STATES.fullmatch(path.name)
-                if found is not None and (directory == self.home or found.group(1) == self._sum):
+                if found is None or not (
+                    directory == self.home or found.group(1) == self._sum
+                ):
+                    continue
+                if _is_ordinary(path):
                     yield path
 
     def _is_own(self, path: Path) -> bool:
@@ -348,7 +374,7 @@ class RunFiles:
             return True
         # In the home, as after a move of the run; but a link beside it says that it is of a run to
         # which this directory was a further drive.
-        return path.parent.resolve() == self.home.resolve() and not _home_link(path).is_symlink()
+        return _real(path.parent) == _real(self.home) and not _home_link(path).is_symlink()
 
     def remove_strangers(self, named: Iterable[str]) -> None:
         """Remove states files that no manifest names and no process holds: files of the earlier
@@ -359,13 +385,13 @@ class RunFiles:
         """
         names = set(named)
         # Resolved: the same file may be reached by links of several numbers.
-        keep = {(self.home / name).resolve() for name in names}
+        keep = {_real(self.home / name) for name in names}
         gone = {
-            (self.home / entry.name).resolve()
+            _real(self.home / entry.name)
             for manifest in self.before or ()
             for entry in manifest.files
         }
-        gone |= {path.resolve() for path in self._states_here()}
+        gone |= {_real(path) for path in self._states_here()}
         # A manifest names the files that it points into; beside them lie others of the same
         # process.
         gone |= {
@@ -374,8 +400,9 @@ class RunFiles:
             for each in path.parent.glob(path.name.rpartition("-")[0] + "-*.rank*")
         }
         # Files of this process that no manifest names yet are in use all the same.
-        keep |= {Path(file.path).resolve() for files in self._made for file in files}
-        gone = {path for path in gone if _STATES.fullmatch(path.name)} - keep
+        keep |= {_real(Path(file.path)) for files in self._made for file in files}
+        gone = {path for path in gone if _STATES.fullmatch(path.name) and _is_ordinary(path)}
+        gone -= keep
         # The lock of this rank is held here, so no other process has its files; other ranks hold
         # theirs, and other runs.
         mine = f".rank{self.rank}"
@@ -417,11 +444,12 @@ class RunFiles:
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
             try:
-                home = link.readlink() if link.is_symlink() else None
+                # The directory that they lie in may itself be a run's home.
+                homes = [link.parent, *([link.readlink()] if link.is_symlink() else ())]
                 # Only a run that is gone has none of them.
-                if home is None or not home.is_dir():
-                    continue
-                kept, filling = _named_in(home), ids_of_fills(home)
+                homes = [home for home in homes if home.is_dir()]
+                kept = set[Path]().union(*(_named_in(home) for home in homes))
+                filling = set[str]().union(*(ids_of_fills(home) for home in homes))
             except (OSError, ValueError):
                 # A run that cannot be read may name them all.
                 found.update(paths)
@@ -463,7 +491,7 @@ def _named_in(home: Path, rank: int | None = None) -> set[Path]:
     dead run may be about to write its part, and then that generation is whole.
     """
     return {
-        (home / entry.name).resolve()
+        _real(home / entry.name)
         for path, _ in files_of(home)
         if path.name.startswith("manifest-")
         and path.suffix != ".partial"
@@ -499,10 +527,21 @@ def _sidecar(states: Path) -> Path:
     return states.with_name(f".{states.name}.owner")
 
 
+def _is_ordinary(path: Path) -> bool:
+    """Return whether a states file is none of what no run makes: a link, which leads elsewhere, a
+    FIFO, a directory. One that is gone is ordinary.
+    """
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return True
+
+
 def _is_held(path: Path) -> bool:
     """Return whether a process has the file open as swap space."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # O_NONBLOCK: a FIFO of that name must not hold this process.
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     try:

@@ -84,6 +84,9 @@ class RunFill:
         if found is None:
             return None
         sums = self._store[flat].sums
+        if len(found.sums) != sums[0].nbytes:
+            log.warning("%s: %s is loaded anew: its checksums are cut", self._files.home, flat)
+            return None
         sums[0] = np.frombuffer(found.sums, dtype=sums.dtype).reshape(sums.shape[1:])
         return found.digest
 

@@ -138,14 +138,30 @@ class RankRecord:
 
     @classmethod
     def parse(cls, text: bytes) -> RankRecord:
-        """Parse the text that `json` made."""
-        found = json.loads(text)
-        # JSON has lists only; records are compared, and tuples compare with tuples.
-        found["host"] = tuple(found["host"])
-        found["recent"] = tuple((int(number), what) for number, what in found["recent"])
-        found["raised"] = tuple((int(number), why) for number, why in found["raised"])
-        found["failed"] = tuple(found["failed"]) if found["failed"] else None
-        return cls(**found)
+        """Parse the text that `json` made. Raises: ValueError for another one: whoever reaches the
+        store's port may write there.
+        """
+        try:
+            found = json.loads(text)
+            # JSON has lists only; records are compared, and tuples compare with tuples.
+            found["host"] = tuple(found["host"])
+            found["recent"] = tuple((int(number), str(what)) for number, what in found["recent"])
+            found["raised"] = tuple((int(number), str(why)) for number, why in found["raised"])
+            found["failed"] = tuple(found["failed"]) if found["failed"] else None
+            record = cls(**found)
+            whole = all(
+                type(getattr(record, field.name)) is type(field.default)
+                for field in dataclasses.fields(cls)
+                if field.name != "failed"
+            )
+            rank, message = record.failed or (None, "")
+            whole &= (rank is None or type(rank) is int) and type(message) is str
+            whole &= [type(each) for each in record.host] == [str, str, int, int]
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise ValueError(f"no record of a rank: {text[:60]!r}") from error
+        if not whole:
+            raise ValueError(f"no record of a rank: {text[:60]!r}")
+        return record
 
     def json(self) -> str:
         """Format the record for the store."""

@@ -1,0 +1,320 @@
+"""Other users of the machine: a process with another uid tries to list, read, write, replace and
+remove what a run leaves and holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import infinity as inf
+from infinity._src.checkpoint import manifest as manifests
+from infinity._src.checkpoint.run_files import RunFiles
+from infinity.aio import SwapFile
+from infinity.aio._swap_owner import PrivateDirectory
+from infinity.errors import AioError
+from tests import durable_runs
+from tests.crashes import step
+from tests.hostile import seal_manifest
+
+STRANGER = 65534
+
+
+def as_stranger(call: Callable[[], Sequence[str]]) -> list[str]:
+    """What `call` returns in a child that is another user. Skips where no uid can be changed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        told: Sequence[str] = ["no uid"]
+        with contextlib.suppress(PermissionError):
+            os.setgroups([])
+            os.setresgid(STRANGER, STRANGER, STRANGER)
+            os.setresuid(STRANGER, STRANGER, STRANGER)
+            told = call()
+        os.write(writer, json.dumps(told).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as answer:
+        found: list[str] = json.loads(answer.read() or '["the child ended"]')
+    os.waitpid(child, 0)
+    if found == ["no uid"]:
+        pytest.skip("this process may not become another user (CAP_SETUID)")
+    return found
+
+
+def _moved(path: Path) -> None:
+    path.rename(path.with_name("moved"))
+
+
+WAYS: dict[str, Callable[[Path], object]] = {
+    "list": os.listdir,
+    "read": lambda path: os.open(path, os.O_RDONLY),
+    "write": lambda path: os.open(path, os.O_WRONLY),
+    "make": lambda path: os.open(path / "planted", os.O_WRONLY | os.O_CREAT, 0o666),
+    "cut": lambda path: os.truncate(path, 0),
+    "rights": lambda path: path.chmod(0o777),
+    "rename": _moved,
+    "link": lambda path: os.link(path, Path(tempfile.gettempdir()) / "infinity-linked"),
+    "remove": lambda path: path.rmdir() if path.is_dir() else path.unlink(),
+}
+
+
+def reached(paths: Sequence[Path]) -> list[str]:
+    """What this process can do with these paths, as `way path`."""
+    found = []
+    for path in paths:
+        for way, act in WAYS.items():
+            with contextlib.suppress(OSError):
+                act(path)
+                found.append(f"{way} {path}")
+    return found
+
+
+def of_process() -> list[Path]:
+    """Descriptors and memory of this process, as others may see them."""
+    mine = Path(f"/proc/{os.getpid()}")
+    return [mine / "mem", mine / "fd", *(mine / "fd").iterdir()]
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A directory that everybody may write to, and in which nobody removes what is another's."""
+    place = Path(tempfile.mkdtemp(prefix="infinity-shared-"))
+    place.chmod(0o1777)
+    (place / "open").write_text("for everybody")
+    (place / "open").chmod(0o644)
+    yield place
+    shutil.rmtree(place)
+
+
+@pytest.fixture(params=[0o000, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def below(place: Path) -> list[Path]:
+    return [path for path in sorted(place.rglob("*")) if path.name != "open"]
+
+
+def test_what_everybody_may_read_is_seen_to_be_read(shared: Path) -> None:
+    """The attempts succeed where they may: a test that they fail can fail."""
+    assert f"read {shared / 'open'}" in as_stranger(lambda: reached([shared / "open"]))
+    assert f"list {shared}" in as_stranger(lambda: reached([shared]))
+
+
+def test_a_durable_run_is_closed_to_others_while_it_runs_and_after(
+    shared: Path, umask: int
+) -> None:
+    model, optimizer = durable_runs.made(shared)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    names = below(shared)
+    assert len(names) > 4
+    paths = [*names, *of_process()]
+    assert as_stranger(lambda: reached(paths)) == []
+    durable_runs.close(model)
+    after = below(shared)
+    assert as_stranger(lambda: reached(after)) == []
+    assert stat.S_IMODE((shared / "infinity-run").stat().st_mode) == 0o700
+    for path in after:
+        if path.name.startswith(("states", "lock", "fill", ".")):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_swap_is_closed_to_others(shared: Path, umask: int) -> None:
+    """With and without a name: where O_TMPFILE is not known the file is in a private directory."""
+    private = PrivateDirectory(str(shared))
+    fd = os.open(private.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with SwapFile.create(shared) as file:
+            file.grow(1 << 13)
+            names = below(shared)
+            assert [path.name for path in names if path.is_file()] == ["owner.json", "swap"]
+            paths = [*names, *of_process()]
+            assert as_stranger(lambda: reached(paths)) == []
+    finally:
+        os.close(fd)
+        private.remove()
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077], ids=oct)
+def test_a_save_has_the_rights_that_the_umask_leaves_and_a_linked_one_those_of_swap(
+    shared: Path, mask: int
+) -> None:
+    before = os.umask(mask)
+    try:
+        model, optimizer = durable_runs.made(shared)
+        step(model, optimizer, 0, 0)
+        inf.save(model, optimizer, shared / "linked").wait()
+        durable_runs.close(model)
+        model, optimizer = durable_runs.made(shared, durable=False, generations=2)
+        step(model, optimizer, 0, 0)
+        inf.save(model, optimizer, shared / "saved").wait()
+        durable_runs.close(model)
+    finally:
+        os.umask(before)
+    saved = {path: stat.S_IMODE(path.stat().st_mode) for path in (shared / "saved").iterdir()}
+    assert set(saved.values()) == {0o666 & ~mask}
+    told = as_stranger(lambda: [f"{os.access(path, os.R_OK)}" for path in saved])
+    assert set(told) == {str(mask == 0o022)}
+    # The run's own files by another name: their rights are those of swap.
+    linked = [path for path in (shared / "linked").iterdir() if path.name.startswith("data")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in linked} == {0o600}
+
+
+# -- what others put there -------------------------------------------------------------------------
+
+
+def planted_directory(place: Path) -> list[str]:
+    (place / "infinity-run").mkdir()
+    (place / "infinity-run").chmod(0o777)
+    return ["planted"]
+
+
+def test_a_directory_of_another_user_is_refused(shared: Path) -> None:
+    assert as_stranger(lambda: planted_directory(shared)) == ["planted"]
+    with pytest.raises(ValueError, match=r"must be this user's, mode 0700"):
+        durable_runs.made(shared)
+    assert below(shared / "infinity-run") == []
+
+
+@pytest.mark.parametrize("sticky", [True, False], ids=["sticky", "open to all"])
+def test_a_link_of_another_user_leads_nowhere(shared: Path, tmp_path: Path, sticky: bool) -> None:
+    """Whether or not the kernel protects links in such a directory."""
+    shared.chmod(0o1777 if sticky else 0o777)
+    mine = tmp_path / "mine"
+    mine.mkdir(mode=0o700)
+
+    def plant() -> list[str]:
+        (shared / "infinity-run").symlink_to(mine)
+        return ["planted"]
+
+    assert as_stranger(plant) == ["planted"]
+    with pytest.raises((ValueError, AioError), match=r"symbolic link|cannot make"):
+        durable_runs.made(shared)
+    assert list(mine.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "owner", "told"),
+    [(0o777, 0, "by everybody"), (0o755, STRANGER, "belongs to uid"), (0o1777, 0, "")],
+)
+def test_a_place_that_others_may_replace_is_told_of(
+    shared: Path, mode: int, owner: int, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if os.geteuid():
+        pytest.skip("only root gives directories away")
+    shared.chmod(mode)
+    os.chown(shared, owner, -1)
+    model, _ = durable_runs.made(shared)
+    durable_runs.close(model)
+    warnings = [each for each in caplog.messages if "may put another directory" in each]
+    assert bool(warnings) == bool(told)
+    assert all(told in each and str(shared) in each for each in warnings)
+
+
+def swapped_directory(place: Path) -> list[str]:
+    (place / "infinity-run").rename(place / "taken")
+    (place / "infinity-run").mkdir()
+    return ["swapped"]
+
+
+def test_a_run_whose_directory_was_replaced_commits_nothing_there(shared: Path) -> None:
+    """By whoever may: here a stranger, in a directory without the sticky bit."""
+    shared.chmod(0o777)
+    model, optimizer = durable_runs.made(shared)
+    step(model, optimizer, 0, 0)
+    inf.handle(model).flush()
+    assert as_stranger(lambda: swapped_directory(shared)) == ["swapped"]
+    with pytest.raises(AioError, match=r"infinity-run"):
+        for index in range(1, 4):
+            step(model, optimizer, index, 0)
+    assert below(shared / "infinity-run") == []
+    durable_runs.die(model)
+    shutil.rmtree(shared / "infinity-run")
+    (shared / "taken").rename(shared / "infinity-run")
+    again, second = durable_runs.made(shared)
+    assert inf.restore(again, second, shared).step == 1
+    durable_runs.close(again)
+
+
+# -- in place of files -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [".lock.rank0.owner", ".lock.rank0.owner.new", "fill.rank0",
+                                  "lock.rank0"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["hard", "soft", "fifo"])
+def test_no_file_of_somebody_is_written_through_a_name_in_the_run(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    victim, run = tmp_path / "victim", tmp_path / "drive" / "infinity-run"
+    victim.write_text("somebody's")
+    victim.chmod(0o640)
+    run.mkdir(parents=True, mode=0o700)
+    if kind == "fifo":
+        os.mkfifo(run / name)
+    elif kind == "hard":
+        os.link(victim, run / name)
+    else:
+        (run / name).symlink_to(victim)
+    with contextlib.suppress(AioError):
+        files = RunFiles([run.parent], 0, 1)
+        for file in files.add():
+            file.grow(4096)
+        files.keep()
+        files.committed()
+        files.close()
+    assert victim.read_text() == "somebody's"
+    assert stat.S_IMODE(victim.stat().st_mode) == 0o640
+
+
+def test_a_commit_never_removes_states_that_another_runs_home_names(tmp_path: Path) -> None:
+    """Not even where a link of this run, and a manifest, lead there."""
+    model, optimizer = durable_runs.made(tmp_path / "b")
+    step(model, optimizer, 0, 0)
+    durable_runs.close(model)
+    theirs = durable_runs.run_files(tmp_path / "b")
+    home = tmp_path / "a" / "infinity-run"
+    copy_of(tmp_path / "b" / "infinity-run", home)
+    for path in home.glob("states-*"):
+        path.unlink()
+    _name_through(home, "drive1")
+    (home / "drive1").symlink_to(tmp_path / "b" / "infinity-run")
+    again, second = durable_runs.made(tmp_path / "a", durable="new")
+    for index in range(2):
+        step(again, second, index, 0)
+    durable_runs.close(again)
+    assert durable_runs.run_files(tmp_path / "b") == theirs
+
+
+def copy_of(run: Path, home: Path) -> None:
+    shutil.copytree(run, home, symlinks=True)
+    (home / "lock.rank0").unlink()
+
+
+def _name_through(home: Path, link: str) -> None:
+    """Let the manifests of a home name their states files through a link."""
+    for path in home.glob("manifest-*"):
+        data, header = path.read_bytes(), manifests._HEADER
+        magic, version, layout, state, *rest = header.unpack_from(data)
+        at = header.size + layout
+        found: dict[str, Any] = json.loads(data[at : at + state])
+        for file in found["files"]:
+            file["name"] = f"{link}/{file['name']}"
+        text = json.dumps(found).encode()
+        whole = (
+            header.pack(magic, version, layout, len(text), *rest)
+            + data[header.size : at] + text + data[at + state :]
+        )  # fmt: skip
+        path.write_bytes(seal_manifest(path.name, whole))
