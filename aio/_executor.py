@@ -490,11 +490,12 @@ class Executor:
     def relocate(
         self,
         ids: npt.NDArray[np.int32],
+        drives: npt.NDArray[np.int32],
         files: npt.NDArray[np.int32],
         offsets: npt.NDArray[np.int64],
     ) -> None:
-        """Give versioned chunks other second places on their drives. The old places are free from
-        then on.
+        """Give versioned chunks other second places. The old places are free from then on. Chunks
+        with spilled gradients stay on their drive.
 
         Raises ValueError as `commit`, for a file that is not known, and where the second place is
         the committed one.
@@ -503,6 +504,7 @@ class Executor:
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
         there = (
+            np.ascontiguousarray(drives, dtype=np.int32),
             np.ascontiguousarray(files, dtype=np.int32),
             np.ascontiguousarray(offsets, dtype=np.int64),
         )
@@ -511,7 +513,8 @@ class Executor:
             core.ffi.from_buffer("int32_t[]", wanted),
             len(wanted),
             core.ffi.from_buffer("int32_t[]", there[0]),
-            core.ffi.from_buffer("int64_t[]", there[1]),
+            core.ffi.from_buffer("int32_t[]", there[1]),
+            core.ffi.from_buffer("int64_t[]", there[2]),
         )
         # The committed place is what a rollback returns to, so it must stay what it is.
         if error == -errno.EPERM:

@@ -254,7 +254,8 @@ int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max
 /* Other second places for versioned chunks whose live place is the committed one (or nothing was
  * committed yet). Errors as commit; -EPERM when the second place of one is the committed one. */
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
-                              const int32_t *files, const int64_t *offsets);
+                              const int32_t *drives, const int32_t *files,
+                              const int64_t *offsets);
 /* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
 int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);
 int32_t inf_executor_invalid(inf_executor *ex, const int32_t *ids, int32_t count, uint32_t *masks);

@@ -159,17 +159,21 @@ int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, v
 }
 
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
-                              const int32_t *files, const int64_t *offsets) {
+                              const int32_t *drives, const int32_t *files,
+                              const int64_t *offsets) {
     pthread_mutex_lock(&ex->lock);
     int32_t error = wrong(ex, ids, count, false);
     for (int32_t i = 0; i < count && error == 0; i++) {
         const inf_chunk_record *chunk = ex->chunks[ids[i]];
-        bool known = chunk->plan.other_bytes > 0 &&
-                     inf_file_known(ex, chunk->plan.other_drive, files[i]) && offsets[i] >= 0;
+        bool drive = drives[i] >= 0 && drives[i] < ex->config.drive_count;
+        bool known = chunk->plan.other_bytes > 0 && drive &&
+                     inf_file_known(ex, drives[i], files[i]) && offsets[i] >= 0;
+        known = known && (inf_grad_mask(&chunk->plan) == 0 || drives[i] == chunk->plan.drive);
         if (!known) error = -EINVAL;
         else if (chunk->place == INF_PLACE_MOVED) error = -EPERM;
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
+        ex->chunks[ids[i]]->plan.other_drive = drives[i];
         ex->chunks[ids[i]]->plan.other_file = files[i];
         ex->chunks[ids[i]]->plan.other_offset = offsets[i];
     }

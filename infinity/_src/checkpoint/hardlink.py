@@ -180,12 +180,15 @@ class PinnedLayers:
     ) -> None:
         records = self._store[flat]
         wants = [ExtentRequest(int(size), layer) for size in now["other_bytes"][chunks]]
-        # On the drive of the place before: the files and offsets of `relocate` are those of it.
+        # On the drive of the place before: shares of the drives stay as they are.
         places = self._space.reserve_on(now["other_drive"][chunks].tolist(), wants)
         offsets = np.array([place.offset for place in places], dtype=np.int64)
         # Nothing is copied: the place is written anew before anybody reads it.
         self._executor.relocate(
-            records.ids[chunks], np.full(len(chunks), layer, dtype=np.int32), offsets
+            records.ids[chunks],
+            now["other_drive"][chunks],
+            np.full(len(chunks), layer, dtype=np.int32),
+            offsets,
         )
         gone = {
             (int(one["other_drive"]), int(one["other_offset"]), int(one["other_file"]))

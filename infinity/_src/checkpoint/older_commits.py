@@ -37,19 +37,25 @@ write, too."""
 
 
 class _Places(NamedTuple):
-    """Places of chunks on their drives: file (-1: none) and offset, each [chunks]."""
+    """Places of chunks: drive, file there (-1: none) and offset, each [chunks]."""
 
+    drives: npt.NDArray[np.int32]
     files: npt.NDArray[np.int32]
     offsets: npt.NDArray[np.int64]
 
     def alike(self, other: _Places) -> npt.NDArray[np.bool_]:
         """Chunks of which both are the same place."""
-        found: npt.NDArray[np.bool_] = (self.files == other.files) & (self.offsets == other.offsets)
+        found: npt.NDArray[np.bool_] = (
+            (self.drives == other.drives)
+            & (self.files == other.files)
+            & (self.offsets == other.offsets)
+        )
         return found
 
     def put(self, chunks: npt.NDArray[np.bool_], other: _Places) -> None:
         """Take the places of these chunks from `other`."""
-        self.files[chunks], self.offsets[chunks] = other.files[chunks], other.offsets[chunks]
+        for mine, theirs in zip(self, other, strict=True):
+            mine[chunks] = theirs[chunks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +139,7 @@ class OlderCommits:
 
     def _live(self, shard: ShardRecords) -> _Places:
         now = self._executor.look(shard.ids)
-        return _Places(now["file"].copy(), now["file_offset"].copy())
+        return _Places(now["drive"].copy(), now["file"].copy(), now["file_offset"].copy())
 
     def make_way(self) -> bool:
         """Exchange the other places that kept commits name, or checkpoints, for ones that none
@@ -194,7 +200,7 @@ class OlderCommits:
         """Reserve a place for each of these chunks: all, or none. Raises: SwapFullError."""
         if not wanted:
             return
-        drives = np.concatenate([now["drive"][chunks] for _, now, chunks in wanted]).tolist()
+        drives = np.concatenate([now["other_drive"][chunks] for _, now, chunks in wanted]).tolist()
         sizes = np.concatenate([now["other_bytes"][chunks] for _, now, chunks in wanted]).tolist()
         layer = self._layer_of_its_own()
         self._check_free(layer, drives, sizes)
@@ -208,6 +214,7 @@ class OlderCommits:
             self._store[self._flats[index]].places.extend(mine)
             spare = _none(len(self._store[self._flats[index]].ids))
             self._spares[index].append(spare)
+            spare.drives[chunks] = [place.drive for place in mine]
             spare.files[chunks] = layer
             spare.offsets[chunks] = [place.offset for place in mine]
 
@@ -249,7 +256,9 @@ class OlderCommits:
         SwapFullError; then some are exchanged, and each place is still known.
         """
         now = self._executor.look(shard.ids)
-        other = _Places(now["other_file"].copy(), now["other_offset"].copy())
+        other = _Places(
+            now["other_drive"].copy(), now["other_file"].copy(), now["other_offset"].copy()
+        )
         pinned = sorted(self._pinned.layers)
         needs = (now["other_bytes"] > 0) & (
             self._named(index, other) | np.isin(other.files, pinned)
@@ -278,7 +287,7 @@ class OlderCommits:
             if not chosen.any():
                 continue
             chunks = np.flatnonzero(chosen)
-            self._executor.relocate(shard.ids[chunks], spare.files[chunks], spare.offsets[chunks])
+            self._executor.relocate(shard.ids[chunks], *(column[chunks] for column in spare))
             spare.put(chosen, other)
             done |= chosen
         return done
@@ -293,10 +302,10 @@ class OlderCommits:
     def _forget_pinned(self, index: int, shard: ShardRecords) -> None:
         """Forget further places that only checkpoints name: they are never written again."""
         gone: set[tuple[int, int, int]] = set()
-        drives, pinned = shard.records["drive"], sorted(self._pinned.layers)
+        pinned = sorted(self._pinned.layers)
         for spare in self._spares[index] if pinned else ():
             lost = np.isin(spare.files, pinned) & ~self._named(index, spare)
-            columns = (spare.files[lost], drives[lost], spare.offsets[lost])
+            columns = (spare.files[lost], spare.drives[lost], spare.offsets[lost])
             gone.update(zip(*(column.tolist() for column in columns), strict=True))
             spare.files[lost] = -1
         if not gone:
@@ -310,20 +319,17 @@ class OlderCommits:
 
 
 def _none(count: int) -> _Places:
-    return _Places(np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.int64))
+    none = np.full(count, -1, dtype=np.int32)
+    return _Places(none, none.copy(), np.zeros(count, dtype=np.int64))
 
 
 def _packed(spares: Sequence[_Places]) -> list[_Places]:
     """Put the places of each chunk into as few rows as will hold them."""
     if not spares:
         return []
-    files = np.stack([spare.files for spare in spares])
-    offsets = np.stack([spare.offsets for spare in spares])
-    order = np.argsort(files < 0, axis=0, kind="stable")
-    files = np.take_along_axis(files, order, axis=0)
-    offsets = np.take_along_axis(offsets, order, axis=0)
-    return [
-        _Places(files[row].copy(), offsets[row].copy())
-        for row in range(len(spares))
-        if (files[row] >= 0).any()
+    order = np.argsort(np.stack([spare.files for spare in spares]) < 0, axis=0, kind="stable")
+    columns = [
+        np.take_along_axis(np.stack(column), order, axis=0) for column in zip(*spares, strict=True)
     ]
+    rows = (_Places(*(column[row].copy() for column in columns)) for row in range(len(spares)))
+    return [places for places in rows if (places.files >= 0).any()]

@@ -225,7 +225,9 @@ def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path
     fresh.grow(2 * rig.run_bytes)
     index = rig.executor.add_file(0, fresh)
     assert index == 2
-    rig.executor.relocate(rig.ids, np.full(2, index), np.arange(2) * rig.run_bytes)
+    rig.executor.relocate(
+            rig.ids, rig.chunks["drive"], np.full(2, index), np.arange(2) * rig.run_bytes
+        )
     rig.executor.remove_file(0, 1)
     values = [rig.read(index) for index in range(2)]
     rig.update({0: grad, 1: grad}, step=3).wait()
@@ -236,7 +238,9 @@ def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path
         with path.open("rb", buffering=0) as file:
             assert os.pread(file.fileno(), rig.run_bytes, number * rig.run_bytes) == kept[number]
     with pytest.raises(ValueError, match="second place of a chunk is the committed one"):
-        rig.executor.relocate(rig.ids, np.full(2, index), np.arange(2) * rig.run_bytes)
+        rig.executor.relocate(
+            rig.ids, rig.chunks["drive"], np.full(2, index), np.arange(2) * rig.run_bytes
+        )
     rig.close()
     fresh.close()
 
@@ -247,7 +251,7 @@ def test_files_are_refused_that_are_in_use_or_not_there(backend: str, tmp_path: 
         with pytest.raises(ValueError, match="cannot remove"):
             rig.executor.remove_file(0, index)
     with pytest.raises(ValueError, match="file is not known"):
-        rig.executor.relocate(rig.ids, np.array([3]), np.array([0]))
+        rig.executor.relocate(rig.ids, np.array([0]), np.array([3]), np.array([0]))
     rig.chunks["other_file"] = 4
     with pytest.raises(ValueError, match="add_file comes first"):
         rig.executor.define(rig.chunks)
