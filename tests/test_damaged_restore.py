@@ -216,37 +216,74 @@ def test_a_durable_run_with_a_bad_block_comes_back(tmp_path: Path) -> None:
     inf.handle(model).close()
 
 
-def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(tmp_path: Path) -> None:
-    """The first drive has the manifest. The states of the run on the others go elsewhere."""
-    drives = [tmp_path / name for name in ("a", "b", "c")]
-    for drive in drives:
-        drive.mkdir()
-    policy = {"params": "nvme", "optim": "nvme", "ram": "min"}
-    model, opt = built(0, nvme=drives[:2], durable=True, **policy)
+LEFT = {
+    "a new one for it, at its place": ["lost", "left", "left"],
+    "those that are left": ["left", "left"],
+    "those that are left, in another order": ["left", "left", "reversed"],
+    "those that are left, and a new first one": ["new", "left", "left"],
+    "a new one alone": ["new"],
+}
+
+
+@pytest.mark.parametrize("lost", ["a", "b", "c"])
+@pytest.mark.parametrize("drives", LEFT)
+def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(
+    tmp_path: Path, lost: str, drives: str
+) -> None:
+    """Each drive has the manifests, so that none is worth more than another."""
+    places = {name: tmp_path / name for name in ("a", "b", "c", "new")}
+    for place in places.values():
+        place.mkdir()
+    policy = {"params": "nvme", "optim": "nvme", "ram": "min", "durable": True}
+    model, opt = built(0, nvme=[places[name] for name in "abc"], **policy)
     for _ in range(3):
         step(model, opt)
     inf.handle(model).flush()
     states = states_of(model)
     inf.handle(model).close()
-    shutil.rmtree(drives[1])
-    model, opt = built(1, nvme=drives[2], durable=True, **policy)
+    shutil.rmtree(places[lost])
+    left = [places[name] for name in "abc" if name != lost]
+    words = LEFT[drives]
+    now = [*([places["new"]] if "new" in words else []), *(left if "left" in words else [])]
+    if "reversed" in words:
+        now.reverse()
+    if "lost" in words:
+        places[lost].mkdir()
+        now = [places[name] for name in "abc"]
+    if lost != "a" and now[0] not in (places["a"], places["new"]):
+        with pytest.raises(ValueError, match="not the first directory"):
+            built(1, nvme=now, **policy)
+        return
+    model, opt = built(1, nvme=now, **policy)
     fresh = states_of(model)
-    with pytest.raises(AioError, match="b"):
-        inf.restore(model, opt, drives[0])
-    restored = inf.restore(model, opt, drives[0], damaged="report")
+    source = left if drives == "a new one alone" else now
+    if lost == "a" or "new" not in words:
+        if drives != "a new one alone":
+            with pytest.raises(ValueError, match="committed up to step 3: call inf.restore"):
+                step(model, opt)
+            opt.zero_grad()
+    else:
+        source = left
+    with pytest.raises(AioError, match="missing"):
+        inf.restore(model, opt, source)
+    restored = inf.restore(model, opt, source, damaged="report")
     assert restored.step == 3
     total = sum(len(each["master"]) for each in states.values())
     assert 0 < check(restored, model, states, fresh) < total
-    assert {Path(each.path).resolve().parts[-3] for each in restored.damaged} == {"b"}
+    assert {Path(each.path).resolve().parts[-3] for each in restored.damaged} == {lost}
     step(model, opt)
     inf.handle(model).flush()
     after = states_of(model)
     inf.handle(model).close()
-    model, opt = built(2, nvme=drives[2], durable=True, **policy)
-    again = inf.restore(model, opt, drives[2])
+    model, opt = built(2, nvme=now, **policy)
+    again = inf.restore(model, opt, now)
     assert again.step == 4
     check(again, model, after, after)
     inf.handle(model).close()
+    # Nothing is left of the drive that is gone.
+    for place in now[1:]:
+        kinds = sorted(p.name.split("-")[0] for p in (place / "infinity-run").iterdir())
+        assert kinds == ["copy", "home", "states", "states"]
 
 
 @pytest.mark.parametrize("kind", ["buffers", "extra"])

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from infinity._src.checkpoint.directory import newest_heads, read_attachment
-from infinity._src.checkpoint.run_files import RUN_DIRECTORY
+from infinity._src.checkpoint.run_copies import RUN_DIRECTORY
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.cli.corpus import Corpus
 from infinity._src.config import Policy
