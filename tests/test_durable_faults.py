@@ -336,7 +336,7 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
         assert kinds == ["copy", "home", "states", "states"]
         (copy,) = (places[1] / "infinity-run").glob("copy-*")
         kinds = sorted(path.name.split("-")[0] for path in copy.iterdir())
-        assert kinds == ["buffers", "drive0", "drive1", "extra", "manifest", "table"]
+        assert kinds == ["buffers", "drive0", "drive1", "extra", "here", "manifest", "table"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
 
 

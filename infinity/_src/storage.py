@@ -20,6 +20,7 @@ from infinity._src.hooks.activation_store import HostActivationStore, NvmeActiva
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
+from infinity._src.memory.drives import Drives
 from infinity._src.memory.node_resources import NodeResources
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.swap_space import SwapSpace, choose_shares
@@ -136,6 +137,8 @@ class Storage:
         undo.callback(device.close)
         settings = policy.io_settings
         space = _open_space(policy, seam, node_resources, undo)
+        # Opened: they were there.
+        self.drives = Drives(policy.directories)
         self.run, layers = _open_run(policy, space, rank, world, undo)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so
@@ -163,6 +166,7 @@ class Storage:
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
             check=check,
+            examine=self.drives.examine,
         )
         # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)

@@ -53,7 +53,7 @@ from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.unit import Flat
-from infinity.errors import AioError, PeerFailed
+from infinity.errors import AioError, DriveLostError, PeerFailed
 
 log = logging.getLogger("infinity")
 
@@ -93,6 +93,7 @@ class DurableRun:
         self._store = saver.states.store
         self._executor = saver.executor
         self._comm = saver.comm
+        self._drives = saver.drives
         self._optimizer_of = saver.optimizer_of
         self._pipeline = pipeline
         self._extra = extra
@@ -335,6 +336,12 @@ class DurableRun:
             written = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
+        if isinstance(problem, AioError):
+            problem = self._drives.examine(problem)
+        if isinstance(problem, DriveLostError):
+            # The others are told which drive, instead of waiting for a word on the commit.
+            self._comm.report_failure(problem)
+            self._drives.check()
         failed = self._comm.all_reduce_any([problem is not None])[0]
         if failed:
             # Some rank has no manifest, so the generation is of no use; this rank's part goes.
@@ -352,6 +359,7 @@ class DurableRun:
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
         self._table.committed(manifest.table, found)
+        self._drives.committed(manifest.step)
         # Named by a manifest: the next step writes beside these places, not into them.
         self._store.commit_named_places()
         # Only after every rank has its manifest: until here the older generation is the whole one.

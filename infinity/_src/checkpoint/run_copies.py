@@ -4,12 +4,14 @@ loss of the first drive loses no more than that of any other.
     <nvme[k]>/infinity-run/copy-<sum>/
         manifest-<generation>.rank<r>, buffers-…, extra-…, table-…    as in the home
         drive0 -> the home, drive1 -> …                               as the links of the home
+        here -> drive<k>                                              this drive among them
 
 A commit writes the copies, then the home: a generation counts when the home has it. Copies are
 read where the home has none, or a damaged one. Names of files begin with a link there, also of
 those in the home.
 
-A copy is *orphaned* when its home has no manifest any more: its drive is gone, or was replaced.
+A copy is *orphaned* when its home has no manifest that can be read: its drive is gone, or was
+replaced.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ log = logging.getLogger("infinity")
 
 RUN_DIRECTORY = "infinity-run"
 _HOME = "drive0"
+_HERE = "here"
 
 
 class FoundRun(NamedTuple):
@@ -66,17 +69,26 @@ def for_copy(head: Head) -> Head:
     return dataclasses.replace(head, files=tuple(files))
 
 
-def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int) -> None:
-    """Make the directory of a copy, with links that lead where those of the home do. Blocks.
-    Raises: AioError."""
+def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here: str) -> None:
+    """Make the directory of a copy, with links that lead where those of the home do. here: the one
+    to this drive. Blocks. Raises: AioError."""
     with typed_errors(place, "open", 0):
         place.mkdir(mode=0o700, exist_ok=True)
         lead(place / _HOME, home.resolve(), rank)
         for link in links:
             lead(place / link.name, link.readlink(), rank)
+        lead(place / _HERE, Path(here), rank)
     # Its name, and those in it: a manifest that names files through them is written later.
     sync_directory(place)
     sync_directory(place.parent)
+
+
+def link_to(run: Path, states: str) -> str:
+    """Return the link by which the run that has a states file knows this drive; "" where nothing
+    says so, as in the home."""
+    # The name begins with the sum of the home, as it was then.
+    here = run / f"copy-{states.split('-')[1][:8]}" / _HERE
+    return str(here.readlink()) if here.is_symlink() else ""
 
 
 def lead(link: Path, target: Path, rank: int) -> None:
@@ -167,7 +179,7 @@ def _orphans(runs: Sequence[Path]) -> dict[str, list[Path]]:
     found: dict[str, list[Path]] = {}
     for run in runs:
         for copy in sorted(run.glob("copy-*")):
-            if _manifests_in(copy) and not _manifests_in(copy / _HOME):
+            if _manifests_in(copy) and not _is_readable(copy / _HOME):
                 found.setdefault(copy.name, []).append(copy)
     # The newest first: its damage is told, not stepped over.
     for places in found.values():
@@ -196,7 +208,7 @@ def run_directory(directory: str | os.PathLike[str]) -> Path:
     for copy in copies:
         # Authoritative as long as it is there.
         home = copy / _HOME
-        return home.resolve() if _manifests_in(home) else copy
+        return home.resolve() if _is_readable(home) else copy
     return inside
 
 
@@ -206,6 +218,18 @@ def run_among(directories: Sequence[str | os.PathLike[str]]) -> Path:
         raise ValueError("directory=[]: name a checkpoint, or the directories of a durable run")
     places = [run_directory(directory) for directory in directories]
     return max(places, key=lambda place: max(_manifests_in(place), default=0))
+
+
+def _is_readable(home: Path) -> bool:
+    """Return whether a home has a whole generation. Names alone say nothing: the kernel may know
+    those of a drive that is gone."""
+    try:
+        return bool(newest_heads(home))
+    except AioError:
+        return False
+    except ValueError:
+        # Of a later release.
+        return True
 
 
 def _manifests_in(place: Path) -> list[int]:

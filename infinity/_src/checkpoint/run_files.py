@@ -50,6 +50,7 @@ from infinity._src.checkpoint.run_copies import (
     RUN_DIRECTORY,
     copy_in,
     lead,
+    link_to,
     make_copy,
     newest_run,
     remove_copy,
@@ -130,14 +131,15 @@ class RunFiles:
     def add(self) -> list[SwapFile]:
         """Make new states files, one on each drive. Raises: AioError, SwapFullError."""
         self._made.append([])
-        for directory in self.directories:
+        for drive, directory in enumerate(self.directories):
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
             # `directory` may have been made just now: its own name must survive a crash, too.
             sync_directory(directory.parent)
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
-                make_copy(copy_in(directory, self.home), self.home, self._drives(), self.rank)
+                here = self._links[drive - 1]
+                make_copy(self.copies[drive - 1], self.home, self._drives(), self.rank, here=here)
         return self._made[-1]
 
     @property
@@ -225,19 +227,33 @@ class RunFiles:
         Drives may be mounted elsewhere than when it was committed, or copied together with the
         first.
         """
-        mine = {run.resolve() for run in self.directories}
-        for name in sorted(
-            {entry.name for manifest in self.before or () for entry in manifest.files}
-        ):
-            link, _, file = name.rpartition("/")
-            found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
-            if not _DRIVE.fullmatch(link) or found is None:
-                continue
-            # The link leads to a directory of this run already.
-            if (self.source / name).exists() and (self.source / link).resolve() in mine:
-                continue
-            with typed_errors(self.source / link, "rename", 0):
-                lead(self.source / link, found.absolute(), self.rank)
+        mine = {run.resolve(): run for run in self.directories if run != self.source}
+        names = {entry.name for manifest in self.before or () for entry in manifest.files}
+        files = {each[0]: each[2] for each in sorted(name.rpartition("/") for name in names)}
+        files = {link: file for link, file in files.items() if _DRIVE.fullmatch(link)}
+        # Files of all drives have one name, so each drive says which it is (where it is of an
+        # earlier release, nothing).
+        there = {
+            link: place
+            for link, file in files.items()
+            if (self.source / link / file).exists()
+            and (place := (self.source / link).resolve()) in mine
+            and link_to(place, file) in (link, "")
+        }
+        for link, file in files.items():
+            left = (run for place, run in mine.items() if place not in there.values())
+            found = next(
+                (
+                    run
+                    for run in left
+                    if (run / file).is_file() and link_to(run, file) in (link, "")
+                ),
+                None,
+            )
+            if link not in there and found is not None:
+                there[link] = found.resolve()
+                with typed_errors(self.source / link, "rename", 0):
+                    lead(self.source / link, found.absolute(), self.rank)
 
     def _take_links(self) -> None:
         """Give a home that is new the links of the copy, to which the earlier run's manifests
@@ -410,6 +426,9 @@ class RunFiles:
             if not self._is_own(path):
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
+            # The run that this one goes on from a copy of, since nobody can read its home.
+            if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
+                continue
             try:
                 home = link.readlink() if link.is_symlink() else None
                 # Only a run that is gone has none of them.

@@ -47,7 +47,7 @@ from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
-from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
+from infinity.errors import AioError, DriveLostError, NonFiniteGradient, StateInvalid, StepUndone
 
 PREFETCH_CHUNKS_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
@@ -143,8 +143,11 @@ class StepPipeline:
                     self._record_fault(ticket)
                     break
         fault = self._fault
+        # No step is undone on a drive that is gone.
+        lost = fault is not None and isinstance(fault.__cause__, DriveLostError)
         if (
             fault is not None
+            and not lost
             and self.transaction is not None
             and self._comm.world == 1
             and not self._final
@@ -159,7 +162,9 @@ class StepPipeline:
         if fault is not None:
             # Peers wait in collectives for this rank; without a word they would run into their
             # timeout.
-            self._comm.report_failure(fault)
+            self._comm.report_failure(fault.__cause__ if lost and fault.__cause__ else fault)
+            if lost and fault.__cause__ is not None:
+                raise fault.__cause__.with_traceback(None)
             raise fault
 
     def set_fault(self, fault: StateInvalid, *, final: bool = False) -> None:
