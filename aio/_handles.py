@@ -39,7 +39,7 @@ class Core:
     """Owner of the C executor and of all that must live as long. `address`: for the quick calls.
 
     check_waits: called every 100 ms in waits of tickets, in `wait_all` and in `close`; what it
-    raises ends them.
+    raises ends them. examine: gets the error of a job, and returns the one to raise.
     """
 
     def __init__(
@@ -50,8 +50,10 @@ class Core:
         drives: Sequence[SwapFile],
         *,
         check_waits: Callable[[], None] | None = None,
+        examine: Callable[[AioError], AioError] | None = None,
     ) -> None:
         self.check_waits = check_waits
+        self.examine = examine
         self.ffi = ffi
         self.lib = lib
         self.pointer = pointer
@@ -288,7 +290,8 @@ class JobTicket:
         if self._words[2]:
             record = self._core.ffi.new("inf_fault *")
             self._core.lib.inf_ticket_fault(self._core.pointer, self._pointer, record)
-            raise self._core.fault(record)
+            fault = self._core.fault(record)
+            raise fault if self._core.examine is None else self._core.examine(fault)
 
     def _block(self, word: int, timeout: float | None, check: Callable[[], None] | None) -> None:
         core = self._core

@@ -9,6 +9,7 @@ from infinity.aio._executor import Executor
 from infinity.aio._records import PoolSpec
 from infinity.aio._swap_file import SwapFile
 from infinity.aio.testing import Seam
+from infinity.errors import AioError
 
 log = logging.getLogger("infinity.aio")
 
@@ -36,6 +37,7 @@ def open_executor(
     hold_s: float = 0.02,
     seam: Seam | None = None,
     check: Callable[[], None] | None = None,
+    examine: Callable[[AioError], AioError] | None = None,
 ) -> Executor:
     """Open the best executor there is here, or the one that `backend` names.
 
@@ -44,7 +46,8 @@ def open_executor(
     (_validate.VERIFY). `block_bytes`: the longest request (None: the backend's default), `depth`:
     how many of them a drive has at most, one number or one for each drive; both are fitted to the
     drive. `hold_s`: idle time after which closed gates escape. `check`: called every 100 ms in each
-    wait for a ticket and in `wait_all`; what it raises ends the wait, and not the work. Raises
+    wait for a ticket and in `wait_all`; what it raises ends the wait, and not the work. `examine`:
+    gets the error of a job, and returns the one to raise. Raises
     ImportError when the C extension is missing, ValueError for an unknown backend, OSError when a
     named one cannot be had ("auto" steps down from io_uring to threads instead), MemoryError when
     the pools do not fit.
@@ -68,6 +71,7 @@ def open_executor(
                 hold_s=hold_s,
                 seam=seam,
                 check=check,
+                examine=examine,
                 backend_reason="; ".join(reasons),
             )
         # ImportError (no extension), MemoryError (pools) and ValueError pass: threads would meet

@@ -191,6 +191,39 @@ class DeviceFailedError(AioError):
     """The drive returned an error that a retry does not mend."""
 
 
+class DriveLostError(DeviceFailedError):
+    """A drive of the run is gone: it fails every request, or its file system is not where it was.
+    The engine is over: every later call raises this error.
+
+    directory: the drive's, of `Policy.nvme`, and device: its name. step, source: the last whole
+    save elsewhere, or else the last commit, and the directory that `inf.restore` takes; None and ""
+    where there is neither. `errno`, `path`, `op`, `offset`, `length`: the request that met it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        cause: AioError,
+        directory: str,
+        device: str,
+        step: int | None,
+        source: str,
+    ) -> None:
+        super().__init__(
+            message,
+            errno=cause.errno or 0,
+            path=cause.path,
+            op=cause.op,
+            offset=cause.offset,
+            length=cause.length,
+        )
+        self.directory = directory
+        self.device = device
+        self.step = step
+        self.source = source
+
+
 class DeviceCopyError(AioError):
     """The driver of the device that computes refused or failed a copy, or pinning memory for
     copies; the message has its code."""

@@ -38,7 +38,7 @@ from infinity._src import build
 from infinity._src.checkpoint import reshard as resharding
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
-from infinity._src.checkpoint.run_files import run_directory
+from infinity._src.checkpoint.run_copies import run_directory
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.memory import planner
 from tests.device import simulated

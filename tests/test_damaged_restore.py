@@ -216,34 +216,62 @@ def test_a_durable_run_with_a_bad_block_comes_back(tmp_path: Path) -> None:
     inf.handle(model).close()
 
 
-def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(tmp_path: Path) -> None:
-    """The first drive has the manifest. The states of the run on the others go elsewhere."""
-    drives = [tmp_path / name for name in ("a", "b", "c")]
-    for drive in drives:
-        drive.mkdir()
-    policy = {"params": "nvme", "optim": "nvme", "ram": "min"}
-    model, opt = built(0, nvme=drives[:2], durable=True, **policy)
+@pytest.mark.parametrize(
+    ("lost", "then"),
+    [
+        ("a", "bc"),
+        ("b", "ac"),
+        ("a", "cb"),  # in another order
+        ("a", "abc"),  # a new one is mounted in its place
+        ("b", "abc"),
+        ("a", "nb"),  # a new one comes first
+        ("a", "n"),  # alone
+        ("c", "n"),
+    ],
+)
+def test_a_drive_of_a_durable_run_is_lost_and_the_rest_comes_back(
+    tmp_path: Path, lost: str, then: str
+) -> None:
+    """Each drive has the manifests, so that none is worth more than another."""
+    places = {name: tmp_path / name for name in "abcn"}
+    for place in places.values():
+        place.mkdir()
+    policy = {"params": "nvme", "optim": "nvme", "ram": "min", "durable": True}
+    model, opt = built(0, nvme=[places[name] for name in "abc"], **policy)
     for _ in range(3):
         step(model, opt)
     inf.handle(model).flush()
     states = states_of(model)
     inf.handle(model).close()
-    shutil.rmtree(drives[1])
-    model, opt = built(1, nvme=drives[2], durable=True, **policy)
+    shutil.rmtree(places[lost])
+    if lost in then:
+        places[lost].mkdir()
+    now = [places[name] for name in then]
+    model, opt = built(1, nvme=now, **policy)
     fresh = states_of(model)
-    with pytest.raises(AioError, match="b"):
-        inf.restore(model, opt, drives[0])
-    restored = inf.restore(model, opt, drives[0], damaged="report")
+    source: Any = [places[name] for name in "abc" if name != lost] if then == "n" else now[0]
+    if then != "n":
+        with pytest.raises(ValueError, match=r"committed up to step 3: call inf\.restore"):
+            step(model, opt)
+        opt.zero_grad()
+    with pytest.raises(AioError, match="a file of a checkpoint is missing"):
+        inf.restore(model, opt, source)
+    restored = inf.restore(model, opt, source, damaged="report")
     assert restored.step == 3
     total = sum(len(each["master"]) for each in states.values())
     assert 0 < check(restored, model, states, fresh) < total
-    assert {Path(each.path).resolve().parts[-3] for each in restored.damaged} == {"b"}
+    named = {Path(each.path).parent.name for each in restored.damaged}
+    assert named == {f"drive{'abc'.index(lost)}"}
     step(model, opt)
     inf.handle(model).flush()
     after = states_of(model)
     inf.handle(model).close()
-    model, opt = built(2, nvme=drives[2], durable=True, **policy)
-    again = inf.restore(model, opt, drives[2])
+    # The run has other drives now, and nothing there is of the lost one.
+    for place in now[1:]:
+        kinds = sorted(path.name.split("-")[0] for path in (place / "infinity-run").iterdir())
+        assert kinds == ["copy", "home", "states", "states"]
+    model, opt = built(2, nvme=now, **policy)
+    again = inf.restore(model, opt, now)
     assert again.step == 4
     check(again, model, after, after)
     inf.handle(model).close()

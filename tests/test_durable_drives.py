@@ -45,7 +45,7 @@ def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
     assert inf.restore(model, optimizer, three).step == 1
     assert digest(model) == wanted[1]
     close(model)
-    assert [name for name in run_files(two) if name.startswith("states-")] == []
+    assert [name for name in run_files(two) if name != "lock.rank0"] == []
 
 
 def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) -> None:
@@ -72,6 +72,23 @@ def test_drives_that_are_mounted_elsewhere(tmp_path: Path, wanted: list[str]) ->
         )
 
 
+def test_drives_that_are_swapped_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
+    """Their states files have the same names, and each says which of the run's drives it is on."""
+    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
+    for place in places:
+        place.mkdir()
+    model, optimizer = made(*places)
+    step(model, optimizer, 0, 0)
+    close(model)
+    two.rename(tmp_path / "aside")
+    three.rename(two)
+    (tmp_path / "aside").rename(three)
+    model, optimizer = made(*places)
+    assert inf.restore(model, optimizer, one).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+
+
 def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[str]) -> None:
     """The links in a copy lead to the original's further drives, which may be damaged or gone on
     meanwhile."""
@@ -92,7 +109,7 @@ def test_a_copy_of_all_drives_is_a_run_of_its_own(tmp_path: Path, wanted: list[s
     step(model, optimizer, 1, 0)
     close(model)
     assert run_files(two) == kept
-    assert [name.split("-")[0] for name in run_files(other)] == ["home", "states", "states"]
+    assert [name.split("-")[0] for name in run_files(other)] == ["copy", "home", "states", "states"]
 
 
 def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(
@@ -112,7 +129,7 @@ def test_training_on_a_copy_of_the_first_drive_harms_nothing_on_the_others(
             assert digest(model) == wanted[index]
             step(model, optimizer, index, 0)
         close(model)
-    assert [name.split("-")[0] for name in run_files(two)] == ["home", "states", "states"]
+    assert [name.split("-")[0] for name in run_files(two)] == ["copy", "home", "states", "states"]
 
 
 @pytest.mark.parametrize("first", ["closed", "open"])

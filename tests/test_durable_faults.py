@@ -332,7 +332,11 @@ def test_nothing_leaks(tmp_path: Path, wanted: list[str]) -> None:
             "states",
             "table",
         ], run_files(places[0])
-        assert [name.split("-")[0] for name in run_files(places[1])] == ["home", "states", "states"]
+        kinds = [name.split("-")[0] for name in run_files(places[1])]
+        assert kinds == ["copy", "home", "states", "states"]
+        (copy,) = (places[1] / "infinity-run").glob("copy-*")
+        kinds = sorted(path.name.split("-")[0] for path in copy.iterdir())
+        assert kinds == ["buffers", "drive0", "drive1", "extra", "here", "manifest", "table"]
         assert (places[0] / "infinity-run" / "drive1").readlink() == places[1] / "infinity-run"
 
 

@@ -49,11 +49,19 @@ class EngineAccess:
             raise EngineClosed(
                 "the engine of this model was closed; build the model anew and offload that"
             )
+        self.check_drives()
         # A fault of the background is raised by whatever comes next: no caller waited for it.
         self._background.pipeline.raise_fault()
         self._background.saving.raise_fault()
         # A rank that has died is reported here, before a collective waits for it.
         self._comm.check()
+
+    def check_drives(self) -> None:
+        """Raise DriveLostError if a drive is known to be lost, and end all ranks."""
+        lost = self._storage.drives.lost
+        if lost is not None:
+            self._comm.report_failure(lost)
+            self._storage.drives.check()
 
     def before_pass(self) -> None:
         """Check the engine before an outermost forward, a write, or a call of its user. Keeps what

@@ -824,6 +824,7 @@ def build_optimizer(
         policy=policy,
         optimizer_of=registry.optimizer_of,
         mode=mode,
+        drives=tiers.storage.drives,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
     access.attach(Background(pipeline, saving, whole))

@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -43,7 +44,7 @@ from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
 from infinity._src.wording import listed
 from infinity.aio import Seam
-from infinity.errors import EngineClosed, RankFailed
+from infinity.errors import DriveLostError, EngineClosed, RankFailed
 
 log = logging.getLogger("infinity")
 
@@ -417,6 +418,8 @@ class Handle:
         )
         # All steps run, whatever fails: threads and files must not outlive the handle.
         with run_all(self._forget, *steps, self.parts.tiers.buffers.close, self._undo.close):
+            # Told before, maybe: the same error, and nothing is tried on a drive that is gone.
+            self.parts.access.check_drives()
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
             # States that nobody can read any more are no reason to wait for other ranks, which may
@@ -472,5 +475,9 @@ def _close_all() -> None:
             open_handle.end(
                 commit=open_handle.durable is None or open_handle.saving.comm.world == 1
             )
+        except DriveLostError as error:
+            # What ended the script has been shown by the interpreter.
+            if getattr(sys, "last_value", None) is not error:
+                log.error("closing an offloaded model at exit: %s", error)
         except Exception:
             log.exception("closing an offloaded model at exit failed")

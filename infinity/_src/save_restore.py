@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 
 from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.restore import Damaged, Restored, RestoreJob
-from infinity._src.checkpoint.run_files import run_directory
+from infinity._src.checkpoint.run_copies import run_among
 from infinity._src.checkpoint.save import Save
 from infinity._src.engine import Handle, handle
 from infinity._src.wording import listed
@@ -70,7 +71,7 @@ def save(
 def restore(
     model: torch.nn.Module,
     opt: Any,
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
     strict: bool = True,
     damaged: Damaged = "raise",
@@ -85,9 +86,10 @@ def restore(
     as if nothing had been (update="delayed": as `save` says). Another state format rounds to
     nearest, and `.rounded` says what; `.notes` says what else is different.
 
-    directory: a checkpoint, or the (first) `nvme` directory of a durable run. The model stays as it
-    was built, and `.step` is 0, if that is the run that this engine's own policy goes on with and
-    no commit of it exists.
+    directory: a checkpoint, or an `nvme` directory of a durable run, or several of them, of which
+    the newest is taken: each has a copy of the manifests, so any one that is left will do. The
+    model stays as it was built, and `.step` is 0, if that is the run that this engine's own policy
+    goes on with and no commit of it exists.
 
     opt: as in `save`, in the same order; None restores the parameters alone (not where the policy
     goes on with a durable run). strict: False restores what fits, as torch's load_state_dict:
@@ -109,14 +111,20 @@ def restore(
     """
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
-    of, source = handle(model), run_directory(directory)
+    several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
+    of, source = handle(model), run_among(several)
     of.flush()
     run = of.durable
-    own = run is not None and source.resolve() == run.files.home.resolve()
+    own = run is not None and source.resolve() in (
+        run.files.home.resolve(),
+        run.files.source.resolve(),
+    )
     if run is not None and own:
-        _check_own(of, run, opt, directory)
+        _check_own(of, run, opt, run.files.home.parent)
         if run.before is None:
             return Restored(0, None, "", ())
+        # Where the home has lost its manifests, a copy has them.
+        source = run.files.source
     elif run is not None and run.waits:
         run.check()
     restored = RestoreJob(
@@ -124,7 +132,7 @@ def restore(
         strict=strict, damaged=damaged,
     ).restore(model, opt, source)  # fmt: skip
     if restored.damaged:
-        _warn_of_damage(directory, restored, damaged)
+        _warn_of_damage(source, restored, damaged)
     if run is not None:
         of.pipeline.begun = False
         run.restored(restored.extra)

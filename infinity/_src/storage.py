@@ -20,6 +20,7 @@ from infinity._src.hooks.activation_store import HostActivationStore, NvmeActiva
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory import numa
 from infinity._src.memory.device import Device
+from infinity._src.memory.drives import Drives
 from infinity._src.memory.node_resources import NodeResources
 from infinity._src.memory.placement import PlacementPlan
 from infinity._src.memory.swap_space import SwapSpace, choose_shares
@@ -149,6 +150,8 @@ class Storage:
         self.run = _open_run(policy, rank, world, undo)
         space = _open_space(policy, seam, node_resources, self.run, world, undo)
         layers = _make_layers(self.run, space)
+        # Opened: they were there.
+        self.drives = Drives(policy.directories)
         if space is not None:
             # A fill that goes on has its chunks where they were. Else faster drives get more, so
             # that all of them finish together.
@@ -175,6 +178,7 @@ class Storage:
             depth=node_resources.depths(space.files) if space is not None else settings.depth,
             seam=seam,
             check=check,
+            examine=self.drives.examine,
         )
         # Registered at once: an error below must not leave threads behind.
         undo.callback(self.executor.close, wait=False)

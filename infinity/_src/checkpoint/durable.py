@@ -30,7 +30,6 @@ from infinity._src.checkpoint.directory import (
     file_name,
     files_of,
     is_of,
-    next_generation,
     read_heads,
     remove,
     sync_directory,
@@ -42,11 +41,12 @@ from infinity._src.checkpoint.manifest import (
     FileEntry,
     Head,
     OptimizerEntry,
-    manifest_name,
     table_parts,
 )
 from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity._src.checkpoint.reader import ALGORITHM
+from infinity._src.checkpoint.rows import Marks
+from infinity._src.checkpoint.run_copies import for_copy
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.run_table import Described, RunTable, layer_and_drive
 from infinity._src.checkpoint.safe_pickle import extra_bytes
@@ -56,7 +56,7 @@ from infinity._src.memory.swap_space import SwapSpace
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline
 from infinity._src.params.unit import Flat
-from infinity.errors import AioError, PeerFailed
+from infinity.errors import AioError, DriveLostError, PeerFailed
 
 log = logging.getLogger("infinity")
 
@@ -96,6 +96,7 @@ class DurableRun:
         self._store = saver.states.store
         self._executor = saver.executor
         self._comm = saver.comm
+        self._drives = saver.drives
         self._optimizer_of = saver.optimizer_of
         self._pipeline = pipeline
         self._extra = extra
@@ -152,9 +153,12 @@ class DurableRun:
     def check(self) -> None:
         """Raise ValueError while the directories hold a run that was not restored or given up."""
         if self._waits_for is not None:
+            place, files = str(self.files.home.parent), self.files
+            # Of a copy of another run the first drive is gone, and what it had with it.
+            reports = "" if files.source in (files.home, *files.copies) else ", damaged='report'"
             raise ValueError(
-                f"{self.files.home.parent} holds a durable run, committed up to step "
-                f"{self._waits_for}: call inf.restore(model, opt, {str(self.files.home.parent)!r}) "
+                f"{files.source.parent} holds a durable run, committed up to step "
+                f"{self._waits_for}: call inf.restore(model, opt, {place!r}{reports}) "
                 "first, or give it up with Policy(durable='new')"
             )
 
@@ -346,6 +350,12 @@ class DurableRun:
             written = self._write(generation)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks wait for this one
             problem = error
+        if isinstance(problem, AioError):
+            problem = self._drives.examine(problem)
+        if isinstance(problem, DriveLostError):
+            # The others are told which drive, instead of waiting for a word on the commit.
+            self._comm.report_failure(problem)
+            self._drives.check()
         # Of older commits all keep as many as the rank with the least room: others are not whole.
         lacks = [self._older.room <= count for count in range(self._policy.older_commits)]
         failed, *lacks = self._comm.all_reduce_any([problem is not None, *lacks])
@@ -365,6 +375,7 @@ class DurableRun:
         # From here on a crash leaves this step: the places of the one before may be written.
         self._written, self._committed = self._store.writes, self._captured
         self._table.committed(manifest.table, found)
+        self._drives.committed(manifest.step)
         self._older.committed(generation, manifest.table.name, lacks.count(False))
         # Only after every rank has its manifest: until here the older generation is the whole one.
         self._remove_older()
@@ -386,7 +397,7 @@ class DurableRun:
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
-                mine = [float(next_generation(self.files.home) - 1), float(secrets.randbits(48))]
+                mine = [float(self.files.next_generation() - 1), float(secrets.randbits(48))]
             self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
         self._generation += 1
         return self._generation
@@ -399,12 +410,10 @@ class DurableRun:
             for file in files:
                 # A manifest on the drive must never name bytes that are only in a cache.
                 file.fsync()
-        small, home, rank = self._captured, self.files.home, self.files.rank
+        small, rank = self._captured, self.files.rank
         assert small is not None
-        attached: list[FileEntry | None] = [
-            write_attachment(home, file_name(kind, generation, rank), data)
-            if data is not None
-            else None
+        attached = [
+            self._attach(file_name(kind, generation, rank), data) if data is not None else None
             for kind, data in (("buffers", small.buffers), ("extra", small.extra))
         ]
         found = self._table.describe()
@@ -412,7 +421,7 @@ class DurableRun:
         if table is None:
             layout = metadata.layout_of(self.flats, self._store, self._policy)
             parts = table_parts(layout, self._table.rows())
-            table = write_attachment(home, file_name("table", generation, rank), *parts)
+            table = self._attach(file_name("table", generation, rank), *parts)
         used = [layer_and_drive(each) for each in found.files]
         manifest = Head(
             generation=generation,
@@ -431,18 +440,19 @@ class DurableRun:
             table=table,
             numbers=found.files,
         )
-        path = home / manifest_name(generation, rank)
-        # Under another name until it is whole: a reader takes any manifest for a commit.
-        partial = path.with_name(path.name + ".partial")
-        write_attachment(home, partial.name, *manifest.parts_with(found.marks))
-        # Before the rename: if this breaks off or a rank dies right after it, the manifest names
-        # these files, and the end of the process must not remove them.
+        # Before the first rename: if this breaks off or a rank dies right after it, the manifest
+        # names these files, and the end of the process must not remove them.
         self.files.keep()
-        with typed_errors(path, "rename", 0):
-            partial.replace(path)
-        # The rename is on the drive only now; before, a crash might undo it.
-        sync_directory(home)
+        # The home last: the copies are of a commit that counts only once it has that.
+        for place in self.files.places:
+            head = manifest if place == self.files.home else for_copy(manifest)
+            _put_manifest(place, head, found.marks)
         return manifest, found
+
+    def _attach(self, name: str, *parts: bytes | memoryview) -> FileEntry:
+        """Write a small file beside every manifest. Returns its entry there."""
+        # Alike in all: the home is the last.
+        return [write_attachment(place, name, *parts) for place in self.files.places][-1]
 
     def _remove_older(self) -> None:
         """Remove this rank's part of generations that are not kept; and, the first time, the states
@@ -469,11 +479,12 @@ class DurableRun:
             )
         )
         if self._policy.older_commits:
-            try:
-                # A manifest that a crash brought back would name what was written since.
-                sync_directory(self.files.home)
-            except AioError as error:
-                log.warning("%s: %s", self.files.home, error)
+            for place in self.files.places:
+                try:
+                    # A manifest that a crash brought back would name what was written since.
+                    sync_directory(place)
+                except AioError as error:
+                    log.warning("%s: %s", place, error)
         if everything:
             try:
                 # All ranks' manifests: a file that any of them names stays.
@@ -491,9 +502,23 @@ class DurableRun:
         """Remove files of generations. A file that stays is no fault of the commit, and goes with a
         later one.
         """
-        try:
-            found = [path for path, number in files_of(self.files.home) if goes(path, number)]
-            # Manifests first: the rest is nobody's without one.
-            remove(sorted(found, key=lambda path: not path.name.startswith("manifest-")))
-        except OSError as error:
-            log.warning("%s: an older generation could not be removed: %s", self.files.home, error)
+        # Also where another drive is gone: what is left of a commit that failed must not be found.
+        for place in self.files.places:
+            try:
+                found = [path for path, number in files_of(place) if goes(path, number)]
+                # Manifests first: the rest is nobody's without one.
+                remove(sorted(found, key=lambda path: not path.name.startswith("manifest-")))
+            except OSError as error:
+                log.warning("%s: an older generation could not be removed: %s", place, error)
+
+
+def _put_manifest(place: Path, head: Head, marks: Marks) -> None:
+    """Put a manifest into a directory, whole and on the drive. Blocks. Raises: AioError."""
+    path = place / head.name
+    # Under another name until it is whole: a reader takes any manifest for a commit.
+    partial = path.with_name(path.name + ".partial")
+    write_attachment(place, partial.name, *head.parts_with(marks))
+    with typed_errors(path, "rename", 0):
+        partial.replace(path)
+    # The rename is on the drive only now; before, a crash might undo it.
+    sync_directory(place)

@@ -54,8 +54,8 @@ class _Places(NamedTuple):
 
     def put(self, chunks: npt.NDArray[np.bool_], other: _Places) -> None:
         """Take the places of these chunks from `other`."""
-        for mine, theirs in zip(self, other, strict=True):
-            mine[chunks] = theirs[chunks]
+        self.drives[chunks], self.files[chunks] = other.drives[chunks], other.files[chunks]
+        self.offsets[chunks] = other.offsets[chunks]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,7 +287,12 @@ class OlderCommits:
             if not chosen.any():
                 continue
             chunks = np.flatnonzero(chosen)
-            self._executor.relocate(shard.ids[chunks], *(column[chunks] for column in spare))
+            self._executor.relocate(
+                shard.ids[chunks],
+                spare.drives[chunks],
+                spare.files[chunks],
+                spare.offsets[chunks],
+            )
             spare.put(chosen, other)
             done |= chosen
         return done

@@ -10,6 +10,7 @@
     <nvme[1]>/infinity-run/
         states-<id>-<n>.rank<r>
         home-<sum> -> <nvme[0]>/infinity-run/    the home of the states here
+        copy-<sum>/                              of the manifests (run_copies.py)
 
 A run's states lie in two files on each drive, named anew for each process, so one that has just
 begun overwrites nothing; but one goes on with those of a fill that broke off. Files that no
@@ -22,13 +23,11 @@ run that this one is a copy of, and in the home those of runs to which it is a f
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import re
 import secrets
 import stat
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -37,7 +36,7 @@ from infinity._src.checkpoint.directory import (
     files_of,
     generations,
     is_of,
-    newest_heads,
+    next_generation,
     read_head,
     readable_heads,
     remove,
@@ -51,14 +50,22 @@ from infinity._src.checkpoint.fill_journal import (
     states_of,
 )
 from infinity._src.checkpoint.manifest import Head
+from infinity._src.checkpoint.run_copies import (
+    RUN_DIRECTORY,
+    copy_in,
+    lead,
+    link_to,
+    make_copy,
+    newest_run,
+    remove_copy,
+    sum_of,
+)
 from infinity._src.memory.swap_space import SwapExtent
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import lock
 from infinity.errors import AioError
 
 log = logging.getLogger("infinity")
-
-RUN_DIRECTORY = "infinity-run"
 
 # The first 8 digits are a sum of the run's first directory, the others the process's own.
 _STATES = re.compile(r"states-([0-9a-f]{8})[0-9a-f]{8}-\d+\.rank\d+")
@@ -69,15 +76,6 @@ def _real(path: Path) -> Path:
     """Resolve a path. A loop of links stays as it is, and is refused where it is opened."""
     # Path.resolve raises RuntimeError for one.
     return Path(os.path.realpath(path))
-
-
-def run_directory(directory: str | os.PathLike[str]) -> Path:
-    """Return the place of the manifests: the durable run in this directory, or the directory itself
-    (a checkpoint).
-    """
-    # So that one path means the run, whether the user names its parent or itself.
-    inside = Path(directory) / RUN_DIRECTORY
-    return inside if inside.is_dir() else Path(directory)
 
 
 def check_no_run(directory: Path) -> None:
@@ -111,7 +109,9 @@ class RunFiles:
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
         # By the first directory: on other drives several runs may share one infinity-run.
-        self._sum = f"{zlib.crc32(os.fsencode(_real(self.home))):08x}"
+        self._sum = sum_of(self.home)
+        self.copies = [copy_in(run, self.home) for run in self.directories[1:]]
+        """The places of the copies of the manifests."""
         self._links: list[str] = []
         self._named = False
         self._id = ""
@@ -123,13 +123,16 @@ class RunFiles:
             undo.callback(self._remove_states)
             for run in self.directories[1:]:
                 _check_no_home(run)
-            self.before = self._newest(give_up)
+            self.source = self.home
+            """The place of the manifests of `before`: the home, or a copy."""
+            self.before = self._newest(directories, give_up)
             # As all ranks see it: none removes a manifest before all have come so far.
             newest = self.before[0].generation if self.before else 0
-            self._older = any(number < newest for number in generations(self.home))
+            self._older = any(number < newest for number in generations(self.source))
             self._id = self._adopted()
             # Before `_link`, which then finds the mended links instead of making others.
             self._find_moved()
+            self._take_links()
             self._links += [_link(self.home, run.absolute()) for run in self.directories[1:]]
             self._remove_unnamed(world)
             self._undo = undo.pop_all()
@@ -142,13 +145,15 @@ class RunFiles:
     def add(self) -> list[SwapFile]:
         """Make new states files, one on each drive. Raises: AioError, SwapFullError."""
         self._made.append([])
-        for directory in self.directories:
+        for drive, directory in enumerate(self.directories):
             name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
             # `directory` may have been made just now: its own name must survive a crash, too.
             sync_directory(directory.parent)
             if directory != self.home:
                 self._name_home(directory / f"home-{self._sum}")
+                here = self._links[drive - 1]
+                make_copy(self.copies[drive - 1], self.home, self._drives(), self.rank, here=here)
         return self._made[-1]
 
     def check_place(self) -> None:
@@ -164,6 +169,16 @@ class RunFiles:
                 path=str(self.home),
                 op="open",
             )
+
+    @property
+    def places(self) -> list[Path]:
+        """The directories of manifests, in the order in which a commit writes them: copies, then
+        the home, which decides."""
+        return [*self.copies, self.home]
+
+    def next_generation(self) -> int:
+        """Return the number of a commit that begins now: no file has it yet."""
+        return max(next_generation(place) for place in self.places if place.is_dir())
 
     def sync(self) -> None:
         """Return when what was written to the states files is on the drives. Raises:
@@ -218,7 +233,7 @@ class RunFiles:
     def _may_be_named(self, states: Sequence[Path]) -> bool:
         """Return whether a manifest of this rank names one of these, or may, as it is damaged."""
         try:
-            named = {path.name for path in _named_in(self.home, self.rank)}
+            named = {path.name for path in self._all_named(self.rank)}
         except (OSError, ValueError):
             return True
         # By name: where the earlier process had them, another drive may be mounted now.
@@ -234,19 +249,22 @@ class RunFiles:
         file = Path(self.layers[layer][drive].path).name
         return f"{self._links[drive - 1]}/{file}" if drive else file
 
-    def _newest(self, give_up: bool) -> list[Head] | None:
+    def _newest(self, directories: Sequence[Path], give_up: bool) -> list[Head] | None:
         try:
-            return newest_heads(self.home)
-        except (AioError, ValueError) as error:
-            # A damaged run is never passed over: only no run at all is, or one that the user gives
-            # up.
-            if give_up or (isinstance(error, AioError) and error.errno == errno.ENOENT):
+            found = newest_run(directories)
+        except (AioError, ValueError):
+            # A damaged run is never passed over: only one that the user gives up is.
+            if give_up:
                 return None
             # An older commit can be gone on with; the restore tells of the damage.
             older = readable_heads(self.home)
             if older is None:
                 raise
             return older
+        if found is None:
+            return None
+        self.source = found.place
+        return found.heads
 
     def _find_moved(self) -> None:
         """Mend the links of the earlier run: lead each to the directory, among these, in which its
@@ -255,24 +273,57 @@ class RunFiles:
         Drives may be mounted elsewhere than when it was committed, or copied together with the
         first.
         """
-        mine = {_real(run) for run in self.directories}
-        for name in sorted(
-            {entry.name for manifest in self.before or () for entry in manifest.files}
-        ):
-            link, _, file = name.rpartition("/")
-            found = next((run for run in self.directories[1:] if (run / file).is_file()), None)
-            if not _DRIVE.fullmatch(link) or found is None:
-                continue
-            # The link leads to a directory of this run already.
-            if (self.home / name).exists() and _real(self.home / link) in mine:
-                continue
-            with typed_errors(self.home / link, "rename", 0):
-                # A name of this rank's: other ranks may mend the same link at the same time.
-                new = self.home / f".{link}.rank{self.rank}"
-                new.unlink(missing_ok=True)
-                new.symlink_to(found.absolute())
-                # Atomic: at any moment there is the old link or the new one.
-                new.replace(self.home / link)
+        mine = {_real(run): run for run in self.directories if run != self.source}
+        names = {entry.name for manifest in self.before or () for entry in manifest.files}
+        files = {each[0]: each[2] for each in sorted(name.rpartition("/") for name in names)}
+        files = {link: file for link, file in files.items() if _DRIVE.fullmatch(link)}
+        # Files of all drives have one name, so each drive says which it is (where it is of an
+        # earlier release, nothing).
+        there = {
+            link: place
+            for link, file in files.items()
+            if (self.source / link / file).exists()
+            and (place := _real(self.source / link)) in mine
+            and link_to(place, file) in (link, "")
+        }
+        for link, file in files.items():
+            left = (run for place, run in mine.items() if place not in there.values())
+            found = next(
+                (
+                    run
+                    for run in left
+                    if (run / file).is_file() and link_to(run, file) in (link, "")
+                ),
+                None,
+            )
+            if link not in there and found is not None:
+                there[link] = _real(found)
+                with typed_errors(self.source / link, "rename", 0):
+                    lead(self.source / link, found.absolute(), self.rank)
+
+    def _take_links(self) -> None:
+        """Give a home that is new the links of the copy, to which the earlier run's manifests
+        refer: the copy gets those of the home."""
+        if self.source in self.copies:
+            for link in self.source.glob("drive*"):
+                with typed_errors(link, "open", 0):
+                    if link.name != "drive0":
+                        lead(self.home / link.name, link.readlink(), self.rank)
+
+    def _drives(self) -> list[Path]:
+        """Return the links to further drives."""
+        return [
+            path
+            for path in self.home.iterdir()
+            if _DRIVE.fullmatch(path.name) and path.is_symlink()
+        ]
+
+    def _all_named(self, rank: int | None = None) -> set[Path]:
+        """Return the files that manifests of this run name, or of the one whose copy it begins
+        from, as `_named_in`."""
+        # The copies of another run that this one begins from have one name on all drives.
+        places = {*self.places, *(run / self.source.name for run in self.directories)}
+        return set[Path]().union(*(_named_in(place, rank) for place in places if place.is_dir()))
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
@@ -307,7 +358,9 @@ class RunFiles:
         ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
         gone = [
             path
-            for path, number in files_of(self.home)
+            for place in {*self.places, self.source}
+            if place.is_dir()
+            for path, number in files_of(place)
             if number < newest
             and path.name not in tables
             and any(is_of(path, rank) for rank in ranks)
@@ -324,7 +377,7 @@ class RunFiles:
         """
         try:
             # No more of this rank will come, as its lock is held here.
-            keep = _named_in(self.home, self.rank)
+            keep = self._all_named(self.rank)
             gone = [
                 path
                 for path in self._states_here()
@@ -353,7 +406,7 @@ class RunFiles:
         ]
         if free:
             # Read after that: a process that is gone has named all that it ever will.
-            keep = _named_in(self.home)
+            keep = self._all_named()
             _unlink_states(path for path in free if _real(path) not in keep)
 
     def _states_here(self) -> Iterator[Path]:
@@ -387,7 +440,7 @@ class RunFiles:
         # Resolved: the same file may be reached by links of several numbers.
         keep = {_real(self.home / name) for name in names}
         gone = {
-            _real(self.home / entry.name)
+            _real(self.source / entry.name)
             for manifest in self.before or ()
             for entry in manifest.files
         }
@@ -416,12 +469,9 @@ class RunFiles:
         _unlink_states(gone)
         # A link stays while a manifest, or this process, goes through it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
-        drives = [
-            path
-            for path in self.home.iterdir()
-            if _DRIVE.fullmatch(path.name) and path.is_symlink()
-        ]
-        remove([path for path in drives if path.name not in links])
+        left = [path for path in self._drives() if path.name not in links]
+        self._remove_copies(left)
+        remove(left)
         # The way back goes with the last states file that it is for.
         homes = {_home_link(path) for path in gone}
         remove(
@@ -431,6 +481,21 @@ class RunFiles:
                 if not any(link.parent.glob(f"states-{link.name.removeprefix('home-')}*"))
             ]
         )
+
+    def _remove_copies(self, left: Sequence[Path]) -> None:
+        """Remove copies of runs that have no states here any more, such as the one that this run
+        began from; and this one's on drives that it has left. left: the links to them. Raises:
+        OSError."""
+        mine = {_real(run) for run in self.directories}
+        for link in left:
+            if _real(link) not in mine:
+                remove_copy(copy_in(_real(link), self.home))
+            remove([copy / link.name for copy in self.copies])
+        for run in self.directories:
+            for copy in run.glob("copy-*"):
+                begin = copy.name.removeprefix("copy-")
+                if begin != self._sum and not any(run.glob(f"states-{begin}*")):
+                    remove_copy(copy)
 
     def _of_others(self, states: Iterable[Path]) -> set[Path]:
         """Return those of these files, resolved, that a run elsewhere names or goes on with.
@@ -443,6 +508,9 @@ class RunFiles:
             if not self._is_own(path):
                 by_link.setdefault(_home_link(path), []).append(path)
         for link, paths in by_link.items():
+            # The run that this one goes on from a copy of, since nobody can read its home.
+            if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
+                continue
             try:
                 # The directory that they lie in may itself be a run's home.
                 homes = [link.parent, *([link.readlink()] if link.is_symlink() else ())]

@@ -48,6 +48,7 @@ from infinity._src.checkpoint.writer import (
 )
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm, digest_of_text
+from infinity._src.memory.drives import Drives
 from infinity._src.optim.state_access import States
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.chunk_pipeline import (
@@ -300,8 +301,10 @@ class Saver:
         policy: Policy,
         optimizer_of: Callable[[Param], object],
         mode: UpdateMode,
+        drives: Drives,
     ) -> None:
         self.states = states
+        self.drives = drives
         self.units = units
         self.comm = comm
         self.policy = policy
@@ -517,6 +520,8 @@ class Saver:
             # In this order: directory and states are free before anybody sees that the save ended.
             undo.close()
             self.states.store.guard(None)
+            if error is None:
+                self.drives.saved(job.handle.step, job.handle.directory)
             job.handle.end(error)
 
     def wait_for_last(self) -> None:

@@ -37,7 +37,7 @@ from infinity._src.checkpoint.manifest import (
 )
 from infinity._src.checkpoint.reader import DataReader
 from infinity._src.checkpoint.rows import FOLDED, PADDED
-from infinity._src.checkpoint.run_files import RUN_DIRECTORY, run_directory
+from infinity._src.checkpoint.run_copies import RUN_DIRECTORY, run_directory
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
 from infinity.aio import Ticket
 from infinity.aio._records import PIECE_NUMEL, SECTION_MAX, sum_seed

@@ -31,7 +31,7 @@ from rich.table import Table
 from infinity._src.checkpoint.deepspeed_export import UniversalExport
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.reshard import ReshardJob
-from infinity._src.checkpoint.run_files import run_directory
+from infinity._src.checkpoint.run_copies import run_directory
 from infinity._src.checkpoint.safetensors import ExportJob
 from infinity._src.checkpoint.verify import (
     Damage,

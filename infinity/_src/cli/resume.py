@@ -4,7 +4,7 @@ scheduler and held-out losses, kept with the states of a step.
     --durable        the run in the --nvme directories, committed with every step
     --save-every     checkpoints in --save-dir
     --resume         the later step of the two, the run's where both have one step; the beginning
-                     where there is neither
+                     where there is neither; the checkpoint where the run has lost a drive
 
 Going on from one of the two replaces the other, so they have to be of one run: each run has an id,
 drawn when it begins. A checkpoint in --out that no option names is passed over beside a run.
@@ -27,8 +27,9 @@ from typing import Any
 
 import torch
 
-from infinity._src.checkpoint.directory import newest_heads, read_attachment
-from infinity._src.checkpoint.run_files import RUN_DIRECTORY
+from infinity._src.checkpoint.directory import check_length, newest_heads, read_attachment
+from infinity._src.checkpoint.manifest import Head
+from infinity._src.checkpoint.run_copies import FoundRun, newest_run
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.cli.corpus import Corpus
 from infinity._src.config import Policy
@@ -63,12 +64,14 @@ class Source:
     """A place to go on from: the directory that `inf.restore` shall read.
 
     step: of its newest whole generation. extra: rank 0's small state of that step; None where it
-    has none, as before the first step.
+    has none, as before the first step. lost: what the run that it stands in for has lost, or it
+    itself; "" where all is there.
     """
 
     place: Path
     step: int
     extra: Any
+    lost: str = ""
 
     @property
     def run(self) -> str:
@@ -82,16 +85,24 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
     Only whole generations count: parts of a first commit hold nothing to go on from.
 
     Raises: ValueError where a run or a checkpoint would be replaced that `options` do not go on
-    with; AioError, ChecksumError for one that is damaged.
+    with; AioError, ChecksumError for one that is damaged, or has lost a drive without a checkpoint.
     """
     run: Source | None = None
     saved: Source | None = None
-    if options.durable and directories:
-        run = _look(options, "durable run", directories[0], directories[0] / RUN_DIRECTORY)
+    if options.durable and directories and (found := newest_run(directories)) is not None:
+        run = _look(options, "durable run", directories[0], found)
     named = options.save_every or options.save_dir is not None
     # Beside a run only where it is named: another run, with the same --out, may have left it.
-    if named or (options.resume and run is None):
-        saved = _look(options, "checkpoint", save_directory(options), save_directory(options))
+    if named or (options.resume and (run is None or run.lost)):
+        place = save_directory(options)
+        saved = _look(options, "checkpoint", place, _newest(place))
+    if run is not None and run.lost and saved is None:
+        raise AioError(
+            f"the durable run cannot go on from step {run.step}: {run.lost}; and there is no "
+            f"checkpoint in {save_directory(options)}. Mount the drive again and name it in "
+            "--nvme, give --save-dir, or go on in a loop of yours with what is left, by "
+            "inf.restore(damaged='report')"
+        )
     if run is None or saved is None:
         return run or saved
     same = run.run == saved.run and run.run != ""
@@ -103,33 +114,48 @@ def find_source(options: argparse.Namespace, directories: Sequence[Path]) -> Sou
             "one of them. Give another --save-dir to go on with the run, or another first --nvme "
             "to go on from the checkpoint"
         )
+    if run.lost:
+        return dataclasses.replace(saved, lost=f"step {run.step} of the durable run: {run.lost}")
     # The later: steps that go on from an older one would replace it. Of equals the run.
     return run if run.step >= saved.step else saved
 
 
-def _look(options: argparse.Namespace, kind: str, place: Path, holder: Path) -> Source | None:
+def _look(
+    options: argparse.Namespace, kind: str, place: Path, found: FoundRun | None
+) -> Source | None:
     """Return what there is to go on from. Raises: as `find_source`."""
-    found = _newest(place, holder)
-    if found is not None and not options.resume:
+    if found is None:
+        return None
+    if not options.resume:
         raise ValueError(
-            f"{place} holds a {kind} already: go on with it by --resume, or remove {holder} "
+            f"{place} holds a {kind} already: go on with it by --resume, or remove {found.place} "
             "to begin anew"
         )
-    return found
+    # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
+    head = found.heads[0]
+    extra = read_extra(read_attachment(found.place, head.extra)) if head.extra is not None else None
+    return Source(place, head.step, extra, _lost(found.place, found.heads))
 
 
-def _newest(place: Path, holder: Path) -> Source | None:
-    """Return the newest whole generation in `holder`; None where there is none."""
+def _lost(place: Path, heads: Sequence[Head]) -> str:
+    """Say which file of states is gone; "" where all are there, in their lengths."""
+    for file in (file for head in heads for file in head.files):
+        try:
+            check_length(place / file.name, file)
+        except AioError as error:
+            return str(error)
+    return ""
+
+
+def _newest(place: Path) -> FoundRun | None:
+    """Return the newest whole checkpoint; None where there is none."""
     try:
-        # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
-        head = newest_heads(holder)[0]
+        return FoundRun(place, newest_heads(place))
     except AioError as error:
-        # Ranks that were killed in their first commit leave parts of it. Damage is no such thing.
+        # Ranks that were killed in their first save leave parts of it. Damage is no such thing.
         if error.errno != errno.ENOENT:
             raise
         return None
-    extra = read_extra(read_attachment(holder, head.extra)) if head.extra is not None else None
-    return Source(place, head.step, extra)
 
 
 def save_directory(options: argparse.Namespace) -> Path:

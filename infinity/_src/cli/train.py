@@ -79,7 +79,7 @@ from infinity._src.step_log import StepMeter
 from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
-from infinity.errors import InfinityError, SlicesError
+from infinity.errors import DriveLostError, InfinityError, SlicesError
 
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
@@ -163,6 +163,11 @@ def _say_error(
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
     # Some exceptions have no text at all.
     text = str(error) or type(error).__name__
+    if isinstance(error, DriveLostError):
+        text += (
+            f". With infinity train: the same command with --resume, and --nvme without "
+            f"{error.directory}"
+        )
     # A MemoryLimitError names its fix, and others know of no option.
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
@@ -327,6 +332,7 @@ class _Run:
             tied=any(len(each.names) > 1 for each in find_parameters(self.model)),
         )
         self.source = found.place if found is not None else None
+        self.lost = found.lost if found is not None else ""
         if options.durable and self.source is not None and self.source != self.directories[0]:
             # A checkpoint of a later step: the next commit replaces the run that is there.
             self.policy = dataclasses.replace(self.policy, durable="new")
@@ -448,6 +454,8 @@ class _Run:
         earlier = self.small.take_up(found.extra, found.step, self.scheduler)
         self.held_out += earlier.held_out
         self._say(f"going on after step {found.step}, from {self.source}")
+        if self.lost:
+            self._say(f"  instead of {self.lost}")
         notes = [*found.notes, *([found.rounded] if found.rounded else [])]
         if not earlier.same_ranks:
             notes.append("the ranks are others than before: dropout is drawn anew")

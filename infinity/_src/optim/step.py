@@ -78,7 +78,7 @@ from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
-from infinity.errors import AioError, NonFiniteGradient, StateInvalid, StepUndone
+from infinity.errors import AioError, DriveLostError, NonFiniteGradient, StateInvalid, StepUndone
 
 PREFETCH_CHUNKS_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
@@ -192,6 +192,10 @@ class StepPipeline:
         fault = self._fault
         if fault is None:
             return
+        if isinstance(fault.__cause__, DriveLostError):
+            # No step is undone on a drive that is gone, and no other error hides it.
+            self._comm.report_failure(fault.__cause__)
+            raise fault.__cause__.with_traceback(None)
         if self.transaction is not None and not (self.undoes_together or self._final):
             # The fault is spent: training may go on.
             self._fault = None

@@ -225,9 +225,8 @@ def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path
     fresh.grow(2 * rig.run_bytes)
     index = rig.executor.add_file(0, fresh)
     assert index == 2
-    rig.executor.relocate(
-            rig.ids, rig.chunks["drive"], np.full(2, index), np.arange(2) * rig.run_bytes
-        )
+    drives = rig.chunks["drive"]
+    rig.executor.relocate(rig.ids, drives, np.full(2, index), np.arange(2) * rig.run_bytes)
     rig.executor.remove_file(0, 1)
     values = [rig.read(index) for index in range(2)]
     rig.update({0: grad, 1: grad}, step=3).wait()
@@ -238,9 +237,7 @@ def test_a_file_that_holds_a_commit_can_be_left_to_others(backend: str, tmp_path
         with path.open("rb", buffering=0) as file:
             assert os.pread(file.fileno(), rig.run_bytes, number * rig.run_bytes) == kept[number]
     with pytest.raises(ValueError, match="second place of a chunk is the committed one"):
-        rig.executor.relocate(
-            rig.ids, rig.chunks["drive"], np.full(2, index), np.arange(2) * rig.run_bytes
-        )
+        rig.executor.relocate(rig.ids, drives, np.full(2, index), np.arange(2) * rig.run_bytes)
     rig.close()
     fresh.close()
 

@@ -10,7 +10,10 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,6 +191,42 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
     assert status == 2
     assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_that_has_lost_a_drive_goes_on_from_the_last_save(
+    place: Path, tmp_path: Path, lost: int
+) -> None:
+    """One command, on the drives that are left."""
+    out, drives = tmp_path / "out", [tmp_path / "a", tmp_path / "b"]
+    for drive in drives:
+        drive.mkdir()
+    durable = ["--durable", "--params=nvme", "--optim=nvme", "--ram=min", "--save-every=2"]
+    arguments = [*common(place), "--out", str(out), *durable]
+    killed(train_until_killed, [*arguments, *(f"--nvme={drive}" for drive in drives)])
+    shutil.rmtree(drives[lost])
+    left = [*arguments, f"--nvme={drives[1 - lost]}"]
+    (out / "checkpoint").rename(tmp_path / "aside")
+    status, shown = train([*left, "--resume"])
+    assert status == 1
+    assert "cannot go on from step 4: a file of a checkpoint is missing" in shown
+    (tmp_path / "aside").rename(out / "checkpoint")
+    done = subprocess.run(
+        [sys.executable, "-m", "infinity", "train", *left, "--resume"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The save of step 4 may have been under way.
+    assert re.search(r"going on after step [24], from .*checkpoint", done.stdout), done.stdout
+    assert "instead of step 4 of the durable run" in done.stdout
+    rows = [row["loss"] for row in records(out, "step")]
+    assert rows == [row["loss"] for row in records(place / "whole", "step")]
+    # The run is one of the drive that is left.
+    assert find_source(options(*left[len(common(place)) :], "--resume"), [drives[1 - lost]])
 
 
 def contents(holder: Path) -> dict[str, bytes]:
@@ -376,6 +415,9 @@ def commit(
         extra = write_attachment(holder, name, data) if data is not None else None
         one = dataclasses.replace(manifest(rank, 2, generation), step=step, extra=extra)
         (holder / one.name).write_bytes(encoded(one))
+        for file in one.files:
+            with (holder / file.name).open("ab") as data:
+                data.truncate(file.size_bytes)
 
 
 @pytest.mark.parametrize(
