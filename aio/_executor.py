@@ -111,17 +111,21 @@ def _config(
         config.numa = 1 + place.node
         for cpu in place.cpus:
             config.cpus[cpu // 64] |= 1 << cpu % 64
-    # A Python seed may be negative or larger than C's uint64_t.
-    config.seam.seed = seam.seed & (2**64 - 1)
-    config.seam.delay_us_max = seam.delay_us_max
-    config.seam.null_batch, config.seam.null_computes = seam.null, seam.null_computes
-    if seam.fault is not None:
-        config.seam.fault_nth = seam.fault.nth
-        config.seam.fault_kind = _SEAM_KINDS[seam.fault.kind]
-        config.seam.fault_op = 0 if seam.fault.op == "read" else 1
-        config.seam.fault_errno = seam.fault.errno
-        config.seam.fault_persistent = seam.fault.persistent
+    _fill_seam(config.seam, seam)
     return config
+
+
+def _fill_seam(record: Any, seam: Seam) -> None:
+    # A Python seed may be negative or larger than C's uint64_t.
+    record.seed = seam.seed & (2**64 - 1)
+    record.delay_us_max = seam.delay_us_max
+    record.null_batch, record.null_computes = seam.null, seam.null_computes
+    if seam.fault is not None:
+        record.fault_nth = seam.fault.nth
+        record.fault_kind = _SEAM_KINDS[seam.fault.kind]
+        record.fault_op = 0 if seam.fault.op == "read" else 1
+        record.fault_errno = seam.fault.errno
+        record.fault_persistent = seam.fault.persistent
 
 
 def _drive_configs(
@@ -534,6 +538,26 @@ class Executor:
         if pointer == core.ffi.NULL:
             raise _submit_error(int(error[0]))
         return JobTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
+
+    def set_seam(self, seam: Seam) -> None:
+        """Take another seam from now on (tests): its requests are counted from 0 anew, its speeds are
+        those of the drives, and a bare `Seam()` leaves everything as it is. Never blocks.
+
+        Raises: ValueError for null drives, which are chosen when an executor is opened; OSError
+        where no thread can be made.
+        """
+        core = self._core
+        core.check()
+        if seam.null:
+            raise ValueError("Seam(null=): drives are null from the beginning, or never")
+        record = core.ffi.new("inf_seam *")
+        _fill_seam(record, seam)
+        each = [speed for index in range(len(core.drives)) for speed in seam.throttle(index)]
+        # C wants a pointer, also where there is no drive.
+        speeds = core.ffi.new("double[]", each or [0.0])
+        error = int(core.lib.inf_executor_set_seam(core.pointer, record, speeds))
+        if error:
+            raise OSError(-error, "no thread for the seam can be made")
 
     def fault(self) -> AioError | None:
         """Return the first fault of any job since opening, also one that nobody waited for."""

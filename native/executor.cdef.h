@@ -239,6 +239,9 @@ void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
 uint64_t inf_executor_slab(const inf_executor *ex);
 void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
+/* Another seam from now on: requests are counted from 0 anew, speeds[2 * drive + op] are those of
+ * the drives. What is null stays so. 0, or a negative errno (no thread could be made). */
+int32_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
 /* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or
