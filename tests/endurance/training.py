@@ -84,6 +84,7 @@ class Offloaded:
             weight_decay=course.workload.weight_decay,
         )
         self.index = 0
+        self.losses: list[float] = []
 
     @property
     def executor(self) -> Any:
