@@ -56,10 +56,12 @@ HUNG_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """How long, on which model, and a fault about every how many seconds. update: the engine's."""
+    """How long and for how many faults at least, on which model, and a fault about every how many
+    seconds. update: the engine's."""
 
     minutes: float = 120.0
     every_s: float = 60.0
+    faults: int = 1
     workload: Workload = SMALLER
     update: str = "deferred"
     seed: int = 0
@@ -179,7 +181,7 @@ def soak_for(soak: Soak, directory: Path, record: Record) -> dict[str, Any]:
         again, compared = 0, 0
         until = begun = time.monotonic()
         until += 60 * soak.minutes
-        while time.monotonic() < until:
+        while time.monotonic() < until or injector.outcomes.total() < soak.faults:
             injector.turn()
             index = ours.index
             try:
@@ -200,7 +202,7 @@ def soak_for(soak: Soak, directory: Path, record: Record) -> dict[str, Any]:
                 compared += 1
                 record.add("compared", step=ours.index, loss=loss)
             record.show(
-                f"step {ours.index}, {sum(injector.outcomes.values())} faults, {again} passes taken "
+                f"step {ours.index}, {injector.outcomes.total()} faults, {again} passes taken "
                 f"again, {(until - time.monotonic()) / 60:.0f} min left"
             )
         ours.executor.set_seam(Seam())
@@ -212,7 +214,7 @@ def soak_for(soak: Soak, directory: Path, record: Record) -> dict[str, Any]:
         "minutes": round((time.monotonic() - begun) / 60, 1),
         "parameters": soak.workload.parameters,
         "steps": steps,
-        "faults": sum(injector.outcomes.values()),
+        "faults": injector.outcomes.total(),
         "steps_undone": undone,
         "taken_again": again,
         "compared": compared + 1,
@@ -252,7 +254,13 @@ def main() -> int:
     parser.add_argument("--record", type=Path, default=Path("out/soak.jsonl"))
     options = parser.parse_args()
     workload = Workload(hidden=options.hidden, layers=options.layers, vocab=options.vocab)
-    soak = Soak(options.minutes, options.every, workload, options.update, options.seed)
+    soak = Soak(
+        minutes=options.minutes,
+        every_s=options.every,
+        workload=workload,
+        update=options.update,
+        seed=options.seed,
+    )
     with tempfile.TemporaryDirectory(prefix="infinity-soak-", dir=options.dir) as place:
         with record_in(options.record) as record:
             found = soak_for(soak, Path(place), record)

@@ -32,12 +32,14 @@ def test_killed_runs_go_on_on_every_file_system(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("update", ["deferred", pytest.param("backward", marks=pytest.mark.slow)])
-def test_a_fault_every_few_steps_changes_no_loss(tmp_path: Path, update: str) -> None:
-    soak = fault_soak.Soak(minutes=0.08, every_s=0.1, workload=TINY, update=update)
+def test_a_fault_of_each_kind_in_every_step_changes_no_loss(tmp_path: Path, update: str) -> None:
+    kinds = len(fault_soak.FAULTS) + 2
+    soak = fault_soak.Soak(minutes=0, every_s=0, faults=kinds, workload=TINY, update=update)
     with record_in(tmp_path / "record") as record:
         found = fault_soak.soak_for(soak, tmp_path, record)
-    assert found["faults"] >= 3
-    assert found["steps"] > found["faults"]
+    assert {name.split(":")[0] for name in found["outcomes"]} >= set(fault_soak.FAULTS)
+    assert found["steps"] >= kinds - found["taken_again"]
+    assert found["steps_undone"] >= 1
     assert lines(tmp_path / "record")[-1]["kind"] == "ended"
 
 
