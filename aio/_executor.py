@@ -540,8 +540,10 @@ class Executor:
         return JobTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
 
     def set_seam(self, seam: Seam) -> None:
-        """Take another seam from now on (tests): its requests are counted from 0 anew, its speeds are
-        those of the drives, and a bare `Seam()` leaves everything as it is. Never blocks.
+        """Take another seam from now on (tests). Never blocks.
+
+        Requests are counted from 0 anew, and its speeds are those of the drives. A bare `Seam()`
+        leaves everything as it is.
 
         Raises: ValueError for null drives, which are chosen when an executor is opened; OSError
         where no thread can be made.

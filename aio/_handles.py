@@ -81,9 +81,7 @@ class Core:
         if self.stopped:
             raise AioClosedError("the executor is closed")
 
-    def wait_idle(
-        self, timeout: float | None, *, check: Callable[[], None] | None = None
-    ) -> bool:
+    def wait_idle(self, timeout: float | None, *, check: Callable[[], None] | None = None) -> bool:
         """Block until no job is pending, at most `timeout` seconds. Returns whether none is.
 
         check: called every 100 ms; what it raises ends the wait.

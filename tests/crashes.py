@@ -374,7 +374,7 @@ class Kill:
 
 
 WITHIN_S = {"built": 0.04, "restored": 0.25, "commit": 0.006, "save": 0.02}
-"""How long a restore, some steps, a commit and a save take about, by the report before them."""
+"""Seconds that a restore, some steps, a commit and a save take about, by the report before."""
 
 
 class Killed:
@@ -462,7 +462,7 @@ def kill_often(
 
 
 def counted(kills: Iterable[Kill]) -> dict[str, int]:
-    """What was met how often."""
+    """Counts of where kills fell, and of what came after them."""
     found = collections.Counter[str]()
     for kill in kills:
         found.update(["kills", *kill.met, f"restored {kill.found}"])

@@ -129,9 +129,8 @@ class Timeline:
     """Collects spans and writes them as a Chrome trace.
 
     Memory: the newest `spans_max` spans of Python and as many native ones; older ones are dropped,
-    and counted in `dropped`. Those of Python take 48 bytes each, all of them from the beginning:
-    a process is as large after a million steps as after the first. Threads: `add` may be called
-    from any.
+    and counted in `dropped`. Spans of Python take 48 bytes each, all of them from the beginning,
+    so that a process does not grow with its steps. Threads: `add` may be called from any.
     """
 
     def __init__(self, *, spans_max: int = 100_000) -> None:
@@ -139,8 +138,8 @@ class Timeline:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max
         self.dropped = 0
-        # A ring: span n is at n % spans_max. In columns, of which the names are shared: a tuple with
-        # numbers of its own for each span would be four times as large.
+        # A ring: span n is at n % spans_max. In columns, of which the names are shared: a tuple
+        # with numbers of its own for each span would be four times as large.
         self._count = 0
         self._times = array("q", bytes(16 * spans_max))
         self._waited_ns = array("q", bytes(8 * spans_max))

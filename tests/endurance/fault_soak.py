@@ -56,8 +56,8 @@ HUNG_S = 600.0
 
 @dataclasses.dataclass(frozen=True)
 class Soak:
-    """How long and for how many faults at least, on which model, and a fault about every how many
-    seconds. update: the engine's."""
+    """Length of a soak in minutes and, at least, in faults; seconds between faults, about; the
+    model. update: the engine's."""
 
     minutes: float = 120.0
     every_s: float = 60.0
@@ -78,7 +78,7 @@ class Injected:
     raised: list[str] = dataclasses.field(default_factory=list)
 
     def outcome(self, now: collections.Counter[str]) -> str:
-        """What was seen of it."""
+        """Return the traces that it left."""
         if self.raised:
             return " and ".join(sorted(set(self.raised)))
         left = [

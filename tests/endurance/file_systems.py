@@ -14,12 +14,12 @@ from pathlib import Path
 from infinity._src.sizes import format_size
 
 IMAGE_BYTES = 400 << 20
-"""Of a sparse image: xfs takes no less than 300 MiB."""
+"""Size of a sparse image: xfs takes no less than 300 MiB."""
 IN_MEMORY = Path("/dev/shm")
 
 
 class NotHere(Exception):
-    """This machine cannot have such a file system; the message says why."""
+    """Says why this machine cannot have a file system."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,7 +47,7 @@ SAVE_EVERY = 20
 
 
 def held(place: Path, handle: Any) -> dict[str, int]:
-    """What this process has now, and its drive."""
+    """Count what this process has now, and its drive."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -141,12 +141,12 @@ def measure(mode: str, place: Path, steps: int) -> Iterator[dict[str, int]]:
 
 
 def growth(looks: list[dict[str, int]]) -> dict[str, int]:
-    """How much more is held at the last look than at the first."""
+    """Return how much more is held at the last look than at the first."""
     return {name: looks[-1][name] - value for name, value in looks[0].items() if name != "step"}
 
 
 def grown(looks: list[dict[str, int]]) -> dict[str, int]:
-    """What has grown that must not."""
+    """Return what has grown and must not."""
     found = {name: more for name, more in growth(looks).items() if more > 0}
     if found.get("rss", 0) <= RSS_SLACK:
         found.pop("rss", None)

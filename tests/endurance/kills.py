@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, object]] = {
 
 @dataclasses.dataclass
 class Counts:
-    """What was met how often, by file system."""
+    """Counts of what was met, by file system."""
 
     kills: dict[str, collections.Counter[str]] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(collections.Counter)

@@ -133,11 +133,11 @@ class Cgroup:
     limit: str
 
     def now(self) -> CgroupLimit:
-        """What is used of it now."""
+        """Return what is used of it now."""
         return next(found for found in cgroup_limits() if found.path == str(self.folder))
 
     def times_full(self) -> int:
-        """How often the kernel had to reclaim pages for the limit."""
+        """Return how often the kernel had to reclaim pages for the limit."""
         if self.limit == "memory.max":
             events = (self.folder / "memory.events").read_text().split()
             return int(events[events.index("max") + 1])
