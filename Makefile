@@ -2,7 +2,7 @@
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
 #      campaign | campaign-slice |
 #      integrations | integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle |
-#      clean
+#      kill-campaign | fault-soak | growth | pressure | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -144,6 +144,23 @@ portable:
 # What asserts times, runs for minutes, or needs root: by hand, on a machine that does nothing else.
 soak: $(DEMO)
 	$(BIN)/python -m pytest -q -s -m soak tests/soak
+
+# Long runs under kills, faults and pressure, each with its record in out/ (tests/endurance). Hours,
+# on a machine that does nothing else; kill-campaign and pressure want root, for loop devices and a
+# cgroup, and say what they could not have. SOAK_MINUTES=120 KILLS=300 GROWTH_STEPS=5000
+.PHONY: kill-campaign fault-soak growth pressure
+SOAK_MINUTES ?= 120
+KILLS        ?= 300
+GROWTH_STEPS ?= 5000
+ENDURANCE    := OMP_NUM_THREADS=1 $(BIN)/python -m tests.endurance
+kill-campaign: $(STAMP)
+	$(ENDURANCE).kills --kills $(KILLS)
+fault-soak: $(DEMO)
+	$(ENDURANCE).fault_soak --minutes $(SOAK_MINUTES)
+growth: $(DEMO)
+	$(ENDURANCE).growth --steps $(GROWTH_STEPS)
+pressure: $(DEMO)
+	$(ENDURANCE).pressure
 
 bench: $(STAMP)
 	$(BIN)/python -m infinity.bench

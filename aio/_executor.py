@@ -117,13 +117,17 @@ def _config(
         config.numa = 1 + place.node
         for cpu in place.cpus:
             config.cpus[cpu // 64] |= 1 << cpu % 64
-    # A Python seed may be negative or larger than C's uint64_t.
-    config.seam.seed = seam.seed & (2**64 - 1)
-    config.seam.delay_us_max = seam.delay_us_max
-    config.seam.null_batch, config.seam.null_computes = seam.null, seam.null_computes
-    if seam.fault is not None:
-        _fill_fault(config.seam.fault, seam.fault)
+    _fill_seam(config.seam, seam)
     return config
+
+
+def _fill_seam(record: Any, seam: Seam) -> None:
+    # A Python seed may be negative or larger than C's uint64_t.
+    record.seed = seam.seed & (2**64 - 1)
+    record.delay_us_max = seam.delay_us_max
+    record.null_batch, record.null_computes = seam.null, seam.null_computes
+    if seam.fault is not None:
+        _fill_fault(record.fault, seam.fault)
 
 
 def _fill_fault(record: Any, fault: Fault) -> None:
@@ -608,6 +612,29 @@ class Executor:
             raise _submit_error(int(error[0]))
         return JobTicket(core, int(core.ffi.cast("uintptr_t", pointer)))
 
+    def set_seam(self, seam: Seam) -> int:
+        """Take another seam from now on (tests). Never blocks.
+
+        Requests are counted from 0 anew, and its speeds are those of the drives. A bare `Seam()`
+        leaves everything as it is. Returns how many requests met the fault of the seam before.
+
+        Raises: ValueError for null drives, which are chosen when an executor is opened; OSError
+        where no thread can be made.
+        """
+        core = self._core
+        core.check()
+        if seam.null:
+            raise ValueError("Seam(null=): drives are null from the beginning, or never")
+        record = core.ffi.new("inf_seam *")
+        _fill_seam(record, seam)
+        each = [speed for index in range(len(core.drives)) for speed in seam.throttle(index)]
+        # C wants a pointer, also where there is no drive.
+        speeds = core.ffi.new("double[]", each or [0.0])
+        met = int(core.lib.inf_executor_set_seam(core.pointer, record, speeds))
+        if met < 0:
+            raise OSError(-met, f"no thread for the seam can be made: {os.strerror(-met)}")
+        return met
+
     def fault(self) -> AioError | None:
         """Return the first fault of any job since opening, also one that nobody waited for."""
         # The lock that C would take may be held by a thread of the parent.
@@ -689,21 +716,6 @@ class Executor:
         # A copy: a view would keep the whole buffer alive.
         taken: npt.NDArray[np.void] = spans[:count].copy()
         return taken
-
-    def arm(self, fault: Fault | None) -> int:
-        """Make `fault` the one that is injected from now on (tests); its requests are counted from
-        here. None: none.
-
-        Returns how many requests the fault before was injected into.
-        """
-        self._core.check()
-        record = self._core.ffi.new("inf_seam_fault *")
-        if fault is not None:
-            _fill_fault(record, fault)
-        met = int(self._core.lib.inf_executor_arm(self._core.pointer, record))
-        if met < 0:
-            raise OSError(-met, f"no thread for the seam: {os.strerror(-met)}")
-        return met
 
     def wait_all(self, timeout: float | None = None) -> None:
         """Make all gates escape and block until no job is pending. Raises TimeoutError, and what

@@ -2,7 +2,7 @@
 
 io_uring makes no libc calls that a mock could intercept, so tests go in by this seam, which delays
 and reorders completions, fails a chosen request, slows a drive down, or takes it away (`null`).
-`Executor.arm` changes the fault of an executor that runs. `Seam` has the settings;
+`Executor.set_seam` changes it in an executor that runs. `Seam` has the settings;
 native/executor_drive.c (`seam_inject`) and native/ring_null.c carry them out.
 """
 

@@ -138,6 +138,17 @@ static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *conf
     return 0;
 }
 
+static uint64_t seam_random_from(const inf_seam *seam) {
+    return seam->seed * 0x9E3779B97F4A7C15u | 1u;
+}
+
+static int32_t seam_start(struct inf_executor *ex) {
+    if (ex->seam_started) return 0;
+    int32_t error = inf_thread_start(&ex->seam_thread, inf_seam_main, ex);
+    ex->seam_started = error == 0;
+    return error;
+}
+
 static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes) {
     int32_t error = 0;
     for (int32_t d = 0; d < ex->config.drive_count && error == 0; d++)
@@ -155,10 +166,7 @@ static int32_t threads_make(struct inf_executor *ex, char *why, size_t why_bytes
         if (error != 0) return error;
         ex->workers_started++;
     }
-    if (!ex->seam_on) return 0;
-    error = inf_thread_start(&ex->seam_thread, inf_seam_main, ex);
-    ex->seam_started = error == 0;
-    return error;
+    return ex->seam_on ? seam_start(ex) : 0;
 }
 
 inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_config *drives,
@@ -172,7 +180,7 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     ex->backend = config->uring ? &inf_backend_uring : &inf_backend_threads;
     if (seam->null_batch > 0) ex->backend = &inf_backend_null;
     ex->seam_on = seam->delay_us_max > 0 || seam->fault.kind != INF_SEAM_NONE;
-    ex->seam_random = seam->seed * 0x9E3779B97F4A7C15u | 1u;
+    ex->seam_random = seam_random_from(seam);
     pthread_mutex_init(&ex->lock, NULL);
     *error = inf_cond_init(&ex->done);
     if (*error == 0) *error = inf_cond_init(&ex->work);
@@ -190,6 +198,31 @@ inf_executor *inf_executor_open(const inf_exec_config *config, const inf_drive_c
     inf_executor_stop(ex);
     inf_executor_free(ex);
     return NULL;
+}
+
+/* ---- the seam -------------------------------------------------------------------------------- */
+
+int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds) {
+    pthread_mutex_lock(&ex->lock);
+    int64_t met = ex->seam_met;
+    int32_t error = seam_start(ex);
+    if (error == 0) {
+        const inf_seam before = ex->config.seam;
+        ex->config.seam = *seam;
+        ex->config.seam.null_batch = before.null_batch;
+        ex->config.seam.null_computes = before.null_computes;
+        ex->seam_random = seam_random_from(seam);
+        ex->seam_seen = ex->seam_met = 0;
+        ex->seam_run = NULL;
+        for (int32_t d = 0; d < ex->config.drive_count; d++) {
+            ex->drives[d].config.read_bytes_per_s = speeds[2 * d + INF_OP_READ];
+            ex->drives[d].config.write_bytes_per_s = speeds[2 * d + INF_OP_WRITE];
+            ex->drives[d].clock_ns = 0; /* what a slower drive was behind by is not owed any more */
+        }
+        ex->seam_on = true;
+    }
+    pthread_mutex_unlock(&ex->lock);
+    return error == 0 ? met : error;
 }
 
 /* ---- ending ---------------------------------------------------------------------------------- */

@@ -282,6 +282,10 @@ void inf_executor_compute_stream(inf_executor *ex, uint64_t stream);
 uint64_t inf_executor_slab(const inf_executor *ex);
 void inf_executor_release_gates(inf_executor *ex);
 void inf_executor_hold_gates(inf_executor *ex, int32_t held);
+/* Another seam from now on: requests are counted from 0 anew, speeds[2 * drive + op] are those of
+ * the drives. What is null stays so. How many requests met the fault of the one before, or a
+ * negative errno (no thread could be made). */
+int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
 /* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or
@@ -294,9 +298,6 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable);
 int32_t inf_executor_take_spans(inf_executor *ex, inf_span *spans, int32_t count_max);
 int32_t inf_executor_fault(inf_executor *ex, inf_fault *fault);
-/* Tests: the seam's fault from now on, with requests counted anew. How many requests the one before
- * was injected into, or a negative errno. */
-int64_t inf_executor_arm(inf_executor *ex, const inf_seam_fault *fault);
 
 /* Words: [0] done (0 pending, 1 well, 2 failed), [1] filled, [2] failed already. Valid until the
  * release. */

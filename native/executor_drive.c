@@ -272,21 +272,6 @@ void *inf_seam_main(void *argument) {
     return NULL;
 }
 
-int64_t inf_executor_arm(inf_executor *ex, const inf_seam_fault *fault) {
-    pthread_mutex_lock(&ex->lock);
-    int64_t met = ex->seam_met;
-    int32_t error = 0;
-    if (!ex->seam_started) error = inf_thread_start(&ex->seam_thread, inf_seam_main, ex);
-    if (error == 0) {
-        ex->seam_started = ex->seam_on = true;
-        ex->config.seam.fault = *fault;
-        ex->seam_met = ex->seam_seen = 0;
-        ex->seam_run = NULL;
-    }
-    pthread_mutex_unlock(&ex->lock);
-    return error == 0 ? met : error;
-}
-
 /* ---- interface for backends and jobs --------------------------------------------------------- */
 
 void inf_drive_queue_run(struct inf_executor *ex, inf_run *run, int32_t op) {

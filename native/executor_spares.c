@@ -1,6 +1,6 @@
 /* A write that fails goes to another range: a spare one, of its own drive first, then of another.
  *
- * Python gives spare ranges ahead of their time, since a failing drive is no moment to ask for room.
+ * Python gives spare ranges ahead of their time: a drive that fails has no room to give.
  * The chunk's place is the spare range from then on, and the range that failed is nobody's: Python
  * takes the record of the move, remembers the bad range, and gives another spare.
  *

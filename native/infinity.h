@@ -84,7 +84,7 @@ typedef struct {
     int32_t file;        /* of the drive's files, where the run lies */
     int32_t other_file;  /* the second run */
     int32_t grad_file;   /* the section of gradients of a versioned chunk; on `drive`, always */
-    int32_t other_drive; /* the second run; the same, unless a write that failed moved one of them */
+    int32_t other_drive; /* the second run; `drive`, unless a write that failed moved one */
     int32_t reserved;    /* 0; what follows is 8-aligned */
     /* bit s = section s, on the drive, was never written and stands for zeros: it is not read */
     uint16_t zeros;

@@ -361,7 +361,7 @@ class Life:
         if (phase, self.case.op) in (("save", "write"), ("restore", "read")):
             self.opened.seam = Seam(fault=self.fault)
         else:
-            self.engine.arm(self.fault)
+            self.engine.set_seam(Seam(fault=self.fault))
 
     def step(self, index: int) -> None:
         """Step `index` of the trajectory."""
@@ -475,7 +475,7 @@ class Life:
             return False
         if self.opened.seam is not None:
             return self.opened.moved()[self.case.op == "write"] > self.case.nth
-        return bool(self.engine.arm(None) > 0)
+        return bool(self.engine.set_seam(Seam()) > 0)
 
     def _count(self) -> None:
         """Requests from the beginning of each phase on: of a forward to the step, of a backward to

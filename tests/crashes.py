@@ -3,6 +3,7 @@ tell before they die."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -11,8 +12,9 @@ import multiprocessing as mp
 import os
 import random
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity as inf
+from infinity._src.checkpoint.durable import DurableRun
+from infinity._src.checkpoint.save import _SaveJob
+from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
 from infinity.aio import Seam
 
@@ -33,7 +38,8 @@ writes."""
 @dataclasses.dataclass(frozen=True)
 class Job:
     """One trainer. die_at: it kills itself at the call of this number of `CALLS`, counted from when
-    it has told `die_from`."""
+    it has told `die_from` for the `nth` time. saves: a run that is not durable, and saves all the
+    time; copies: a durable one that does."""
 
     directory: Path
     update: str = "deferred"
@@ -42,8 +48,10 @@ class Job:
     rendezvous: str = ""
     saves: bool = False
     generations: int = 2
+    copies: bool = False
     die_at: int = -1
     die_from: str = "restored"
+    nth: int = 1
     reference: bool = False
     seed: int = 0
 
@@ -60,9 +68,14 @@ class Job:
         return inf.Policy(**tiers, update=self.update, unit_bytes_max=4096)
 
     @property
+    def saved(self) -> Path:
+        """Directory of the checkpoint."""
+        return self.directory / "saved"
+
+    @property
     def source(self) -> Path:
         """Directory that is restored."""
-        return self.directory / ("saved" if self.saves else "drive")
+        return self.saved if self.saves else self.directory / "drive"
 
 
 class Net(nn.Module):
@@ -128,13 +141,29 @@ class Tell:
         self._job = job
         self._pipe = pipe
         self._calls = -1
+        self._until = job.nth
+        self._lock = threading.Lock()  # saves tell from threads of their own
 
     def __call__(self, *what: Any) -> None:
-        self._pipe.send(what)
-        if what[0] == self._job.die_from and self._job.die_at >= 0 and self._calls < 0:
-            self._calls = 0
-            for name in CALLS:
-                self._watch(name)
+        with self._lock:
+            self._pipe.send(what)
+            self._until -= what[0] == self._job.die_from
+            if self._until == 0 and self._job.die_at >= 0 and self._calls < 0:
+                self._calls = 0
+                for name in CALLS:
+                    self._watch(name)
+
+    def each(self, owner: type, name: str, kind: str) -> None:
+        """Tell from now on when a method of a class begins, as `kind`, and when it ends."""
+        before = getattr(owner, name)
+
+        def call(*args: Any, **values: Any) -> Any:
+            self(kind)
+            result = before(*args, **values)
+            self(f"{kind} ended")
+            return result
+
+        setattr(owner, name, call)
 
     def _watch(self, name: str) -> None:
         before = getattr(os, name)
@@ -154,6 +183,8 @@ def train(job: Job, pipe: Any) -> None:
     """A trainer's life: build, restore, tell what came, train, and tell every step."""
     torch.set_num_threads(1)
     tell = Tell(job, pipe)
+    tell.each(DurableRun, "commit", "commit")
+    tell.each(_SaveJob, "save", "save")
     if job.world > 1:
         dist.init_process_group(
             "gloo", init_method=job.rendezvous, rank=job.rank, world_size=job.world
@@ -186,11 +217,14 @@ def train(job: Job, pipe: Any) -> None:
     for index in range(first, STEPS):
         step(model, optimizer, index, job.rank)
         tell("step", index + 1)
-        if job.saves and (save is None or save.done):
+        # A save is collective: ranks begin it at the same steps, whenever each has ended the last.
+        due = index % 3 == 0 if job.world > 1 else save is None or save.done
+        if (job.saves or job.copies) and due:
             if save is not None:
                 save.wait()
                 tell("saved", save.step)
-            save = inf.save(model, optimizer, job.source)
+            save = inf.save(model, optimizer, job.saved)
+    tell("end", STEPS, digest(model))
     inf.handle(model).close()
     tell("closed", STEPS)
 
@@ -200,9 +234,30 @@ class Life:
     """Reports that the ranks of one life have sent, by rank."""
 
     told: list[list[tuple[Any, ...]]]
+    killed: bool
 
     def last(self, kind: str, rank: int = 0) -> tuple[Any, ...] | None:
         return next((report for report in reversed(self.told[rank]) if report[0] == kind), None)
+
+    def met(self) -> set[str]:
+        """Return what the end of this life broke off, on any rank."""
+        found = set()
+        for told in self.told:
+            kinds = [report[0] for report in told]
+            begun = {
+                kind
+                for kind in ("commit", "save")
+                if kinds.count(kind) > kinds.count(f"{kind} ended")
+            }
+            phase = (
+                "set-up"
+                if "built" not in kinds
+                else "restore"
+                if "restored" not in kinds
+                else "training"
+            )
+            found |= begun or {"closing" if "end" in kinds else phase}
+        return found
 
 
 @contextlib.contextmanager
@@ -253,9 +308,9 @@ def _take(pipe: Any, told: list[tuple[Any, ...]]) -> bool:
     return True
 
 
-def live(job: Job, *, after: str, delay_s: float, patience_s: float = 30.0) -> Life:
-    """Run a job's ranks until `delay_s` after the first report `after`, or until they have killed
-    themselves; kill them."""
+def live(job: Job, *, after: str, delay_s: float, nth: int = 1, patience_s: float = 60.0) -> Life:
+    """Run a job's ranks until `delay_s` after a rank's `nth` report `after`, or until they have
+    killed themselves; kill them."""
     jobs = jobs_of(job)
     told: list[list[tuple[Any, ...]]] = [[] for _ in jobs]
     until, begun = time.monotonic() + patience_s, None
@@ -265,7 +320,9 @@ def live(job: Job, *, after: str, delay_s: float, patience_s: float = 30.0) -> L
             if not all(alive):
                 break
             now = time.monotonic()
-            if begun is None and any(report[0] == after for mine in told for report in mine):
+            if begun is None and any(
+                sum(report[0] == after for report in mine) >= nth for mine in told
+            ):
                 begun = now
             if begun is not None and job.die_at < 0 and now > begun + delay_s:
                 break
@@ -279,9 +336,10 @@ def live(job: Job, *, after: str, delay_s: float, patience_s: float = 30.0) -> L
             codes.append(process.exitcode)
             _take(pipe, mine)
     # A rank whose peer was killed ends with an error of its own; one alone may end well, or be
+    # A rank whose peer was killed ends with an error of its own; one alone may end well, or be
     # killed.
     assert job.world > 1 or codes[0] in (0, -signal.SIGKILL), (job, codes, told)
-    return Life(told)
+    return Life(told, killed=-signal.SIGKILL in codes)
 
 
 @functools.cache
@@ -298,42 +356,119 @@ def trajectory(directory: Path, world: int) -> list[dict[int, str]]:
     return told
 
 
-def kill_often(
-    directory: Path, job: Job, wanted: list[dict[int, str]], *, kills: int, seed: int
-) -> dict[str, int]:
-    """Kill trainers of one run `kills` times; each begins where the one before has left. Returns
-    what was met how often."""
-    chance, met, lost = random.Random(seed), {"restored": 0, "last": 0, "before": 0}, 0
-    place, least, most = directory / "0", 0, 0
-    for number in range(kills + 1):
-        if least > STEPS - 25:
-            place, least, most = directory / str(number), 0, 0
-        where = chance.choice(["built", "restored", "restored"])
-        die_at = chance.randrange(120) if chance.random() < 0.5 else -1
-        here = dataclasses.replace(
-            job, directory=place, die_at=die_at, die_from=where, seed=seed + number
-        )
-        if number == kills:
-            here, where = dataclasses.replace(here, die_at=-1), "restored"
-        within_s = 0.04 if where == "built" else 0.25  # a restore, a few steps
-        life = live(
-            here, after=where, delay_s=0.0 if number == kills else chance.random() * within_s
-        )
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """A kill: where it was aimed at, what it broke off, and at which step the next life began.
+
+    nth: report of `after` from which on it was counted, to the time `delay_s` or, if that is None,
+    to the call `die_at` of `CALLS`. found: "last", the last step that was told, or "before", the
+    one before it; None where the next life was killed before it had restored.
+    """
+
+    number: int
+    after: str
+    nth: int
+    delay_s: float | None
+    die_at: int
+    met: tuple[str, ...]
+    step: int | None = None
+    found: str | None = None
+
+
+WITHIN_S = {"built": 0.04, "restored": 0.25, "commit": 0.006, "save": 0.02}
+"""Seconds that a restore, some steps, a commit and a save take about, by the report before."""
+
+
+class Killed:
+    """A run that is killed again and again. Each life begins where the one before has left."""
+
+    def __init__(self, job: Job, wanted: list[dict[int, str]], chance: random.Random) -> None:
+        self.job = job
+        self._wanted = wanted
+        self._chance = chance
+        # Steps between which the next life begins.
+        self._least = self._most = 0
+        self._last: Kill | None = None
+        self.was_killed = False
+
+    @property
+    def is_old(self) -> bool:
+        """True when so few steps are left that a life may end before it is killed."""
+        return self._least > STEPS - 25
+
+    def kill(self, number: int) -> Iterator[Kill]:
+        """Kill one life, which may end before; the kill before it, as it turned out."""
+        aims = ["built", "restored", "restored", *(["commit"] * 2 if not self.job.saves else [])]
+        aims += ["save"] * 2 if self.job.saves or self.job.copies else []
+        after, nth = self._chance.choice(aims), 1
+        if after in ("commit", "save"):
+            nth = self._chance.randrange(1, 6)
+        at_call = self._chance.random() < 0.5
+        within = 25 if after == "commit" else 120
+        die_at = self._chance.randrange(within) if at_call else -1
+        delay_s = self._chance.random() * WITHIN_S[after]
+        here = dataclasses.replace(self.job, die_at=die_at, die_from=after, nth=nth, seed=number)
+        life = live(here, after=after, delay_s=delay_s, nth=nth)
+        yield from self._begun(life)
+        self.was_killed = life.killed
+        if life.killed:
+            met = tuple(sorted(life.met()))
+            self._last = Kill(number, after, nth, None if at_call else delay_s, die_at, met)
+
+    def finish(self) -> Iterator[Kill]:
+        """Go on to the end undisturbed; the last kill, as it turned out."""
+        life = live(self.job, after="closed", delay_s=0.0)
+        yield from self._begun(life)
+        for rank, told in enumerate(life.told):
+            ends = [report[2] for report in told if report[0] == "end"]
+            assert ends == [self._wanted[rank][STEPS]], f"rank {rank}: {told[-3:]}"
+
+    def _begun(self, life: Life) -> Iterator[Kill]:
+        """Check where a life began; the kill before it."""
+        last, self._last = self._last, None
         for rank, told in enumerate(life.told):
             came = next((report for report in told if report[0] == "restored"), None)
             if came is None:
                 continue
-            assert least <= came[1] <= most, (rank, came[1], least, most, number)
-            assert came[2] == wanted[rank][came[1]], (
-                f"step {came[1]} is not on the trajectory (rank {rank}, kill {number})"
+            assert self._least <= came[1] <= self._most, (last, rank, came, self._least, self._most)
+            assert came[2] == self._wanted[rank][came[1]], (
+                f"step {came[1]} is not on the trajectory (rank {rank}, after {last})"
             )
-            met["restored"] += 1
-            met["last" if came[1] == most else "before"] += 1
-        lost += all(life.last("restored", rank) is None for rank in range(job.world))
-        least, most = _bounds(job, life, least, most)
-    met["kills"] = kills
-    met["in_restore"] = lost
-    return met
+            if last is not None:
+                found = "last" if came[1] == self._most else "before"
+                last = dataclasses.replace(last, step=came[1], found=found)
+        if self.job.copies and list(self.job.saved.glob("manifest-*.rank0")):
+            assert VerifyJob(self.job.saved).verify() == [], (self.job, last)
+        self._least, self._most = _bounds(self.job, life, self._least, self._most)
+        if last is not None:
+            yield last
+
+
+def kill_often(
+    directory: Path, job: Job, wanted: list[dict[int, str]], *, kills: int, seed: int
+) -> Iterator[Kill]:
+    """Kill trainers of one kind of run `kills` times, as soon as it is known what came after each.
+    A run that is near its end goes on to it, and another one begins."""
+    chance, done, number = random.Random(seed), 0, 0
+    run = Killed(dataclasses.replace(job, directory=directory / "0"), wanted, chance)
+    while done < kills:
+        if run.is_old:
+            yield from run.finish()
+            run = Killed(
+                dataclasses.replace(job, directory=directory / str(number)), wanted, chance
+            )
+        number += 1
+        yield from run.kill(number)
+        done += run.was_killed
+    yield from run.finish()
+
+
+def counted(kills: Iterable[Kill]) -> dict[str, int]:
+    """Counts of where kills fell, and of what came after them."""
+    found = collections.Counter[str]()
+    for kill in kills:
+        found.update(["kills", *kill.met, f"restored {kill.found}"])
+    return dict(sorted(found.items()))
 
 
 def _bounds(job: Job, life: Life, least: int, most: int) -> tuple[int, int]:
@@ -342,7 +477,7 @@ def _bounds(job: Job, life: Life, least: int, most: int) -> tuple[int, int]:
         report[1]
         for told in life.told
         for report in told
-        if report[0] in ("step", "restored", "closed")
+        if report[0] in ("step", "restored", "end")
     ]
     if not steps:
         return least, most

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crashes import Job, kill_often, trajectory
+from tests.crashes import Job, counted, kill_often, trajectory
 from tests.marks import mostly_slow
 
 CASES = {
@@ -18,6 +18,8 @@ CASES = {
     "three_generations": ({"generations": 3}, 4),
     "four_on_two_ranks": ({"generations": 4, "world": 2}, 2),
     "saves": ({"saves": True}, 2),
+    "durable_saves": ({"copies": True}, 2),
+    "two_ranks_save": ({"world": 2, "copies": True}, 2),
 }
 
 
@@ -28,6 +30,6 @@ def test_killed_trainers_go_on(
     values, kills = CASES[case]
     job, begun = Job(tmp_path, **values), time.monotonic()
     wanted = trajectory(tmp_path_factory.getbasetemp() / "reference", job.world)
-    met = kill_often(tmp_path, job, wanted, kills=kills, seed=len(case))
-    assert met["restored"]
+    met = counted(kill_often(tmp_path, job, wanted, kills=kills, seed=len(case)))
+    assert met["kills"] == kills
     print(f"\n{case}: {met} in {time.monotonic() - begun:.1f} s")

@@ -126,7 +126,8 @@ def test_a_failed_update_that_forward_meets_first_says_what_helps(
     model = trained(None, 0)
     set_up = inf.handle(model).parts.tiers.executor.stats().drives[0].writes
     inf.handle(model).close()
-    model = trained(Seam(fault=Fault("write", set_up + 3, persistent=persistent)), 20)
+    fault = Fault("write", set_up + 3, persistent=persistent, lasting=True)
+    model = trained(Seam(fault=fault), 20)
     with pytest.raises(StateInvalid):
         inf.handle(model).close()
 

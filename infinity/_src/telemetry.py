@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -120,11 +122,15 @@ class NativeSpans:
             yield _native_span(record, self.names[unit] if unit >= 0 else "", PURPOSES[purpose])
 
 
+_NO_WAIT = -1
+
+
 class Timeline:
     """Collects spans and writes them as a Chrome trace.
 
     Memory: the newest `spans_max` spans of Python and as many native ones; older ones are dropped,
-    and counted in `dropped`, so a long run stays bounded. Threads: `add` may be called from any.
+    and counted in `dropped`. Spans of Python take 48 bytes each, all of them from the beginning,
+    so that a process does not grow with its steps. Threads: `add` may be called from any.
     """
 
     def __init__(self, *, spans_max: int = 100_000) -> None:
@@ -132,15 +138,20 @@ class Timeline:
             raise ValueError(f"spans_max={spans_max} must be at least 1")
         self.spans_max = spans_max
         self.dropped = 0
-        self._spans: deque[tuple[str, str, int, int, Mapping[str, Any] | None]] = deque(
-            maxlen=spans_max
-        )
+        # A ring: span n is at n % spans_max. In columns, of which the names are shared: a tuple
+        # with numbers of its own for each span would be four times as large.
+        self._count = 0
+        self._times = array("q", bytes(16 * spans_max))
+        self._waited_ns = array("q", bytes(8 * spans_max))
+        self._tracks = [""] * spans_max
+        self._names = [""] * spans_max
+        self._args: list[Mapping[str, Any] | None] = [None] * spans_max
         self._native: deque[NativeSpans] = deque()
         self._native_count = 0
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._spans) + self._native_count
+        return min(self._count, self.spans_max) + self._native_count
 
     def add(
         self,
@@ -149,13 +160,21 @@ class Timeline:
         start_ns: int,
         end_ns: int,
         args: Mapping[str, Any] | None = None,
+        *,
+        waited_ns: int = _NO_WAIT,
     ) -> None:
-        """Record one span. Costs about a microsecond; does not block."""
+        """Record one span. Costs about a microsecond; does not block.
+
+        args: kept as it is. Spans that are recorded for as long as a run lasts share theirs, or
+        have none. waited_ns: of the span, shown in milliseconds among its args.
+        """
         with self._lock:
-            if len(self._spans) == self.spans_max:
-                # The deque drops its oldest.
-                self.dropped += 1
-            self._spans.append((track, name, start_ns, end_ns, args))
+            at = self._count % self.spans_max
+            self.dropped += self._count >= self.spans_max
+            self._count += 1
+            self._times[2 * at], self._times[2 * at + 1] = start_ns, end_ns
+            self._tracks[at], self._names[at], self._args[at] = track, name, args
+            self._waited_ns[at] = waited_ns
 
     @contextlib.contextmanager
     def span(self, track: str, name: str, **args: Any) -> Iterator[None]:
@@ -184,8 +203,17 @@ class Timeline:
     def spans(self, since_ns: int = 0) -> list[Span]:
         """Return the spans that ended at `since_ns` or later, in order of start."""
         with self._lock:
-            records, blocks = list(self._spans), list(self._native)
-        found = [Span(*record) for record in records if record[3] >= since_ns]
+            # Copies: whoever adds must not wait for the spans to be made of them.
+            count, times = min(self._count, self.spans_max), self._times[:]
+            columns = list(self._tracks), list(self._names), list(self._args)
+            waited = self._waited_ns[:]
+            blocks = list(self._native)
+        rows = zip(*columns[:2], times[::2], times[1::2], columns[2], waited, strict=True)
+        found = [
+            Span(track, name, start, end, _with_wait(args, waited_ns))
+            for track, name, start, end, args, waited_ns in itertools.islice(rows, count)
+            if end >= since_ns
+        ]
         for block in blocks:
             found.extend(block.part(block.spans["end_ns"] >= since_ns))
         return sorted(found, key=lambda span: (span.start_ns, span.end_ns))
@@ -193,7 +221,11 @@ class Timeline:
     def clear(self) -> None:
         """Forget every span."""
         with self._lock:
-            self._spans.clear()
+            self._count = 0
+            # Names may be of a model that is gone.
+            for column in (self._tracks, self._names):
+                column[:] = [""] * self.spans_max
+            self._args[:] = [None] * self.spans_max
             self._native.clear()
             self._native_count = 0
             self.dropped = 0
@@ -222,6 +254,12 @@ class Timeline:
         finally:
             partial.unlink(missing_ok=True)
         return len(spans)
+
+
+def _with_wait(args: Mapping[str, Any] | None, waited_ns: int) -> Mapping[str, Any] | None:
+    if waited_ns == _NO_WAIT:
+        return args
+    return {**(args or {}), "waited_ms": round(waited_ns / 1e6, 3)}
 
 
 def _native_span(record: Any, unit: str, purpose: str) -> Span:
@@ -502,7 +540,7 @@ class PhaseClock:
                 phase,
                 self._since_ns,
                 end_ns,
-                {"waited_ms": round(1e3 * passed.wait_s, 3)},
+                waited_ns=round(1e9 * passed.wait_s),
             )
         self._since_ns, self._at = end_ns, marks
         return phase

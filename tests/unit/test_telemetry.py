@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +114,31 @@ def test_a_full_timeline_keeps_the_newest_and_counts_what_it_drops() -> None:
     assert [span.start_ns for span in timeline.spans(since_ns=5)] == [4, 26, 27, 28]
     timeline.clear()
     assert (len(timeline), timeline.dropped) == (0, 0)
+
+
+def test_a_span_takes_no_memory_that_was_not_there_from_the_beginning() -> None:
+    timeline, units = Timeline(spans_max=1000), [f"layers.{index}" for index in range(10)]
+
+    def fill(count: int) -> None:
+        for index in range(count):
+            timeline.add(
+                "compute", units[index % 10], 10**12 + index, 10**12 + index + 1, waited_ns=index
+            )
+
+    fill(10)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        fill(5000)
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] - before < 1000
+    finally:
+        tracemalloc.stop()
+    assert (len(timeline), timeline.dropped) == (1000, 4010)
+    last = timeline.spans()[-1]
+    assert (last.name, last.end_ns - last.start_ns) == ("layers.9", 1)
+    assert last.args == {"waited_ms": 0.005}
 
 
 def test_a_span_is_recorded_also_when_its_body_raises() -> None:

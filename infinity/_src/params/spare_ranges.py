@@ -62,6 +62,11 @@ class SpareRanges:
         """Bytes of the ranges that refused a write."""
         return sum(place.size_bytes for place in self._bad)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the ranges that no write has used."""
+        return sum(place.size_bytes for place in self._held.values())
+
     def fill(self, size_bytes: int = 0) -> None:
         """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
 

@@ -589,8 +589,13 @@ class StateStore:
         """Writes that failed and went to another place, as far as `settle_moves` has seen them."""
         return self._spares.moved_writes if self._spares is not None else 0
 
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes on the drives that are kept free for writes that fail."""
+        return self._spares.held_bytes if self._spares is not None else 0
+
     def settle_moves(self) -> None:
-        """Take note of writes that went to other places than their own. Nothing may be pending."""
+        """Note writes that went to other places than their own. Nothing may be pending."""
         if self._spares is not None:
             self._spares.settle(self._adopt)
 

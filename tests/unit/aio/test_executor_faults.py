@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import errno
+import time
 
 import numpy as np
 import pytest
 
 from infinity import aio
 from infinity.errors import (
+    AioClosedError,
     AioError,
     ChecksumError,
     DeviceFailedError,
@@ -46,6 +48,31 @@ def test_what_passes_is_counted_and_nobody_notices(make_rig, rng, op, kind, code
     assert getattr(stats, counter) == getattr(stats.drives[0], counter) == 1
     assert stats.drives[0].errors == stats.jobs_failed == 0
     assert rig.executor.fault() is None
+
+
+@pytest.mark.parametrize("delay_us", [0, 100])
+def test_another_seam_serves_from_its_first_request_until_the_next(make_rig, rng, delay_us):
+    """Also in an executor that was opened without one, and beside what is in flight."""
+    rig = make_rig(seam=aio.Seam(delay_us_max=delay_us) if delay_us else None)
+    assert stored_and_read(rig, rng) is None
+    for _ in range(2):
+        rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0)))
+        error = stored_and_read(rig, rng)
+        assert isinstance(error, DeviceFailedError)
+        assert error.op == "read"
+        assert stored_and_read(rig, rng) is None
+    before = time.monotonic()
+    rig.executor.set_seam(aio.Seam(read_bytes_per_s=RUN_BYTES / 0.2, fault=aio.Fault("read", 500)))
+    assert stored_and_read(rig, rng) is None
+    assert time.monotonic() - before >= 0.2
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("write", 1, persistent=True)))
+    rig.executor.set_seam(aio.Seam())
+    assert stored_and_read(rig, rng) is None
+    with pytest.raises(ValueError, match="null"):
+        rig.executor.set_seam(aio.Seam(null=1))
+    rig.executor.close()
+    with pytest.raises(AioClosedError):
+        rig.executor.set_seam(aio.Seam())
 
 
 def test_a_bit_that_flips_in_a_read_is_read_again(make_rig, rng):

@@ -72,11 +72,11 @@ def test_a_misdirected_write_destroys_its_neighbour_and_both_are_told(make_rig, 
     values = {i: random_chunk(rng) for i in range(6)}
     rig.store(values).wait()
     before = [on_drive(rig, i) for i in range(6)]
-    rig.executor.arm(Fault("write", 0, kind="misdirected"))
+    rig.executor.set_seam(Seam(fault=Fault("write", 0, kind="misdirected")))
     rig.store({chunk: random_chunk(rng)}).wait()
     after = [on_drive(rig, i) for i in range(6)]
     assert [i for i in range(6) if before[i] != after[i]] == [victim]
-    assert rig.executor.arm(None) == 1
+    assert rig.executor.set_seam(Seam()) == 1
     for index in range(6):
         error = outcome(rig.fetch([index])[0])
         assert isinstance(error, ChecksumError) == (index in (chunk, victim)), (index, error)
@@ -87,10 +87,10 @@ def test_a_misdirected_read_is_read_again_or_an_error(make_rig, rng):
     rig = make_rig()
     values = {i: random_chunk(rng) for i in range(6)}
     rig.store(values).wait()
-    rig.executor.arm(Fault("read", 0, kind="misdirected"))
+    rig.executor.set_seam(Seam(fault=Fault("read", 0, kind="misdirected")))
     assert same(rig.read(0), values[0])
     assert rig.executor.stats().rereads == 1
-    rig.executor.arm(Fault("read", 0, kind="misdirected", persistent=True))
+    rig.executor.set_seam(Seam(fault=Fault("read", 0, kind="misdirected", persistent=True)))
     error = outcome(rig.fetch([5])[0])
     assert isinstance(error, ChecksumError)
     assert 5 * RUN_BYTES <= error.offset < 6 * RUN_BYTES  # where it belongs
@@ -103,19 +103,19 @@ def test_an_only_block_of_a_file_cannot_be_misdirected(make_rig, rng):
     value = random_chunk(rng)
     rig.store({0: value}).wait()
     assert same(rig.read(0), value)
-    assert rig.executor.arm(None) == 0
+    assert rig.executor.set_seam(Seam()) == 0
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_late_request_takes_its_time_and_harms_nothing(make_rig, rng, op):
     rig = make_rig()
     value = random_chunk(rng)
-    rig.executor.arm(Fault(op, 1, kind="late", late_s=0.3))
+    rig.executor.set_seam(Seam(fault=Fault(op, 1, kind="late", late_s=0.3)))
     begun = time.monotonic()
     rig.store({0: value}).wait()
     assert same(rig.read(0), value)
     assert time.monotonic() - begun >= 0.3
-    assert rig.executor.arm(None) == 1
+    assert rig.executor.set_seam(Seam()) == 1
     begun = time.monotonic()
     assert same(rig.read(0), value)
     assert time.monotonic() - begun < 0.3
@@ -125,7 +125,7 @@ def test_a_fault_of_one_drive_strikes_that_one(make_rig, rng):
     rig = make_rig(drive_count=2)
     values = {i: random_chunk(rng) for i in range(4)}
     rig.store(values).wait()
-    rig.executor.arm(Fault("read", 0, persistent=True, drive=1))
+    rig.executor.set_seam(Seam(fault=Fault("read", 0, persistent=True, drive=1)))
     for index in range(4):
         error = outcome(rig.fetch([index])[0])
         assert (error is None) == (index % 2 == 0)
@@ -137,12 +137,12 @@ def test_an_executor_is_armed_and_disarmed_while_it_runs(make_rig, rng):
     rig = make_rig(seam=Seam(delay_us_max=50, seed=3))
     value = random_chunk(rng)
     rig.store({0: value}).wait()
-    assert rig.executor.arm(Fault("read", 2)) == 0
+    assert rig.executor.set_seam(Seam(fault=Fault("read", 2))) == 0
     assert isinstance(outcome(rig.fetch([0])[0]), DeviceFailedError)
-    assert rig.executor.arm(Fault("read", 100)) == 1
+    assert rig.executor.set_seam(Seam(fault=Fault("read", 100))) == 1
     assert same(rig.read(0), value)
-    assert rig.executor.arm(None) == 0
+    assert rig.executor.set_seam(Seam()) == 0
     assert same(rig.read(0), value)
     rig.executor.close()
     with pytest.raises(AioError):
-        rig.executor.arm(None)
+        rig.executor.set_seam(Seam())
