@@ -38,8 +38,8 @@ Promises, the same for both backends:
   some: of its drive, then of another one. Its chunk's place is there from then on, and nothing
   fails; `take_moved_writes` tells of it.
 - Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads
-  the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it are
-  refused with the same fault, until `recover`.
+  the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it
+  are refused with the same fault, until `recover`.
 - Invalid chunks. A STORE or UPDATE that failed otherwise, or was refused, leaves its chunk invalid:
   the value it should hold exists nowhere. Later FETCH and UPDATE jobs on it fail with the same
   fault until its sections are STOREd again.

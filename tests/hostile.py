@@ -295,7 +295,7 @@ def arrive_run(real: Path, place: Path) -> None:
 
 
 def begin_run(place: Path, *, goes_on: bool = False) -> None:
-    """What a process does with the files of a run, from its beginning to a commit. goes_on: the
+    """Do with the files of a run as a process does, from its beginning to a commit. goes_on: the
     files of the run before stay.
     """
     files = RunFiles(drives(place), 0, 1)
@@ -336,7 +336,7 @@ def seal_journal(name: str, data: bytes) -> bytes:
 
 
 def write_owners(place: Path) -> None:
-    """What processes that died left: a private directory, and a locked file's owner."""
+    """Make the remains of processes that died: a private directory, and a locked file's owner."""
     private = place / f"{PREFIX}abcdefgh"
     private.mkdir(mode=0o700)
     dead = dataclasses.replace(Owner.this(), pid=1 << 22)
@@ -586,7 +586,8 @@ def planted(place: Path, file: str, victims: Path, rng: random.Random) -> None:
         names = (
             f"states-{digits}-1.rank0", f"states-{digits}-1.rank7", ".lock.rank0.owner",
             ".lock.rank0.owner.new", "fill.rank0", "fill.rank3", "lock.rank0", "drive1", "drive2",
-            ".drive1.rank0", f"home-{digits[:8]}", "manifest-00000099.rank0", "extra-00000099.rank0",
+            ".drive1.rank0", f"home-{digits[:8]}",
+            "manifest-00000099.rank0", "extra-00000099.rank0",
             "manifest-00000099.rank0.partial", f".states-{digits}-1.rank0.owner", "owner.json",
             ".file.owner.new", "swap",
         )  # fmt: skip

@@ -314,7 +314,11 @@ def test_a_fault_names_the_block_and_the_step_can_be_repeated(op: str, tmp_path:
         models.loss_of(plain, batch).backward()
         model: Any = training.model()
         fault = Fault(
-            op=op, nth=2, kind="errno" if op == "write" else "bitflip", persistent=op == "read", lasting=True
+            op=op,
+            nth=2,
+            kind="errno" if op == "write" else "bitflip",
+            persistent=op == "read",
+            lasting=True,
         )
         offload(model, policy(tmp_path, params="cpu", optim="cpu"), _seam=Seam(fault=fault))
         with pytest.raises(AioError, match=r"the input of model\.layers\.\d cannot be") as caught:

@@ -215,7 +215,10 @@ FAULTS: dict[str, tuple[Fault, dict[str, Any]]] = {
         Fault("write", 4, lasting=True),
         {"params": "cpu", "optim": "cpu", "activations": "nvme"},
     ),
-    "weights are read inside of a slice": (Fault("read", 9, lasting=True), {**NVME, "unit_bytes_max": 4096}),
+    "weights are read inside of a slice": (
+        Fault("read", 9, lasting=True),
+        {**NVME, "unit_bytes_max": 4096},
+    ),
 }
 
 

@@ -100,7 +100,7 @@ def restore(
     model has, and `.damaged` names parameter, elements and file; a warning says how much.
     "from-older" restores the newest commit that is whole, of those that a durable run keeps
     (`Policy.generations`): training from it is as from one that was never damaged, and `.step` says
-    which it is. Where none is whole, the newest is restored, with what is damaged there from older
+    which it is. If none is whole, the newest is restored, with what is damaged there from older
     ones; `.damaged` has each such range, and its `reason` the step, or that nothing has it, as with
     "report". Blocks. On several ranks all call it, and each reports its shard.
 

@@ -4,8 +4,8 @@
     bad-<id>-<n>.rank<r>             that file when its run has left it: all but those ranges is
                                      given back to the file system
 
-The blocks below a bad range stay those of that file, so that the file system gives them to no other.
-Remove `bad-*` after the drive was replaced.
+The blocks below a bad range stay those of that file, so that no other file gets them. Remove
+`bad-*` after the drive was replaced.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A place that a kept commit names is never written. After a commit a chunk whose 
 gets one in exchange that none names: the oldest commit was just removed, so there is one. Nothing
 is copied. Chunks that no step updates need no further place, and share theirs between commits.
 
-Where the drives lack the room, fewer commits are kept, down to the newest alone; never less.
+If the drives lack the room, fewer commits are kept, down to the newest alone; never less.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class OlderCommits:
         self._wanted = count
         self._layer = 0
         self.room = count
-        """How many commits this rank has room for beside the newest one."""
+        """The number of commits that this rank has room for beside the newest one."""
 
     @property
     def generations(self) -> set[int]:

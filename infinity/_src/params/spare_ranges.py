@@ -5,7 +5,7 @@
                one warning says so, and other spare ranges take their place
     rehome     a checkpoint has links to the files that they are in: others, in new files
 
-The executor moves by itself (native/executor_spares.c), amid a step. What it did is settled between
+The executor moves by itself (native/executor_spares.c), amid a step. Its moves are settled between
 steps.
 """
 
@@ -70,7 +70,7 @@ class SpareRanges:
     def fill(self, size_bytes: int = 0) -> None:
         """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
 
-        Where a drive has no room there are fewer, and a warning says so.
+        A drive without room has fewer, and a warning says so.
         """
         if size_bytes > self._size_bytes:
             # Those that are there would not take the larger place.

@@ -56,7 +56,7 @@ def test_another_seam_serves_from_its_first_request_until_the_next(make_rig, rng
     rig = make_rig(seam=aio.Seam(delay_us_max=delay_us) if delay_us else None)
     assert stored_and_read(rig, rng) is None
     for _ in range(2):
-        rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0)))
+        rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0, lasting=True)))
         error = stored_and_read(rig, rng)
         assert isinstance(error, DeviceFailedError)
         assert error.op == "read"

@@ -133,13 +133,13 @@ def test_a_fault_of_one_drive_strikes_that_one(make_rig, rng):
 
 
 def test_an_executor_is_armed_and_disarmed_while_it_runs(make_rig, rng):
-    """Counts begin when it is armed; what it met is told; the seam's delays stay."""
+    """Counts begin when it is armed; what it met is told."""
     rig = make_rig(seam=Seam(delay_us_max=50, seed=3))
     value = random_chunk(rng)
     rig.store({0: value}).wait()
-    assert rig.executor.set_seam(Seam(fault=Fault("read", 2))) == 0
+    assert rig.executor.set_seam(Seam(fault=Fault("read", 2, lasting=True))) == 0
     assert isinstance(outcome(rig.fetch([0])[0]), DeviceFailedError)
-    assert rig.executor.set_seam(Seam(fault=Fault("read", 100))) == 1
+    assert rig.executor.set_seam(Seam(fault=Fault("read", 100))) == 2
     assert same(rig.read(0), value)
     assert rig.executor.set_seam(Seam()) == 0
     assert same(rig.read(0), value)
