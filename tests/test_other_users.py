@@ -29,7 +29,7 @@ STRANGER = 65534
 
 
 def as_stranger(call: Callable[[], Sequence[str]]) -> list[str]:
-    """Return the result of `call` in a child that is another user. Skips if no uid can be changed."""
+    """Return the result of `call` in a child of another uid. Skips if no uid can be changed."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -68,7 +68,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 def reached(paths: Sequence[Path]) -> list[str]:
-    """Try these paths in all ways. Returns those in which this process can use them, as `way path`."""
+    """Try these paths in all ways. Returns those that this process can use, as `way path`."""
     found = []
     for path in paths:
         for way, act in WAYS.items():
