@@ -204,6 +204,7 @@ CAMPAIGN := build/campaign.jsonl
 campaign: $(STAMP)
 	@mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --record $(CAMPAIGN) --resume
+	$(MAKE) --no-print-directory kill-campaign fault-soak growth pressure
 
 # Five minutes of it, other cases every night.
 campaign-slice: $(STAMP)
