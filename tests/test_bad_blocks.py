@@ -9,11 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
 from infinity._src.checkpoint import bad_ranges
+from infinity._src.engine import offload
 from infinity._src.hooks import activation_offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
@@ -56,6 +58,23 @@ def test_a_bad_block_changes_no_bit(
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert str(tmp_path) in told
     assert "4 spare ranges are left" in told
+
+
+def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserved(
+    tmp_path: Path,
+) -> None:
+    # Its room is reserved with the parameters, which rest in memory; masters are the first write.
+    layers = [torch.nn.Linear(64, 64, bias=False, dtype=torch.float16) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    policy = inf.Policy(nvme=tmp_path, resident={"params": 1.0}, unit_bytes_max=8192, **NVME)
+    offload(model, policy, _seam=bad_block(0))
+    before = inf.handle(model).stats().nvme_bytes
+    inf.AdamW(model.parameters(), lr=1e-2)
+    assert inf.handle(model).parts.tiers.executor.stats().moved_writes == 1
+    assert inf.handle(model).stats().nvme_bytes == before
+    (place,) = inf.handle(model).parts.tiers.storage.space.reserve([4096])
+    assert place.offset > 0
+    close(model)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)

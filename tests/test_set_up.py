@@ -223,29 +223,35 @@ def stored(file: Path, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> di
     return values
 
 
-def filled(place: Path, load: Any, *more: Path, **values: Any) -> Any:
+def filled(
+    place: Path, load: Any, *more: Path, seam: Seam | None = None, **values: Any
+) -> Any:
     with torch.device("meta"):
         model = wide(512)
     place.mkdir(exist_ok=True)
     policy: dict[str, Any] = {"nvme": [place, *more], "ram": "min", "unit_bytes_max": 3 << 18}
     policy |= {"params": "nvme", "optim": "nvme", "durable": True, **values}
-    return offload(model, inf.Policy(**policy), load=load)
+    return offload(model, inf.Policy(**policy), load=load, _seam=seam)
 
 
-def fill_and_die(place: Path, file: Path, after: int, end: str, *more: Path) -> None:
+def fill_and_die(
+    place: Path, file: Path, after: int, end: str, *more: Path, seam: Seam | None = None
+) -> None:
     """Fill a model, and be killed, or fail, when so many bytes were read."""
     torch.set_num_threads(1)
     run_fill.NOTE_EVERY_S = 0
     with Counted(after, kills=end == "killed"):
-        filled(place, file, *more)
+        filled(place, file, *more, seam=seam)
 
 
-def broken_off(place: Path, file: Path, end: str, *more: Path) -> None:
+def broken_off(place: Path, file: Path, end: str, *more: Path, seam: Seam | None = None) -> None:
     """Have a process break a fill off, in which more than half of it was written."""
     context = mp.get_context("forkserver")
     # The same as in tests.crashes: there is one server.
     context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
-    process = context.Process(target=fill_and_die, args=(place, file, 9 << 18, end, *more))
+    process = context.Process(
+        target=fill_and_die, args=(place, file, 9 << 18, end, *more), kwargs={"seam": seam}
+    )
     process.start()
     process.join(60)
     assert process.exitcode == (-signal.SIGKILL if end == "killed" else 1)
@@ -284,6 +290,19 @@ def test_a_fill_that_breaks_off_goes_on_and_reads_the_rest_alone(tmp_path: Path,
     model(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum().backward()
     optimizer.step()
     assert_filled(model, found)
+    close(model)
+
+
+def test_a_flat_whose_write_went_elsewhere_is_loaded_anew(tmp_path: Path) -> None:
+    file, place = tmp_path / "a.safetensors", tmp_path / "drive"
+    values = stored(file)
+    bad = Seam(fault=Fault("write", 0, persistent=True, stop=4096))
+    broken_off(place, file, "killed", seam=bad)
+    # Its first place holds nothing, and nobody knows of the other one any more.
+    with Counted() as counted:
+        model = filled(place, file)
+    assert 0 < counted.bytes < WHOLE
+    assert_filled(model, values)
     close(model)
 
 
