@@ -130,6 +130,31 @@ def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: s
     assert not [name for name in run_files(tmp_path) if name.endswith(".bad")]
 
 
+def test_a_checkpoint_with_links_to_a_file_that_has_a_bad_range_stays_whole(
+    tmp_path: Path,
+) -> None:
+    place, wanted = tmp_path / "run", undisturbed()
+    model, optimizer = made(place, seam=bad_block(50_000, nth=1))
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert inf.handle(model).stats().moved_writes >= 1
+    inf.save(model, optimizer, tmp_path / "save")
+    bad = [path for path in (place / "infinity-run").glob(".*.bad")]
+    states = {path.with_name(path.name[1:].removesuffix(".bad")) for path in bad}
+    assert any(path.stat().st_nlink > 1 for path in states)
+    die(model)
+    # The next process leaves the files of this one.
+    model, optimizer = made(place)
+    assert inf.restore(model, optimizer, place).step == 3
+    step(model, optimizer, 3, 0)
+    inf.handle(model).flush()
+    assert not any(path.exists() for path in states)
+    assert inf.restore(model, optimizer, tmp_path / "save").step == 3
+    assert digest(model) == wanted[3]
+    close(model)
+
+
 def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_path: Path) -> None:
     states = tmp_path / "states-0123456789abcdef-1.rank0"
     states.write_bytes(b"\1" * 65536)
