@@ -140,7 +140,7 @@ def test_a_checkpoint_with_links_to_a_file_that_has_a_bad_range_stays_whole(
     inf.handle(model).flush()
     assert inf.handle(model).stats().moved_writes >= 1
     inf.save(model, optimizer, tmp_path / "save")
-    bad = [path for path in (place / "infinity-run").glob(".*.bad")]
+    bad = list((place / "infinity-run").glob(".*.bad"))
     states = {path.with_name(path.name[1:].removesuffix(".bad")) for path in bad}
     assert any(path.stat().st_nlink > 1 for path in states)
     die(model)

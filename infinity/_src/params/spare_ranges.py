@@ -69,7 +69,8 @@ class SpareRanges:
         return sum(place.size_bytes for place in self._held.values())
 
     def refused(self, place: SwapExtent) -> bool:
-        """Return whether this is the place of a write that failed, which nobody gets again."""
+        """Return whether this is the place of a write that failed, which nobody gets again;
+        of those since the last `rehome`."""
         return (place.layer, place.drive, place.offset) in self._refused
 
     def fill(self, size_bytes: int = 0) -> None:
@@ -101,6 +102,8 @@ class SpareRanges:
 
     def rehome(self, layer: int) -> None:
         """Have the ranges in files of this layer from now on."""
+        # Layers may have been removed, whose numbers others will have.
+        self._refused.clear()
         if layer != self._layer:
             self._release()
             self._layer = layer
