@@ -63,7 +63,9 @@ bool inf_run_refused(const struct inf_executor *ex, inf_run *run) {
         writes = writes || (written && !inf_section_resident(chunk, s));
     }
     if (!writes) return false;
-    const inf_drive *drive = &ex->drives[inf_run_drive(run, INF_OP_WRITE)];
+    /* What a chunk keeps goes first, also where its next version would lie on another drive. */
+    bool keeps = run->chunk->failed_write_mask != 0;
+    const inf_drive *drive = &ex->drives[keeps ? chunk->drive : inf_run_drive(run, INF_OP_WRITE)];
     if (!drive->stats.marked) return false;
     run->faulted = true;
     run->fault = drive->stats.mark;

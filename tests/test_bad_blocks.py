@@ -9,11 +9,13 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import infinity as inf
 from infinity._src.checkpoint import bad_ranges
+from infinity._src.engine import offload
 from infinity._src.hooks import activation_offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError
@@ -56,6 +58,23 @@ def test_a_bad_block_changes_no_bit(
     (told,) = [text for text in caplog.messages if "refused a write" in text]
     assert str(tmp_path) in told
     assert "4 spare ranges are left" in told
+
+
+def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserved(
+    tmp_path: Path,
+) -> None:
+    # Its room is reserved with the parameters, which rest in memory; masters are the first write.
+    layers = [torch.nn.Linear(64, 64, bias=False, dtype=torch.float16) for _ in range(4)]
+    model = torch.nn.Sequential(*layers)
+    policy = inf.Policy(nvme=tmp_path, resident={"params": 1.0}, unit_bytes_max=8192, **NVME)
+    offload(model, policy, _seam=bad_block(0))
+    before = inf.handle(model).stats().nvme_bytes
+    inf.AdamW(model.parameters(), lr=1e-2)
+    assert inf.handle(model).parts.tiers.executor.stats().moved_writes == 1
+    assert inf.handle(model).stats().nvme_bytes == before
+    (place,) = inf.handle(model).parts.tiers.storage.space.reserve([4096])
+    assert place.offset > 0
+    close(model)
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, database=None)
@@ -109,6 +128,31 @@ def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: s
         assert kept.stat().st_blocks * 512 <= stop - start + 4096
     close(model)
     assert not [name for name in run_files(tmp_path) if name.endswith(".bad")]
+
+
+def test_a_checkpoint_with_links_to_a_file_that_has_a_bad_range_stays_whole(
+    tmp_path: Path,
+) -> None:
+    place, wanted = tmp_path / "run", undisturbed()
+    model, optimizer = made(place, seam=bad_block(50_000, nth=1))
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert inf.handle(model).stats().moved_writes >= 1
+    inf.save(model, optimizer, tmp_path / "save")
+    bad = list((place / "infinity-run").glob(".*.bad"))
+    states = {path.with_name(path.name[1:].removesuffix(".bad")) for path in bad}
+    assert any(path.stat().st_nlink > 1 for path in states)
+    die(model)
+    # The next process leaves the files of this one.
+    model, optimizer = made(place)
+    assert inf.restore(model, optimizer, place).step == 3
+    step(model, optimizer, 3, 0)
+    inf.handle(model).flush()
+    assert not any(path.exists() for path in states)
+    assert inf.restore(model, optimizer, tmp_path / "save").step == 3
+    assert digest(model) == wanted[3]
+    close(model)
 
 
 def test_a_list_of_bad_ranges_that_is_cut_short_counts_as_far_as_it_goes(tmp_path: Path) -> None:

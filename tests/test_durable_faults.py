@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, final
 
 import pytest
+import torch
 
 import infinity as inf
 from infinity._src.checkpoint.hardlink import PinnedLayers
@@ -261,6 +262,48 @@ def test_writes_of_states_fail(tmp_path: Path, wanted: list[str], update: str, k
         if kind != "errno":  # buffers of an undone step are as its forward left them
             assert digest(model) == wanted[found.step]
         close(model)
+
+
+def test_what_a_failed_write_left_in_memory_alone_is_not_committed(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, 0, 0)
+    handle = inf.handle(model)
+    handle.flush()
+    name, value = next(iter(model.state_dict().items()))
+    executor = handle.parts.tiers.executor
+    executor.set_seam(Seam(fault=Fault("write", 0, persistent=True)))
+    with pytest.raises(RuntimeError, match="the drive failed"):
+        model.load_state_dict({name: torch.full_like(value, 0.5)}, strict=False)
+    assert handle.stats().kept_chunks == 1
+    for _ in range(2):
+        with pytest.raises(DeviceFailedError):
+            handle.flush()
+    die(model)
+    model, optimizer = made(tmp_path)
+    assert inf.restore(model, optimizer, tmp_path).step == 1
+    assert digest(model) == wanted[1]
+    close(model)
+
+
+def test_what_a_failed_write_left_in_memory_is_written_before_it_is_committed(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = made(tmp_path)
+    handle = inf.handle(model)
+    name, value = next(iter(model.state_dict().items()))
+    handle.parts.tiers.executor.set_seam(Seam(fault=Fault("write", 0, persistent=True)))
+    with pytest.raises(RuntimeError, match="the drive failed"):
+        model.load_state_dict({name: torch.full_like(value, 0.5)}, strict=False)
+    handle.parts.tiers.executor.set_seam(Seam())
+    handle.flush()
+    assert handle.stats().kept_chunks == 0
+    die(model)
+    model, optimizer = made(tmp_path)
+    inf.restore(model, optimizer, tmp_path)
+    assert torch.equal(model.state_dict()[name], torch.full_like(value, 0.5))
+    close(model)
 
 
 def test_damage_is_found_and_named(tmp_path: Path, wanted: list[str]) -> None:

@@ -81,7 +81,8 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 def retire(states: Path) -> bool:
     """Give all of a states file back to the file system but its bad ranges, under a name of its
-    own. Returns False if it has none, or the file system cannot: it may be removed then.
+    own. Returns False if it has none, the file system cannot, or a checkpoint has a link to the
+    file and keeps all of it: this name may be removed then.
     """
     bad = known(states)
     if not bad:
@@ -92,7 +93,11 @@ def retire(states: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        end = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if status.st_nlink > 1:
+            # What would be given back here is the checkpoint's.
+            return False
+        end = status.st_size
         for start, stop in zip([0, *stops], [*starts, end], strict=True):
             if stop > start and _LIBC.fallocate(fd, _KEEP_SIZE_AND_PUNCH, start, stop - start):
                 code = ctypes.get_errno()

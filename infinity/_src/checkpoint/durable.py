@@ -405,6 +405,11 @@ class DurableRun:
     def _write(self, generation: int) -> tuple[Head, Described]:
         # Before anything is written by name.
         self.files.check_place()
+        # What a write that failed has left in memory alone is no commit's: it is written now, or
+        # its error is this commit's.
+        if self._executor.stats().kept_chunks:
+            self._executor.recover().wait()
+            self._store.settle_moves()
         # The states first, then the manifest that names them.
         for files in self.files.layers.values():
             for file in files:

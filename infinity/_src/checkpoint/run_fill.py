@@ -120,6 +120,9 @@ class RunFill:
             # What the journal says must be on the drives, also after a power cut.
             self._files.sync()
             for flat, digest in self._written:
+                # The next process knows of no move: it looks where the chunks were to lie.
+                if not self._store.in_its_places(flat):
+                    continue
                 sums = self._store[flat].sums[0].tobytes()
                 self._journal.add(self._index[flat], FilledFlat(digest, sums))
             self._written.clear()

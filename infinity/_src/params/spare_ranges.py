@@ -54,6 +54,7 @@ class SpareRanges:
         self._held: dict[tuple[int, int, int], SwapExtent] = {}
         # Extents that refused a write. They stay reserved, so that nobody gets them.
         self._bad: list[SwapExtent] = []
+        self._refused: set[tuple[int, int, int]] = set()
         self._told_full = False
         self.moved_writes = 0
 
@@ -66,6 +67,11 @@ class SpareRanges:
     def held_bytes(self) -> int:
         """Bytes of the ranges that no write has used."""
         return sum(place.size_bytes for place in self._held.values())
+
+    def refused(self, place: SwapExtent) -> bool:
+        """Return whether this is the place of a write that failed, which nobody gets again;
+        of those since the last `rehome`."""
+        return (place.layer, place.drive, place.offset) in self._refused
 
     def fill(self, size_bytes: int = 0) -> None:
         """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
@@ -96,6 +102,8 @@ class SpareRanges:
 
     def rehome(self, layer: int) -> None:
         """Have the ranges in files of this layer from now on."""
+        # Layers may have been removed, whose numbers others will have.
+        self._refused.clear()
         if layer != self._layer:
             self._release()
             self._layer = layer
@@ -111,6 +119,7 @@ class SpareRanges:
                 # Its owner gives the extent back by the place that it knows.
                 self._space.exchange(bad, spare)
             self._bad.append(bad)
+            self._refused.add((bad.layer, bad.drive, bad.offset))
             if self._remember is not None:
                 self._remember(bad)
         if moves:

@@ -33,7 +33,11 @@ from infinity.aio._records import PIECE_NUMEL, GradSection, Master, NumelT, piec
 from infinity.aio._spares import MovedWrite
 from infinity.errors import AioError
 
-PLACES = (("file_offset", "file"), ("other_offset", "other_file"), ("grad_offset", "grad_file"))
+PLACES = (
+    ("file_offset", "file", "drive"),
+    ("other_offset", "other_file", "other_drive"),
+    ("grad_offset", "grad_file", "drive"),
+)
 """The fields of a record that say where its run lies, its second run, and its gradients."""
 
 
@@ -150,7 +154,7 @@ class ShardRecords:
         # All extents of a chunk lie on one drive: they were reserved together.
         record["drive"] = next(place.drive for place in places if place is not None)
         record["other_drive"] = record["drive"]
-        for place, (offset, file) in zip(places, PLACES, strict=False):
+        for place, (offset, file, _) in zip(places, PLACES, strict=False):
             if place is not None:
                 record[offset], record[file] = place.offset, place.layer
         if record["file_offset"] < 0:  # gradients alone
@@ -200,7 +204,7 @@ def unplaced(
     records["key"] = key + np.arange(len(spans), dtype=np.uint64)
     # -1: no place yet. A section that keeps it is resident.
     records["drive"] = records["other_drive"] = records["section_at"] = -1
-    for offset, _ in PLACES:
+    for offset, _, _ in PLACES:
         records[offset] = -1
     records["format"], records["section_count"], records["piece_numel"] = (
         state_format,
@@ -388,6 +392,7 @@ class StateStore:
             except BaseException:
                 # Moves that are under way still write to the memory of `made`, which is freed next.
                 self._executor.wait_all()
+                self.settle_moves()
                 for shard in made:
                     self._drop(shard, stays=old[shard.flat])
                 raise
@@ -584,6 +589,17 @@ class StateStore:
         if shard.versioned or self.moved_writes:
             shard.records[:] = self._executor.look(shard.ids)
 
+    def in_its_places(self, flat: Flat) -> bool:
+        """Return whether all chunks of a flat lie where their records say: no step has exchanged
+        their places, and no write that failed has moved one.
+        """
+        shard = self._flats[flat]
+        now = self._executor.look(shard.ids)
+        return all(
+            np.array_equal(now[name], shard.records[name])
+            for name in ("drive", "file", "file_offset")
+        )
+
     @property
     def moved_writes(self) -> int:
         """Writes that failed and went to another place, as far as `settle_moves` has seen them."""
@@ -749,12 +765,14 @@ class StateStore:
         old = before.records
         # The parameter comes first in its run: it stays, or there is none.
         alike = (old["section_at"][:, 0] < 0) == (shard.records["section_at"][:, 0] < 0)
-        drives = old["drive"].tolist()
-        columns = [(old[file].tolist(), old[offset].tolist()) for offset, file in PLACES]
+        columns = [
+            (old[file].tolist(), old[drive].tolist(), old[offset].tolist())
+            for offset, file, drive in PLACES
+        ]
         found: dict[int, list[SwapExtent | None]] = {}
         for index, requests in wants.items():
             group: list[SwapExtent | None] = []
-            for request, (files, offsets) in zip(requests, columns, strict=False):
+            for request, (files, drives, offsets) in zip(requests, columns, strict=False):
                 # Without optimizer a step may have exchanged the places: then it is another layer.
                 key = (files[index], drives[index], offsets[index])
                 place = there.get(key) if files[index] == request.layer else None
@@ -762,7 +780,9 @@ class StateStore:
                     group.append(None)
                 elif place is not None and place.size_bytes >= request.size_bytes:
                     group.append(dataclasses.replace(place, size_bytes=request.size_bytes))
-            if alike[index] and len(group) == len(requests):
+            # A write that failed may have moved one of them to another drive.
+            together = len({place.drive for place in group if place is not None}) == 1
+            if alike[index] and together and len(group) == len(requests):
                 found[index] = group
         taken = np.array(list(found), dtype=np.intp)
         shard.records["generation"][taken] = old["generation"][taken]
@@ -773,8 +793,8 @@ class StateStore:
         elsewhere.
         """
         held: dict[tuple[int, int, int], int] = {}
-        for offset, file in PLACES[:2]:
-            columns = [shard.records[name].tolist() for name in (file, "drive", offset)]
+        for offset, file, drive in PLACES[:2]:
+            columns = [shard.records[name].tolist() for name in (file, drive, offset)]
             places = zip(*columns, strict=True)
             held.update(zip(places, shard.records["run_bytes"].tolist(), strict=True))
         for at, place in enumerate(shard.places):
@@ -875,6 +895,9 @@ class StateStore:
                 # The end that the other does without; the larger one gives it up.
                 self.nvme_bytes -= max(place.size_bytes - other.size_bytes, 0)
                 self._space.trim(other)
+                continue
+            # The chunks that stay had it, too, until it refused their write.
+            if self._spares is not None and self._spares.refused(place):
                 continue
             self.nvme_bytes -= place.size_bytes
             # The last commit of a durable run names the place: it stays readable until the next

@@ -171,6 +171,32 @@ def test_a_part_moves_where_the_rest_are_zeros(make_rig, rng):
     assert rig.executor.stats().moved_writes == 1
 
 
+@pytest.mark.parametrize("job", ["update", "store"])
+def test_what_a_chunk_keeps_is_not_overtaken_by_a_version_on_another_drive(make_rig, rng, job):
+    rig = make_rig(drive_count=2, chunk_count=2, spares=(0, 2), versioned=True)
+    rig.store({0: random_chunk(rng)}).wait(20)
+    rig.executor.commit(rig.ids)
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("write", 0, persistent=True)))
+    kept = random_chunk(rng)
+    with pytest.raises(DeviceFailedError):
+        rig.store({0: kept}).wait(20)
+    rig.executor.set_seam(aio.Seam())
+    now = rig.executor.look(rig.ids[:1])[0]
+    # The drive of the next version takes writes; that of the one which is kept does not.
+    assert (now["drive"], now["other_drive"]) == (1, 0)
+    rig.executor.commit(rig.ids)
+    grads = {0: np.ones(NUMEL, np.float32)}
+    ticket = rig.update(grads) if job == "update" else rig.store({0: random_chunk(rng)})
+    assert isinstance(outcome(ticket), DeviceFailedError)
+    rig.executor.rollback(rig.ids)
+    assert same(rig.read(0), kept)
+    rig.executor.recover().wait(20)
+    assert rig.executor.stats().kept_chunks == 0
+    assert same(rig.read(0), kept)
+    rig.update(grads).wait(20)
+    assert same(rig.read(0), updated(kept, grads[0]))
+
+
 @pytest.mark.parametrize(
     "wrong", [{"drive": 1}, {"drive": -1}, {"file": 3}, {"offset": 7}, {"bytes": 0}, {"bytes": 512}]
 )

@@ -107,6 +107,17 @@ def test_released_places_are_given_back_to_the_file_system(tmp_path):
     space.close()
 
 
+def test_a_place_that_was_exchanged_twice_is_given_back_by_its_first_name(tmp_path):
+    space = SwapSpace(directories(tmp_path, 1))
+    first, second, third = space.reserve([MIB] * 3)
+    space.exchange(first, second)
+    space.exchange(second, third)
+    space.free(first)
+    # The two that refused a write are nobody's.
+    assert space.reserve([MIB] * 2) == [third, SwapExtent(0, 3 * MIB, MIB)]
+    space.close()
+
+
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 def test_a_drive_that_is_full_is_named_and_no_other_has_grown(tmp_path, monkeypatch, culprit):
     paths = directories(tmp_path, 3)
