@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -155,4 +156,87 @@ def test_a_run_on_the_further_drive_of_another_harms_nothing_of_it(
     model, optimizer = made(one)
     assert inf.restore(model, optimizer, one).step == steps
     assert digest(model) == wanted[steps]
+    close(model)
+
+
+def shared(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Two runs, of two steps and of three, that have one further drive in common."""
+    one, two, both = (tmp_path / name for name in ("one", "two", "both"))
+    for place in (one, two, both):
+        place.mkdir()
+    for place, count in ((one, 2), (two, 3)):
+        model, optimizer = made(place, both)
+        for index in range(count):
+            step(model, optimizer, index, 0)
+        close(model)
+    return one, two, both
+
+
+def test_a_run_is_restored_by_any_of_its_drives_whoever_shares_them(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    one, _, both = shared(tmp_path)
+    for named in (both, [one, both]):
+        model, optimizer = made(one, both)
+        assert inf.restore(model, optimizer, named).step == 2
+        assert digest(model) == wanted[2]
+        close(model)
+
+
+def test_a_run_that_goes_on_with_what_it_shares_keeps_no_other_from_its_drives(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    one, two, both = shared(tmp_path)
+    shutil.rmtree(one)
+    model, optimizer = made(both)
+    # The way that the error tells.
+    with pytest.raises(ValueError, match=re.escape(f"{str(both)!r}, damaged='report'")):
+        step(model, optimizer, 0, 0)
+    assert inf.restore(model, optimizer, both, damaged="report").step == 2
+    step(model, optimizer, 2, 0)
+    close(model)
+    model, optimizer = made(two, both)
+    assert inf.restore(model, optimizer, [two, both]).step == 3
+    assert digest(model) == wanted[3]
+    step(model, optimizer, 3, 0)
+    close(model)
+    model, optimizer = made(both)
+    assert inf.restore(model, optimizer, both).step == 3
+    close(model)
+
+
+def test_a_run_without_its_first_drive_goes_by_the_copy_that_is_whole(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("one", "two", "three")]
+    for drive in drives:
+        drive.mkdir()
+    model, optimizer = made(*drives)
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    close(model)
+    shutil.rmtree(drives[0])
+    (manifest,) = drives[1].glob("infinity-run/copy-*/manifest-*")
+    manifest.write_bytes(bytes(manifest.stat().st_size))
+    model, optimizer = made(*drives[1:])
+    with pytest.raises(ValueError, match=re.escape(f"{str(drives[1])!r}, damaged='report'")):
+        step(model, optimizer, 0, 0)
+    assert inf.restore(model, optimizer, drives[1], damaged="report").step == 2
+    close(model)
+
+
+def test_room_of_older_commits_is_given_up_on_all_drives_that_are_left(tmp_path: Path) -> None:
+    drives = [tmp_path / name for name in ("one", "two", "three")]
+    for drive in drives:
+        drive.mkdir()
+    model, optimizer = made(*drives, generations=3)
+    for index in range(4):
+        step(model, optimizer, index, 0)
+    close(model)
+    shutil.rmtree(drives[0])
+    model, optimizer = made(*drives[1:], generations=3)
+    run = inf.handle(model).durable
+    assert run is not None
+    assert run.files.give_up_older(1)
+    for drive in drives[1:]:
+        assert len(list(drive.glob("infinity-run/copy-*/manifest-*"))) == 1
+    assert inf.restore(model, optimizer, drives[1:], damaged="report").step == 4
     close(model)

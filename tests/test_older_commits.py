@@ -366,3 +366,49 @@ def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
 def test_ranks_agree_on_the_commit(tmp_path: Path) -> None:
     for found, before, after, count in on_ranks(on_two, tmp_path / "ranks", 2):
         assert (found, after, count) == (2, before, 2)
+
+
+@pytest.mark.parametrize("kind", ["manifest", "table", "buffers", "extra"])
+def test_a_file_that_is_damaged_in_the_home_is_taken_from_its_copy(
+    tmp_path: Path, wanted: list[str], kind: str
+) -> None:
+    """The newest commit is whole as long as one drive has each small file of it."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    drives[1].mkdir()
+    model, optimizer = made(*drives, generations=3)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    path = max(home(drives[0]).glob(f"{kind}-*"))
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+    ways: dict[Any, Any] = {"raise": drives[0], "from-older": drives, "report": drives[1]}
+    for mode, named in ways.items():
+        model, optimizer = reader()
+        found = inf.restore(model, optimizer, named, damaged=mode)
+        assert (found.step, found.extra, found.damaged) == (3, {"next": 3}, ()), mode
+        assert digest(model) == wanted[3]
+        close(model)
+    model, optimizer = made(*drives, generations=3)
+    assert inf.restore(model, optimizer, drives[0], damaged="from-older").step == 3
+    assert digest(model) == wanted[3]
+    close(model)
+
+
+def test_what_is_damaged_in_the_copy_too_is_told(tmp_path: Path) -> None:
+    drives = [tmp_path / "a", tmp_path / "b"]
+    drives[1].mkdir()
+    model, optimizer = made(*drives, generations=3)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    (copy,) = home(drives[1]).glob("copy-*")
+    for place in (home(drives[0]), copy):
+        path = max(place.glob("extra-*"))
+        path.write_bytes(bytes(path.stat().st_size))
+    model, optimizer = made(*drives, generations=3)
+    with pytest.raises(ChecksumError, match="extra-"):
+        inf.restore(model, optimizer, drives)
+    assert inf.restore(model, optimizer, drives, damaged="from-older").step == 2
+    close(model)

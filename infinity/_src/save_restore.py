@@ -112,9 +112,12 @@ def restore(
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
     several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
-    of, source = handle(model), run_among(several)
+    of = handle(model)
     of.flush()
     run = of.durable
+    # Other runs may have copies there, too.
+    mine = run is not None and run.must_restore(several)
+    source = run.files.source if run is not None and mine else run_among(several)
     own = run is not None and source.resolve() in (
         run.files.home.resolve(),
         run.files.source.resolve(),

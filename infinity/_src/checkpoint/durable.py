@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,13 @@ class DurableRun:
                 f"{self._waits_for}: call inf.restore(model, opt, {place!r}{reports}) "
                 "first, or give it up with Policy(durable='new')"
             )
+
+    def must_restore(self, directories: Sequence[str | os.PathLike[str]]) -> bool:
+        """Return whether this run has to be restored first, and all of these are directories of
+        it."""
+        mine = {os.path.realpath(run.parent) for run in self.files.directories}
+        named = {os.path.realpath(each) for each in directories}
+        return self._waits_for is not None and bool(named) and named <= mine
 
     @property
     def before(self) -> int | None:

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +26,7 @@ import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import (
     check_length,
+    generations,
     newest_generation,
     read_attachment,
     read_generation,
@@ -55,6 +58,8 @@ from infinity.aio import (
 )
 from infinity.aio._records import PIECE_NUMEL, SECTION_MAX
 from infinity.errors import AioError
+
+log = logging.getLogger("infinity")
 
 Chunks = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 """(starts, numels) of the chunks of one rank's shard of a flat, in order, without gaps."""
@@ -103,8 +108,10 @@ class Checkpoint:
         *,
         backend: str = "auto",
         partial: bool = False,
+        copies: Sequence[Path] = (),
     ) -> None:
         self.directory = directory
+        self._copies = copies
         self.manifests = list(manifests)
         self._backend, self._partial = backend, partial
         self._readers: OrderedDict[int, DataReader] = OrderedDict()  # by rank
@@ -136,16 +143,15 @@ class Checkpoint:
         *,
         backend: str = "auto",
         partial: bool = False,
+        copies: Sequence[Path] = (),
     ) -> Checkpoint:
         """Open the newest whole generation, or this one. backend: of the executors that read.
-        partial: as in `DataReader`.
+        partial: as in `DataReader`. copies: other places of the same manifests, for those that are
+        damaged.
         """
-        manifests = (
-            newest_generation(directory)
-            if generation is None
-            else read_generation(directory, generation)
-        )
-        return cls(directory, manifests, backend=backend, partial=partial)
+        place, manifests = _manifests_of(directory, generation, copies)
+        others = [each for each in (directory, *copies) if each != place]
+        return cls(place, manifests, backend=backend, partial=partial, copies=others)
 
     @property
     def step(self) -> int:
@@ -221,7 +227,18 @@ class Checkpoint:
         # A run that goes on with more ranks: the new ones begin as rank 0.
         manifest = self.manifests[rank if rank < self.world else 0]
         file = manifest.buffers if kind == "buffers" else manifest.extra
-        return read_attachment(self.directory, file) if file is not None else None
+        if file is None:
+            return None
+        try:
+            return read_attachment(self.directory, file)
+        except AioError as error:
+            for copy in self._copies:
+                # The digest in the manifest says that it is the same file.
+                with contextlib.suppress(AioError):
+                    data = read_attachment(copy, file)
+                    log.warning("%s; going by the copy in %s", error, copy)
+                    return data
+            raise
 
     def fetch(self, ref: ChunkRef, addresses: dict[int, int]) -> list[Ticket]:
         """Start reading sections of a chunk to addresses, where each has its bytes up to a multiple
@@ -289,6 +306,33 @@ class Checkpoint:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _manifests_of(
+    directory: Path, generation: int | None, copies: Sequence[Path]
+) -> tuple[Path, list[Manifest]]:
+    """Read the manifests of the newest whole generation, or of this one; those of a copy where they
+    are damaged. Returns them and their place. Raises: as `Checkpoint.open`."""
+    try:
+        return directory, _read(directory, generation)
+    except (AioError, ValueError) as error:
+        # What is missing was never committed.
+        if isinstance(error, AioError) and error.errno == errno.ENOENT:
+            raise
+        for copy in copies:
+            with contextlib.suppress(AioError, ValueError):
+                found = _read(copy, generation)
+                # A damaged commit is never stepped over for an older one.
+                if found[0].generation >= (generation or max(generations(directory))):
+                    log.warning("%s; going by the copy of the manifests in %s", error, copy)
+                    return copy, found
+        raise
+
+
+def _read(directory: Path, generation: int | None) -> list[Manifest]:
+    if generation is None:
+        return newest_generation(directory)
+    return read_generation(directory, generation)
 
 
 class _RankRows:

@@ -84,6 +84,19 @@ def make_copy(place: Path, home: Path, links: Iterable[Path], rank: int, *, here
     sync_directory(place.parent)
 
 
+def others_of(place: Path) -> list[Path]:
+    """Return the other places that have the manifests of the run of which these are: its home, or
+    copies. None of a checkpoint's directory."""
+    here, found = Path(os.path.realpath(place)), list[Path]()
+    for link in sorted(here.glob("drive*")):
+        run = Path(os.path.realpath(link))
+        if not here.name.startswith("copy-"):
+            found.append(copy_in(run, here))
+        else:
+            found.append(run if link.name == _HOME else run / here.name)
+    return [each for each in dict.fromkeys(found) if each != here and each.is_dir()]
+
+
 def link_to(run: Path, states: str) -> str:
     """Return the link by which the run that has a states file knows this drive; "" where nothing
     says so, as in the home."""

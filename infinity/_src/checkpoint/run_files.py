@@ -121,8 +121,8 @@ class RunFiles:
             self.fill = FillJournal(self.home / f"fill.rank{rank}")
             # Before the lock goes: another process may begin the moment it does.
             undo.callback(self._remove_states)
-            for run in self.directories[1:]:
-                _check_no_home(run)
+            for run, copy in zip(self.directories[1:], self.copies, strict=True):
+                _check_no_home(run, copy)
             self.source = self.home
             """The place of the manifests of `before`: the home, or a copy."""
             self.before = self._newest(directories, give_up)
@@ -321,9 +321,14 @@ class RunFiles:
     def _all_named(self, rank: int | None = None) -> set[Path]:
         """Return the files that manifests of this run name, or of the one whose copy it begins
         from, as `_named_in`."""
+        return set[Path]().union(*(_named_in(place, rank) for place in self._all_places()))
+
+    def _all_places(self) -> set[Path]:
+        """Return the directories that may have manifests of this run, or of the one whose copy it
+        begins from."""
         # The copies of another run that this one begins from have one name on all drives.
         places = {*self.places, *(run / self.source.name for run in self.directories)}
-        return set[Path]().union(*(_named_in(place, rank) for place in places if place.is_dir()))
+        return {place for place in places if place.is_dir()}
 
     def keep(self) -> None:
         """Keep the files when the process ends: a manifest is about to name them."""
@@ -358,8 +363,7 @@ class RunFiles:
         ranks = {self.rank} | set(range(world, self.before[0].world) if self.rank == 0 else ())
         gone = [
             path
-            for place in {*self.places, self.source}
-            if place.is_dir()
+            for place in self._all_places()
             for path, number in files_of(place)
             if number < newest
             and path.name not in tables
@@ -619,10 +623,13 @@ def _is_held(path: Path) -> bool:
         os.close(fd)
 
 
-def _check_no_home(directory: Path) -> None:
+def _check_no_home(directory: Path, copy: Path) -> None:
     """Raise ValueError where a run's manifests lie in what is not the first directory now: its
-    states would be overwritten.
+    states would be overwritten. copy: the place of this run's copy there.
     """
+    # A copy says that this run was here first: the other one has lost its own first drive.
+    if copy.is_dir() and generations(copy):
+        return
     if directory.is_dir() and generations(directory):
         raise ValueError(
             f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
