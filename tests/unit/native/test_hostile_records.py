@@ -1,5 +1,5 @@
-"""Records with hostile fields: sizes that overflow, offsets past the end, indices of nothing. Each is
-refused, or what it says is done within its memory. `make asan` runs this under sanitizers.
+"""Records with hostile fields: sizes that overflow, offsets past the end, indices of nothing. Each
+is refused, or done within its memory. `make asan` runs this under sanitizers.
 
 INFINITY_RECORDS: how many of each kind (quick: 1500).
 """
@@ -116,7 +116,7 @@ def executor(tmp_path: Path) -> Iterator[Executor]:
 
 
 def accepted(chunks: Any) -> bool:
-    """Whether Python's checks let records pass."""
+    """Return whether Python's checks let records pass."""
     try:
         check_chunks(chunks, 1)
     except ValueError:
@@ -124,7 +124,9 @@ def accepted(chunks: Any) -> bool:
     return True
 
 
-def test_sizes_that_overflow_are_refused_by_python_and_by_c(memory: Any, executor: Executor) -> None:
+def test_sizes_that_overflow_are_refused_by_python_and_by_c(
+    memory: Any, executor: Executor
+) -> None:
     rng, found = random.Random(1), Counter[str]()
     ids = np.zeros(1, np.int32)
     for _ in range(COUNT):
@@ -211,12 +213,11 @@ def test_a_pass_over_a_chunk_stays_within_its_memory() -> None:
         for s in range(count):
             if chunk["section_at"][s] < 0:
                 chunk["section_ptr"][s] = memory[s].ctypes.data
-            lib.inf_section_store(pointer, s, ffi.NULL, ffi.cast("uint8_t *", memory[s].ctypes.data))
-            out = np.zeros_like(memory[s])
-            assert -1 <= lib.inf_section_fetch(
-                pointer, s, ffi.cast("uint8_t *", memory[s].ctypes.data),
-                ffi.cast("uint8_t *", out.ctypes.data), 1,
-            ) < pieces  # fmt: skip
+            out, place = np.zeros_like(memory[s]), ffi.cast("uint8_t *", memory[s].ctypes.data)
+            lib.inf_section_store(pointer, s, ffi.NULL, place)
+            target = ffi.cast("uint8_t *", out.ctypes.data)
+            bad = lib.inf_section_fetch(pointer, s, place, target, 1)
+            assert -1 <= bad < pieces
         grad = np.zeros(max(numel, 1), np.float32)
         segs["grad"] = grad.ctypes.data
         places = ffi.new("uint8_t *[6]", [ffi.cast("uint8_t *", m.ctypes.data) for m in memory])
