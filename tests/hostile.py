@@ -176,7 +176,9 @@ def seal_zip(name: str, data: bytes) -> bytes:
             zipfile.ZipFile(out, "w") as after,
         ):
             for member in before.namelist():
-                after.writestr(member, data if member.endswith("data.pkl") else before.read(member))
+                kept = data if member.endswith("data.pkl") else before.read(member)
+                # Without the time, which is another one for the same input.
+                after.writestr(zipfile.ZipInfo(member), kept)
         return out.getvalue()
 
 
@@ -313,7 +315,7 @@ def begin_run(place: Path, *, goes_on: bool = False) -> None:
 
 
 def read_run(place: Path) -> None:
-    """The same, after somebody who reads the run, and twice."""
+    """Do the same, after somebody who reads the run, and twice."""
     begin_run(place, goes_on=True)
     with Checkpoint.open(place / "a" / RUN_DIRECTORY) as checkpoint:
         for _ in ExportJob(checkpoint, masters=True).tensors():
@@ -336,7 +338,7 @@ def seal_journal(name: str, data: bytes) -> bytes:
 
 
 def write_owners(place: Path) -> None:
-    """Make the remains of processes that died: a private directory, and a locked file's owner."""
+    """Leave files as processes that died do: a private directory, and a locked file's owner."""
     private = place / f"{PREFIX}abcdefgh"
     private.mkdir(mode=0o700)
     dead = dataclasses.replace(Owner.this(), pid=1 << 22)
@@ -585,9 +587,9 @@ def planted(place: Path, file: str, victims: Path, rng: random.Random) -> None:
         digits = "".join(rng.choice("0123456789abcdef") for _ in range(16))
         names = (
             f"states-{digits}-1.rank0", f"states-{digits}-1.rank7", ".lock.rank0.owner",
-            ".lock.rank0.owner.new", "fill.rank0", "fill.rank3", "lock.rank0", "drive1", "drive2",
-            ".drive1.rank0", f"home-{digits[:8]}",
-            "manifest-00000099.rank0", "extra-00000099.rank0",
+            ".lock.rank0.owner.new", "fill.rank0", "fill.rank3", "lock.rank0", "drive1",
+            "drive2", ".drive1.rank0", f"home-{digits[:8]}", "manifest-00000099.rank0",
+            "extra-00000099.rank0",
             "manifest-00000099.rank0.partial", f".states-{digits}-1.rank0.owner", "owner.json",
             ".file.owner.new", "swap",
         )  # fmt: skip

@@ -29,7 +29,7 @@ STRANGER = 65534
 
 
 def as_stranger(call: Callable[[], Sequence[str]]) -> list[str]:
-    """Return the result of `call` in a child of another uid. Skips if no uid can be changed."""
+    """Return what `call` returns in a child that is another user. Skips where that cannot be."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -68,7 +68,7 @@ WAYS: dict[str, Callable[[Path], object]] = {
 
 
 def reached(paths: Sequence[Path]) -> list[str]:
-    """Try these paths in all ways. Returns those that this process can use, as `way path`."""
+    """Return the ways in which this process can use these paths, as `way path`."""
     found = []
     for path in paths:
         for way, act in WAYS.items():
@@ -191,7 +191,7 @@ def test_a_directory_of_another_user_is_refused(shared: Path) -> None:
 
 @pytest.mark.parametrize("sticky", [True, False], ids=["sticky", "open to all"])
 def test_a_link_of_another_user_leads_nowhere(shared: Path, tmp_path: Path, sticky: bool) -> None:
-    """The kernel may or may not protect links in such a directory."""
+    """Also where the kernel does not protect links in such a directory."""
     shared.chmod(0o1777 if sticky else 0o777)
     mine = tmp_path / "mine"
     mine.mkdir(mode=0o700)

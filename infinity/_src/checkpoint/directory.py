@@ -258,7 +258,7 @@ def write_attachment(directory: Path, name: str, *parts: bytes | memoryview) -> 
     path = directory / name
     size, digest = sum(len(part) for part in parts), xxhash.xxh3_128()
     with typed_errors(path, "write", size):
-        # A save that broke off left it; a link of that name, soft or hard, is not written through.
+        # Left by a save that broke off; and a link, soft or hard, is not written through.
         path.unlink(missing_ok=True)
         # 0o666 less the umask: a checkpoint has the rights of an ordinary file.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)

@@ -62,7 +62,7 @@ class FillJournal:
         self._head_bytes = self._whole_bytes = 0
         self._ended = False
         self.refused = ""
-        """The reason for which the journal that was found is not a fill's; empty when it is one."""
+        """Reason why the journal that was found is none that a fill wrote; empty when it is one."""
         try:
             if self._open():
                 self._read()

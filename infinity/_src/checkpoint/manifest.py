@@ -257,8 +257,7 @@ class Head:
         _, layout_bytes, state_bytes, _, _ = _lengths(data, path)
         at = _HEADER.size + layout_bytes
         with _as_written(path):
-            state = _state(data[at : at + state_bytes])
-        return Head(**state)
+            return Head(**_state(data[at : at + state_bytes]))
 
     def parts_with(self, marks: Marks) -> list[Part]:
         """Return the bytes of a durable run's file, part by part."""
@@ -316,7 +315,8 @@ class Manifest(Head):
             layout, table = _read_table(read(state["table"]))
             counts = [len(flat.sections) for flat in layout.flats]
             rows = joined(table, marks, counts, state["numbers"])
-        return cls(layout=layout, rows=rows, sums=marks.folded, **state)
+        with _as_written(path):
+            return cls(layout=layout, rows=rows, sums=marks.folded, **state)
 
 
 def _lengths(data: bytes, path: str) -> tuple[int, int, int, int, int]:

@@ -516,12 +516,15 @@ class RunFiles:
             if link.name.removeprefix("home-") == self.source.name.removeprefix("copy-"):
                 continue
             try:
-                # The directory that they lie in may itself be a run's home.
-                homes = [link.parent, *([link.readlink()] if link.is_symlink() else ())]
+                # The directory that they lie in is the home of a run itself, which clears it.
+                if link.parent != _real(self.home) and generations(link.parent):
+                    found.update(paths)
+                    continue
+                home = link.readlink() if link.is_symlink() else None
                 # Only a run that is gone has none of them.
-                homes = [home for home in homes if home.is_dir()]
-                kept = set[Path]().union(*(_named_in(home) for home in homes))
-                filling = set[str]().union(*(ids_of_fills(home) for home in homes))
+                if home is None or not home.is_dir():
+                    continue
+                kept, filling = _named_in(home), ids_of_fills(home)
             except (OSError, ValueError):
                 # A run that cannot be read may name them all.
                 found.update(paths)

@@ -54,7 +54,6 @@ class RunFill:
         self._index = {flat: index for index, flat in enumerate(flats)}
         self._written: list[tuple[Flat, int]] = []
         self._noted_s = time.monotonic()
-        self._moved = store.moved_writes
         different = self._journal.start(
             {
                 "source": identity_of(sources),
@@ -111,11 +110,6 @@ class RunFill:
 
     def _note(self) -> None:
         self._store.settle_moves()
-        if self._store.moved_writes != self._moved:
-            # A bad block: some chunk lies elsewhere than the journal says. Those that might be it
-            # are filled anew, should this process end before the first commit.
-            self._moved = self._store.moved_writes
-            self._written.clear()
         if self._written:
             # What the journal says must be on the drives, also after a power cut.
             self._files.sync()

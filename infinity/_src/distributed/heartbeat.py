@@ -157,8 +157,9 @@ class RankRecord:
             rank, message = record.failed or (None, "")
             whole &= (rank is None or type(rank) is int) and type(message) is str
             whole &= [type(each) for each in record.host] == [str, str, int, int]
+        # Each is raised by values of another type than a record has.
         except (
-            ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+            ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError
         ) as error:  # fmt: skip
             raise ValueError(f"no record of a rank: {text[:60]!r}") from error
         if not whole:

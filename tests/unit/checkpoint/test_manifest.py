@@ -111,6 +111,19 @@ def test_no_damage_passes() -> None:
             assert caught.value.path == "there"
 
 
+def test_a_value_of_no_known_name_is_refused() -> None:
+    class Named(Manifest):
+        def state(self) -> bytes:
+            return super().state().replace(b'"extra"', b'"eFtra"')
+
+    given_ = manifest()
+    values = {field.name: getattr(given_, field.name) for field in dataclasses.fields(given_)}
+    data = encoded(Named(**values))
+    for kind in (Manifest, Head):
+        with pytest.raises(ValueError, match="there is no manifest that an engine wrote"):
+            kind.decode(data, "there")
+
+
 def test_a_name_that_leads_out_of_the_directory_is_refused() -> None:
     for name in ("../secret", "/etc/passwd", ""):
         bad = Manifest(**{**vars(manifest()), "files": (FileEntry(name, 1),)})

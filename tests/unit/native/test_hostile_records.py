@@ -1,5 +1,5 @@
 """Records with hostile fields: sizes that overflow, offsets past the end, indices of nothing. Each
-is refused, or what it says is done within its memory. `make asan` runs this under sanitizers.
+is refused, or done within its memory. `make asan` runs this under sanitizers.
 
 INFINITY_RECORDS: how many of each kind (quick: 1500).
 """
@@ -213,13 +213,11 @@ def test_a_pass_over_a_chunk_stays_within_its_memory() -> None:
         for s in range(count):
             if chunk["section_at"][s] < 0:
                 chunk["section_ptr"][s] = memory[s].ctypes.data
-            address = ffi.cast("uint8_t *", memory[s].ctypes.data)
-            lib.inf_section_store(pointer, s, ffi.NULL, address)
-            out = np.zeros_like(memory[s])
-            assert -1 <= lib.inf_section_fetch(
-                pointer, s, ffi.cast("uint8_t *", memory[s].ctypes.data),
-                ffi.cast("uint8_t *", out.ctypes.data), 1,
-            ) < pieces  # fmt: skip
+            out, place = np.zeros_like(memory[s]), ffi.cast("uint8_t *", memory[s].ctypes.data)
+            lib.inf_section_store(pointer, s, ffi.NULL, place)
+            target = ffi.cast("uint8_t *", out.ctypes.data)
+            bad = lib.inf_section_fetch(pointer, s, place, target, 1)
+            assert -1 <= bad < pieces
         grad = np.zeros(max(numel, 1), np.float32)
         segs["grad"] = grad.ctypes.data
         places = ffi.new("uint8_t *[6]", [ffi.cast("uint8_t *", m.ctypes.data) for m in memory])
