@@ -332,8 +332,8 @@ class SwapSpace:
 
     def free(self, place: SwapExtent) -> None:
         """Give an extent back; its file keeps its length for the next one."""
-        # A place that refused a write stays reserved, so that nobody gets it. The one that was taken
-        # in exchange may have refused one later.
+        # A place that refused a write stays reserved, so that nobody gets it. The one that was
+        # taken in exchange may have refused one later.
         while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
             place = self._exchanged.pop(key)
         # A saved run may still hold the extents of a frozen layer.
