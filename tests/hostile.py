@@ -767,7 +767,8 @@ def _batch(job: Job) -> tuple[collections.Counter[str], list[Finding]]:
     torch.set_num_threads(1)
     counts: collections.Counter[str] = collections.Counter()
     findings = []
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as home:
+    # In the campaign's directory, which goes with what a batch that was killed leaves.
+    with tempfile.TemporaryDirectory(dir=Path(job.real).parent) as home:
         inputs = Inputs(job.name, job.seed, Path(job.real), Path(home), Opened())
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
