@@ -527,6 +527,11 @@ class Executor:
         if error:
             raise ValueError(_validate.versions_refused("relocate", irrevocable=False))
 
+    @property
+    def closed(self) -> bool:
+        """True once the executor was closed."""
+        return self._core.stopped
+
     def add_spares(self, spares: npt.NDArray[np.void]) -> None:
         """Give ranges (SPARE records) to which writes may go that fail; nobody else uses them.
 

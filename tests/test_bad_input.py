@@ -613,7 +613,7 @@ def failing(text: str, *, after: int = 0) -> Callable[..., None]:
     """Raises AioError, at every call or at that number of it alone."""
     calls = itertools.count(1)
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         if after in (0, next(calls)):
             raise AioError(text, path="/swap", op="write", length=4096)
 

@@ -314,14 +314,20 @@ def _take_tables(tree: Any, manifests: Any) -> None:
         manifests[name] = (magic, _VERSION, layout, state, rows, sums)
 
 
+def _take_copies(tree: Any) -> None:
+    """Take out the copies of manifests that further drives have by now."""
+    for name in [name for name in tree if "/copy-" in name]:
+        del tree[name]
+
+
 def _take_lengths(today: Any, then: Any, manifests_today: Any, manifests_then: Any) -> None:
     """Compare the lengths of a run's own files and take them out, and the list of those in use: no
     format says where a chunk lies, and since parameters no longer move when their states come,
-    files are shorter and chunks elsewhere."""
+    chunks lie elsewhere; files also have spare ranges."""
     shorter = [name for name, size in then.items() if size is not None and size != today[name]]
     assert shorter
     for name in shorter:
-        assert 0 < today[name] < then[name], name
+        assert today[name] > 0, name
         today[name] = then[name]
     for _, _, _, state, *_ in [*manifests_today.values(), *manifests_then.values()]:
         assert state.pop("files")
@@ -338,6 +344,7 @@ def test_what_is_written_today_is_laid_out_alike(name: str, tmp_path: Path) -> N
     for run in still_open:
         run.handle.close()
     if CASES[name].kind == "durable":
+        _take_copies(trees[0])
         _take_tables(trees[0], manifests[0])
     if CASES[name].kind in ("durable", "linked"):
         _take_lengths(*trees, *manifests)

@@ -131,7 +131,8 @@ class Injector:
             op, kind, code = FAULTS[name]
             steps = max(1, self._ours.index - first)
             nth = self._chance.randrange(max(1, moved[f"{op}s"] // steps))
-            seam = Seam(fault=Fault(op, nth, kind=kind, errno=code))
+            # Lasting: a write that fails once goes elsewhere, and a read is repeated.
+            seam = Seam(fault=Fault(op, nth, kind=kind, errno=code, lasting=True))
         if name in (SLOW, LATE):
             self._ends_s = now + self._soak.every_s / 3
         self._ours.executor.set_seam(seam)

@@ -112,7 +112,9 @@ class PinnedLayers:
             fresh = self._files.layers[self._new_layer()]
             with contextlib.suppress(SwapFullError) if spare else contextlib.nullcontext():
                 for drive, file in enumerate(fresh):
-                    file.grow(int(now["other_bytes"][now["drive"] == drive].sum()))
+                    size_bytes = int(now["other_bytes"][now["drive"] == drive].sum())
+                    # Spare ranges move there, too, and come first.
+                    file.grow(size_bytes + self._store.spare_bytes_wanted)
         except BaseException:
             # Nothing is pinned, so the run goes on writing there: no checkpoint may name it.
             remove(list(targets.values()))

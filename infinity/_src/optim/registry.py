@@ -87,7 +87,8 @@ class OptimizerRegistry:
         training goes on as before. States that moved already stay where they are, and memory that
         was made stays and is counted.
         """
-        # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed.
+        # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed. Of
+        # an engine that is closed the rendezvous tells.
         self._pipeline.wait()
         with self._open_rendezvous(
             "building an optimizer", describe_registration(optimizer, params)

@@ -73,6 +73,11 @@ class SpareRanges:
         of those since the last `rehome`."""
         return (place.layer, place.drive, place.offset) in self._refused
 
+    @property
+    def wanted_bytes(self) -> int:
+        """Bytes on each drive that are to be held."""
+        return SPARES_PER_DRIVE * self._size_bytes
+
     def fill(self, size_bytes: int = 0) -> None:
         """Have SPARES_PER_DRIVE ranges on each drive, each of `size_bytes` or as large as before.
 
@@ -96,7 +101,8 @@ class SpareRanges:
                 fresh += self._space.reserve_on(
                     [drive], [ExtentRequest(self._size_bytes, self._layer)]
                 )
-            except AioError as error:
+            # OSError: not even the room can be asked of a drive that is gone.
+            except (AioError, OSError) as error:
                 self._tell_full(error)
         self._give(fresh)
 
@@ -111,7 +117,7 @@ class SpareRanges:
 
     def settle(self, adopt: Adopt) -> None:
         """Take note of the writes that went to spare ranges. `adopt` has the chunks' extents."""
-        moves = self._executor.take_moved_writes()
+        moves = self._executor.take_moved_writes() if not self._executor.closed else []
         for move in moves:
             spare = self._held.pop((move.to_file, move.to_drive, move.to_offset))
             bad = SwapExtent(move.drive, move.offset, move.size_bytes, move.file)
@@ -148,12 +154,12 @@ class SpareRanges:
                 there[drive],
             )
 
-    def _tell_full(self, error: AioError) -> None:
+    def _tell_full(self, error: AioError | OSError) -> None:
         # Once: a drive that is full stays so, and each step would say it again.
         if not self._told_full:
             self._told_full = True
             log.warning(
-                "no room for spare ranges, so a write that fails may end the run: %s", error
+                "no more spare ranges, so a write that fails may end the run: %s", error
             )
 
     def _give(self, places: Sequence[SwapExtent]) -> None:

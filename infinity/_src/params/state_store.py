@@ -610,6 +610,11 @@ class StateStore:
         """Bytes on the drives that are kept free for writes that fail."""
         return self._spares.held_bytes if self._spares is not None else 0
 
+    @property
+    def spare_bytes_wanted(self) -> int:
+        """Bytes on each drive that are to be kept free for writes that fail."""
+        return self._spares.wanted_bytes if self._spares is not None else 0
+
     def settle_moves(self) -> None:
         """Note writes that went to other places than their own. Nothing may be pending."""
         if self._spares is not None:
