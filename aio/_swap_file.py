@@ -398,8 +398,8 @@ class SwapFile:
             os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
             got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
-            # A failed preallocation keeps the blocks that it got. A drive that is gone refuses this,
-            # too, and the first error is the one to raise.
+            # A failed preallocation keeps the blocks that it got. A drive that is gone refuses
+            # this, too, and the first error is the one to raise.
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, self.size_bytes)
             if error.errno in _NO_ROOM:

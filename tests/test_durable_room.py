@@ -128,7 +128,7 @@ def test_a_killed_run_is_restored_beside_its_committed_states_alone(
     assert sum(states(*places).values()) == pytest.approx(both + beside, rel=0.01)
     committed = 2 if amid == "step" else 3
     assert inf.restore(model, optimizer, places[0]).step == committed
-    assert sum(states(*places).values()) == pytest.approx(both, rel=0.02)
+    assert sum(states(*places).values()) == pytest.approx(both, rel=0.05)
     assert digest(model) == wanted[committed]
     step(model, optimizer, committed, 0)
     assert digest(model) == wanted[committed + 1]
