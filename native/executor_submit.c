@@ -43,6 +43,12 @@ static int32_t chunks_grow(struct inf_executor *ex, int32_t more) {
     return 0;
 }
 
+/* Nobody uses the drive of a second place that there is not. */
+static bool second_drive_valid(const struct inf_executor *ex, const inf_chunk *plan) {
+    if (plan->other_bytes == 0) return true;
+    return plan->other_drive >= 0 && plan->other_drive < ex->config.drive_count;
+}
+
 int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count, int32_t *ids) {
     const inf_chunk *plans = chunks;
     if (count <= 0) return 0;
@@ -50,7 +56,7 @@ int32_t inf_executor_define(inf_executor *ex, const void *chunks, int32_t count,
     int32_t error = records == NULL ? -ENOMEM : 0;
     for (int32_t i = 0; i < count && error == 0; i++) {
         bool valid = inf_chunk_valid(&plans[i]) && plans[i].drive < ex->config.drive_count &&
-                     (plans[i].other_bytes == 0 || plans[i].other_drive < ex->config.drive_count);
+                     second_drive_valid(ex, &plans[i]);
         if (!valid) error = -EINVAL;
         else if ((records[i] = calloc(1, sizeof **records)) == NULL) error = -ENOMEM;
     }

@@ -28,7 +28,7 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk) {
         chunk->generation > chunk->other_generation ? chunk->generation : chunk->other_generation;
     /* never one that was written before, so that what is stale does not pass */
     other.generation = newest + 1;
-    other.drive = chunk->other_drive;
+    if (chunk->other_bytes > 0) other.drive = chunk->other_drive;
     other.file_offset = chunk->other_offset;
     other.file = chunk->other_file;
     other.sums_ptr = chunk->other_sums_ptr;
@@ -45,8 +45,10 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
     chunk->other_generation = was.generation;
     chunk->file_offset = was.other_offset;
     chunk->other_offset = was.file_offset;
-    chunk->drive = was.other_drive;
-    chunk->other_drive = was.drive;
+    if (was.other_bytes > 0) {
+        chunk->drive = was.other_drive;
+        chunk->other_drive = was.drive;
+    }
     chunk->file = was.other_file;
     chunk->other_file = was.file;
     chunk->sums_ptr = was.other_sums_ptr;

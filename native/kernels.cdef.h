@@ -18,6 +18,8 @@ typedef struct {
     int32_t file;
     int32_t other_file;
     int32_t grad_file;
+    int32_t other_drive;
+    int32_t reserved;
     uint16_t zeros;
     uint16_t other_zeros;
     int32_t itemsize[6];
