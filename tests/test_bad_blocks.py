@@ -23,6 +23,7 @@ from tests import harness, models
 from tests.crashes import digest, step
 from tests.durable_runs import close, die, made, run_files, undisturbed
 from tests.harness import Training
+from tests.marks import mostly_slow
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
 LLAMA = Training(models.llama, steps=4, accumulation=1, max_norm=1.0)
@@ -43,7 +44,9 @@ def bad_block(offset: int, *, nth: int = 0, drive: int | None = None) -> Seam:
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", mostly_slow(RUNS, "one generation", "two generations", "activations")
+)
 def test_a_bad_block_changes_no_bit(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +80,7 @@ def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserve
     close(model)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, database=None)
+@settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(block=st.integers(0, 250), nth=st.integers(0, 4), drive=st.integers(0, 1))
 def test_any_block_of_any_drive(block: int, nth: int, drive: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -98,7 +101,7 @@ def test_a_read_that_fails_once_is_repeated(tmp_path: Path) -> None:
         assert ours.stats.checksum_failures == 0
 
 
-@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("update", mostly_slow(["deferred", "backward"], "deferred"))
 def test_a_durable_run_goes_on_and_remembers_the_block(tmp_path: Path, update: str) -> None:
     wanted = undisturbed()
     model, optimizer = made(tmp_path, update=update, seam=bad_block(50_000, nth=1))

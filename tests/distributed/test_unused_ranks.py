@@ -278,6 +278,7 @@ def test_sums_of_micro_batches_on_each_rank_are_those_of_ddp(tmp_path: Path) -> 
     check(Both((some, drawn(2, 3, 3, seed=8)), ({"zero": 1}, local)), tmp_path)
 
 
+@pytest.mark.ranks
 def test_micro_batches_that_are_reduced_one_by_one_are_those_of_ddp_within_rounding(
     tmp_path: Path,
 ) -> None:
@@ -317,6 +318,7 @@ def test_ranks_agree_on_the_backwards_of_their_micro_batches(tmp_path: Path) -> 
         assert_same(accumulated, looped)
 
 
+@pytest.mark.ranks
 def test_delayed_updates_are_those_of_ddp_one_step_later(tmp_path: Path) -> None:
     chosen = {"update": "delayed", "delayed_warmup": 0}
     check(Both((CROSSED,), (chosen,), delayed), tmp_path)

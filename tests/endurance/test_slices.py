@@ -59,6 +59,7 @@ def test_what_grows_is_named() -> None:
     assert growth.grown([before, more]) == {"rss": 50 << 20, "descriptors": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", pressure.PRESSURES)
 def test_numbers_are_right_under_pressure(tmp_path: Path, name: str) -> None:
     with record_in(tmp_path / "record") as record, one_thread():
