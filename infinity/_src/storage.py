@@ -8,6 +8,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -114,6 +115,28 @@ def _make_layers(run: RunFiles | None, space: SwapSpace | None) -> tuple[int, in
     return 1, 2
 
 
+def _executor_options(
+    policy: Policy,
+    plan: PlacementPlan,
+    space: SwapSpace | None,
+    node_resources: NodeResources,
+    *,
+    on_gpu: bool,
+) -> dict[str, Any]:
+    """Return the options of the executor that policy, plan and node decide."""
+    settings = policy.io_settings
+    return {
+        "small": PoolSpec(plan.small_count, plan.small_bytes),
+        "large": PoolSpec(plan.large_count, plan.large_bytes),
+        "backend": policy.io_backend,
+        "verify": policy.verify,
+        "workers": policy.update_threads
+        or default_update_threads(node_resources.ranks, on_gpu=on_gpu),
+        "block_bytes": settings.block_bytes,
+        "depth": node_resources.depths(space.files) if space is not None else settings.depth,
+    }
+
+
 def _add_layers(executor: Executor, run: RunFiles, layers: tuple[int, int]) -> None:
     """Give the executor the files of a durable run's layers."""
     for layer in layers:
@@ -168,14 +191,7 @@ class Storage:
         self._shelf: NvmeActivationStore | HostActivationStore | None = None
         self.executor: Executor = open_executor(
             space.files if space is not None else [],
-            small=PoolSpec(plan.small_count, plan.small_bytes),
-            large=PoolSpec(plan.large_count, plan.large_bytes),
-            backend=policy.io_backend,
-            verify=policy.verify,
-            workers=policy.update_threads
-            or default_update_threads(node_resources.ranks, on_gpu=device.copies),
-            block_bytes=settings.block_bytes,
-            depth=node_resources.depths(space.files) if space is not None else settings.depth,
+            **_executor_options(policy, plan, space, node_resources, on_gpu=device.copies),
             seam=seam,
             check=check,
             examine=self.drives.examine,

@@ -616,7 +616,7 @@ class StateStore:
         return self._spares.wanted_bytes if self._spares is not None else 0
 
     def settle_moves(self) -> None:
-        """Note writes that went to other places than their own. Nothing may be pending."""
+        """Note writes that went to other places than their own, as far as they have by now."""
         if self._spares is not None:
             self._spares.settle(self._adopt)
 
