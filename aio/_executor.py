@@ -456,11 +456,20 @@ class Executor:
         """
         self._versions("rollback", ids)
 
+    def exchange(self, ids: npt.NDArray[np.int32]) -> None:
+        """Make what lies in the second places of committed chunks their committed contents, read or
+        not: what was is in the second places then. Never blocks.
+
+        Raises ValueError, and changes nothing, if jobs on one are pending, or one is not defined,
+        is not committed, has no second place, or has states in memory.
+        """
+        self._versions("exchange", ids)
+
     def _versions(self, what: str, ids: npt.NDArray[np.int32]) -> None:
         core = self._core
         core.check()
         wanted = np.ascontiguousarray(ids, dtype=np.int32)
-        # Both have one signature, and refuse for the same reasons.
+        # All have one signature, and refuse for the same reasons.
         call = getattr(core.lib, f"inf_executor_{what}")
         error = call(core.pointer, core.ffi.from_buffer("int32_t[]", wanted), len(wanted))
         if error:

@@ -36,6 +36,9 @@ PIECE_NUMEL: Final = 8192
 fused pass.
 """
 
+VERIFY_STRIDE: Final = 16
+"""With verify="sample" so many reads of a chunk compare all of its pieces."""
+
 SECTION_MAX: Final = 6
 LOG_MAX: Final = 8
 ALIGNMENT_BYTES: Final = 4096

@@ -7,6 +7,7 @@ bugs.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 
@@ -95,6 +96,37 @@ class StateInvalid(InfinityError, RuntimeError):
     """A fault left states of some parameters half written; they must be loaded again before use."""
 
 
+@dataclasses.dataclass(frozen=True)
+class DamagedRange:
+    """Elements [start, stop) of a parameter whose states could not be read.
+
+    name: the parameter's, or "buffers" or "extra" of a checkpoint (no elements), of which none
+    could be read. path, offset, length: of the read that failed. reason: its error. After
+    `inf.restore(damaged=)` the range has the values and moments that the model had, or those of the
+    older commit whose step `reason` says (damaged="from-older").
+    """
+
+    name: str
+    start: int
+    stop: int
+    path: str
+    offset: int
+    length: int
+    reason: str
+
+
+class StatesLost(StateInvalid):
+    """A drive can no longer give back states that nothing else has; with two generations
+    (`Policy.damaged`). All others are those of the last commit. Every later call raises it.
+
+    damaged: the parameters, their elements, and the files.
+    """
+
+    def __init__(self, message: str, *, damaged: tuple[DamagedRange, ...]) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+
 class StepUndone(InfinityError, RuntimeError):
     """A fault in an optimizer update; with two generations its step was undone, on several ranks on
     all of them, and training may go on.
@@ -147,7 +179,7 @@ class AioError(InfinityError, OSError):
     """An I/O operation failed.
 
     `op` is "read", "write", "open", "allocate" or "close"; offset and length are bytes in the file
-    at `path`.
+    at `path`. chunk: the executor's id of the chunk whose job failed; -1: of no job.
     """
 
     def __init__(
@@ -159,6 +191,7 @@ class AioError(InfinityError, OSError):
         op: str = "",
         offset: int = 0,
         length: int = 0,
+        chunk: int = -1,
     ) -> None:
         where = f"{op} of {length} bytes at offset {offset} of {path}" if path else op
         cause = f" [errno {errno}: {os.strerror(errno)}]" if errno else ""
@@ -170,6 +203,7 @@ class AioError(InfinityError, OSError):
         self.op = op
         self.offset = offset
         self.length = length
+        self.chunk = chunk
 
     def __str__(self) -> str:
         return str(self.args[0])

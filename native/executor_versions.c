@@ -5,6 +5,7 @@
  *               whole, and flips
  *   later       UPDATEs and STOREs work in place, on what is not committed
  *   rollback    the committed place is the live one again
+ *   exchange    what lies in the other place is committed, and is the live one
  *
  * Spilled gradients are no version: a STORE of them alone moves nothing. Resident sections change
  * in place, and then there is no way back, unless they have memory for another version.
@@ -89,6 +90,15 @@ static bool for_good(const inf_chunk *chunk) {
     return false;
 }
 
+/* Whether a section of the states is in memory. An update that broke off may have changed its
+ * second version. */
+static bool holds_state(const inf_chunk *chunk) {
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (!(inf_grad_mask(chunk) >> s & 1u) && inf_section_resident(chunk, s)) return true;
+    }
+    return false;
+}
+
 /* Whether no pending job writes states; gradients that spill are written to a place that has no
  * versions. */
 static bool states_stay(const inf_chunk_record *chunk) {
@@ -142,6 +152,28 @@ int32_t inf_executor_rollback(inf_executor *ex, const int32_t *ids, int32_t coun
     pthread_mutex_lock(&ex->lock);
     int32_t error = wrong(ex, ids, count, true);
     for (int32_t i = 0; i < count && error == 0; i++) go_back(ex, ex->chunks[ids[i]]);
+    inf_pump(ex); /* slots that were kept go round again */
+    pthread_mutex_unlock(&ex->lock);
+    return error;
+}
+
+int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t count) {
+    pthread_mutex_lock(&ex->lock);
+    int32_t error = wrong(ex, ids, count, true);
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        const inf_chunk_record *chunk = ex->chunks[ids[i]];
+        if (!inf_chunk_versioned(&chunk->plan) || chunk->place != INF_PLACE_COMMITTED ||
+            chunk->failed_write_mask != 0 || holds_state(&chunk->plan))
+            error = -EPERM;
+    }
+    for (int32_t i = 0; i < count && error == 0; i++) {
+        inf_chunk_record *chunk = ex->chunks[ids[i]];
+        uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
+        inf_prefetch_drop(ex, chunk);
+        swap(&chunk->plan, chunk->plan.other_generation);
+        chunk->invalid &= grad;
+        chunk->committed_invalid = 0;
+    }
     inf_pump(ex); /* slots that were kept go round again */
     pthread_mutex_unlock(&ex->lock);
     return error;

@@ -13,7 +13,7 @@ from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.unit import Unit
 from infinity._src.storage import Storage
-from infinity.errors import EngineClosed
+from infinity.errors import AioError, EngineClosed
 
 
 class Background(NamedTuple):
@@ -86,14 +86,20 @@ class EngineAccess:
         """True where a fault of one rank's update undoes the step on all ranks."""
         return self._background.pipeline.undoes_together
 
-    def update_failed(self) -> bool:
-        """Return whether a pending update of this rank has failed. Any thread may ask."""
-        return self._background.pipeline.update_failed
+    def may_undo(self, error: AioError) -> bool:
+        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
+        thread may ask."""
+        return self._background.pipeline.may_undo(error)
 
-    def undo_together(self) -> None:
-        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
-        StepUndone, always."""
-        self._background.pipeline.undo_together()
+    def undo_together(self, read: BaseException | None) -> None:
+        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
+        read: the fault of this rank's gather. Collective. Raises: StepUndone, always."""
+        self._background.pipeline.undo_together(read)
+
+    def read_failed(self, error: AioError) -> None:
+        """Undo the step if a gather's read failed that fails again, where this rank may do so
+        alone. Blocks. Raises: StepUndone, StatesLost."""
+        self._background.pipeline.read_failed(error)
 
     def before_write(self) -> None:
         """Check the engine before values are written. Blocks until no update is pending."""

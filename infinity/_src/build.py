@@ -58,6 +58,7 @@ from infinity._src.memory.planner import PlacementPlanner, chunk_numel_of
 from infinity._src.memory.swap_space import NoRoomError
 from infinity._src.microbatch.microbatched import is_microbatched, slice_grads
 from infinity._src.optim.backward_update import BackwardUpdate
+from infinity._src.optim.chunk_repair import ChunkRepair
 from infinity._src.optim.delayed_update import DelayedUpdate
 from infinity._src.optim.device_update import DeviceUpdate
 from infinity._src.optim.grad_windows import grad_sizes, windows_bytes
@@ -86,6 +87,7 @@ from infinity._src.progress import ProgressLine
 from infinity._src.storage import Storage, check_activations
 from infinity._src.telemetry import LoopWaits, Marks, PhaseClock, Timeline
 from infinity.aio import Executor, Seam, Ticket
+from infinity.aio._records import VERIFY_STRIDE
 from infinity.errors import AioError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -733,6 +735,25 @@ def build_unsharder(
     )
 
 
+def build_repair(policy: Policy, tiers: Tiers, rank: int) -> ChunkRepair:
+    """Build the repair of chunks that a drive cannot give back."""
+    advice = "Start again from the last save"
+    if policy.durable:
+        word = "from-older" if policy.older_commits else "report"
+        advice = f"Start again, with inf.restore(..., damaged={word!r}) of this durable run"
+    if policy.damaged == "raise":
+        advice += "; Policy(damaged='from-older') goes on with older states where there are some"
+    return ChunkRepair(
+        tiers.store,
+        tiers.executor,
+        rank=rank,
+        takes_older=policy.damaged == "from-older",
+        # So many reads verify all of a chunk.
+        reads=VERIFY_STRIDE if policy.verify == "sample" else 1,
+        advice=advice,
+    )
+
+
 def build_pipeline(
     split: Split,
     tiers: Tiers,
@@ -747,7 +768,10 @@ def build_pipeline(
     transaction = None
     # Two places for each chunk make a step a transaction.
     if split.policy.generations > 1:
-        transaction = Transaction(units, store=store, executor=executor, unsharder=unsharder)
+        repair = build_repair(split.policy, tiers, split.comm.rank)
+        transaction = Transaction(
+            units, store=store, executor=executor, unsharder=unsharder, repair=repair
+        )
     return StepPipeline(
         units,
         store=store,

@@ -23,7 +23,7 @@ _OF_ALL_RANKS = (
     "params", "state", "zero", "accumulate", "find_unused_parameters", "sync_module_states",
     "broadcast_buffers", "qwz", "hpz", "qgz", "error_feedback", "update",
     "delayed_warmup", "seed", "grad_dtype", "reduce_dtype", "unit_bytes_max", "on_nonfinite",
-    "update_on", "generations", "durable", "durable_every", "mesh",
+    "update_on", "generations", "damaged", "durable", "durable_every", "mesh",
 )  # fmt: skip
 THREADS_MAX = 512
 GENERATIONS_MAX = 5
@@ -126,6 +126,11 @@ class Policy:
         3 to 5 are for durable runs: one is written, and the others are commits that are kept, for
         `inf.restore(damaged="from-older")`. Each takes the room of all states once more; where a
         drive lacks it, fewer are kept, and a warning says so.
+    damaged: an update that meets states which a drive can no longer give back, with two generations
+        (the step is undone first). "raise": StatesLost names parameters, elements and file, and the
+        run ends. "from-older": it goes on, and these have the values and moments of before their
+        last update, where the drive still has those; a warning names them, and
+        `handle.stats().older_chunks` counts. Needs verify="full", and states that are not in RAM.
     durable: True keeps the run in the `nvme` directories: after a crash `inf.restore(model, opt,
         directory)` goes on from the last committed step. An exit without `handle.close()` commits
         the last one, on one rank alone. Needs params="nvme" and optim="nvme", keeps two generations
@@ -176,6 +181,7 @@ class Policy:
     update_on: str = "cpu"
     update_threads: int | None = None
     generations: int = 1
+    damaged: str = "raise"
     durable: bool | str = False
     durable_every: int = 1
 
@@ -249,6 +255,7 @@ class Policy:
                 f"activations={self.activations!r} need a "
                 "place on NVMe: set nvme=[directories] or $INFINITY_NVME_DIR"
             )
+        self._check_damaged()
         self._check_together()
 
     @classmethod
@@ -393,6 +400,21 @@ class Policy:
                     f"resident={dict(self.resident or {})!r}: {kind!r} rests in memory anyway, "
                     f"since {kind}={tier!r}; leave it out, or set {kind}='nvme'"
                 )
+
+    def _check_damaged(self) -> None:
+        self._check_choice("damaged", ("raise", "from-older"))
+        if self.damaged == "raise":
+            return
+        if self.generations < 2:
+            raise ValueError(
+                f"damaged={self.damaged!r} takes states of an earlier step, and generations=1 has "
+                "none: set generations=2"
+            )
+        if self.verify != "full":
+            raise ValueError(
+                f"damaged={self.damaged!r} takes older states only where all their checksums are "
+                f"right: set verify='full' instead of {self.verify!r}"
+            )
 
     def _check_durable(self) -> None:
         if not self.durable:

@@ -185,8 +185,9 @@ class Stats:
     written_per_step_bytes, written_tb_per_day: by training on all drives, None before the first
     step; phases: time and traffic by phase, by the names of `telemetry.PHASES`;
     updates_ahead: units that were updated in backward ahead of their step and kept,
-    updates_withdrawn: units whose update the step forbade; steps_undone: by faults (the last three
-    with two generations);
+    updates_withdrawn: units whose update the step forbade; steps_undone: by faults; older_chunks:
+    chunks that have states of an earlier step, since a drive lost the last (`Policy.damaged`; the
+    last four with two generations);
     commit_s: time that commits of a durable run took; comm_gather_*, comm_reduce_*: bytes that this
     rank sent of weights and of gradients, to ranks of its node (inside) and of others (across),
     comm_wait_s: time that backward waited for reductions;
@@ -249,6 +250,7 @@ class Stats:
     updates_ahead: int
     updates_withdrawn: int
     steps_undone: int
+    older_chunks: int
     commit_s: float
     comm_gather_inside_bytes: int
     comm_gather_across_bytes: int
@@ -388,6 +390,7 @@ class Stats:
             updates_ahead=pipeline.updates_ahead,
             updates_withdrawn=pipeline.updates_withdrawn,
             steps_undone=pipeline.steps_undone,
+            older_chunks=pipeline.older_chunks,
             commit_s=pipeline.transaction.commit_s if pipeline.transaction is not None else 0.0,
             **(dict.fromkeys(_OF_RANKS, 0) if ranks is None else ranks),
             comm_wait_s=gradients.wait_s,

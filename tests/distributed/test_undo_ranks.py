@@ -3,8 +3,8 @@ training goes on with the bits of a run without the fault."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -18,7 +18,7 @@ import infinity as inf
 from infinity._src.distributed.watchdog import Watchdog
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
-from infinity.errors import PeerFailed, StepUndone
+from infinity.errors import PeerFailed, RankFailed, StatesLost, StepUndone
 from tests.crashes import digest
 from tests.distributed.ranks import on_ranks
 
@@ -61,31 +61,24 @@ def stepped(model: Any, optimizer: Any, index: int, rank: int) -> float:
 
 
 class Damage:
-    """A bit of this rank's first moments of a block, flipped on the drive, and flipped back."""
+    """A section of this rank's part of a block that its drive cannot read, until it can."""
 
-    def __init__(self, model: Any, block: int) -> None:
+    def __init__(self, model: Any, block: int, section: int, seam: Seam) -> None:
         parts = inf.handle(model).parts
         (flat,) = next(
             unit.flats for unit in parts.split.units if f"blocks.{block}" in unit.name
         )
-        (plan,) = parts.tiers.executor.look(parts.tiers.store[flat].ids[:1])
-        core, drive, file = parts.tiers.executor._core, int(plan["drive"]), int(plan["file"])
-        drive = core.files[drive, file] if file else core.drives[drive]
-        # The first moments are behind both parts of the masters; gathers do not read them.
-        self._place = (int(drive.fd), int(plan["file_offset"] + plan["section_at"][2]))
+        self._executor, self._seam = parts.tiers.executor, seam
+        (plan,) = self._executor.look(parts.tiers.store[flat].ids[:1])
+        start = int(plan["file_offset"] + plan["section_at"][section])
+        self._fault = Fault("read", 0, persistent=True, start=start, stop=start + 4096)
         self.there = False
 
-    def flip(self) -> None:
-        number, at = self._place
-        # Opened anew: the executor's own descriptor takes whole blocks only.
-        fd = os.open(f"/proc/self/fd/{number}", os.O_RDWR)
-        try:
-            byte = os.pread(fd, 1, at)[0]
-            assert os.pwrite(fd, bytes([byte ^ 4]), at) == 1
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    def toggle(self) -> None:
         self.there = not self.there
+        self._executor.set_seam(
+            dataclasses.replace(self._seam, fault=self._fault if self.there else None)
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +99,7 @@ class Case:
     """Training in which updates of the step STRUCK fail on `victims`, `times` times over."""
 
     name: str
-    how: str  # "read", "write"
+    how: str  # "read", "write"; "gather": parameters of the step cannot be read, now or later
     victims: tuple[int, ...]
     times: int = 1
     mesh: tuple[int, int] | None = None
@@ -130,7 +123,9 @@ class Case:
             values["mesh"] = init_device_mesh("cpu", self.mesh, mesh_dim_names=("node", "rank"))
         mine = strikes and rank in self.victims
         seam = Seam(delay_us_max=300, seed=rank, fault=fault if mine else None)
-        model: Any = offload(Net().bfloat16(), inf.Policy(**values), _seam=seam)
+        # The first blocks stay gathered from step to step: one that is not is read in forward.
+        blocks = 16 if self.how == "gather" else 4
+        model: Any = offload(Net(blocks).bfloat16(), inf.Policy(**values), _seam=seam)
         kind = torch.optim.Adagrad if self.name == "a class of torch" else None
         optimizer: Any = (
             inf.AdamW(model.parameters(), lr=1e-2)
@@ -149,17 +144,19 @@ class Case:
                 if done == STRUCK and writes < 0:
                     stats = handle.parts.tiers.executor.stats()
                     writes = sum(each.writes for each in stats.drives)
-                    if mine and self.how == "read":
-                        damage = Damage(model, 1)
-                        damage.flip()
+                    if mine and self.how != "write":
+                        # First moments are behind both parts of masters; no gather reads them.
+                        block, section = (11, 0) if self.how == "gather" else (1, 2)
+                        damage = Damage(model, block, section, seam)
+                        damage.toggle()
                 losses[done] = stepped(model, optimizer, done, rank)
             except StepUndone as error:
                 undone.append((handle.pipeline.steps, STRUCK + 1 in losses))
                 texts.append(str(error))
                 causes.append(type(error.__cause__).__name__)
                 optimizer.zero_grad()
-                if damage is not None and damage.there and len(undone) == self.times:
-                    damage.flip()
+                if self.how == "read" and damage is not None and len(undone) == self.times:
+                    damage.toggle()
         told = Told(
             [losses[step] for step in sorted(losses)],
             digest(model), undone, texts, causes, handle.stats().steps_undone,
@@ -198,6 +195,8 @@ def check(case: Case, results: list[tuple[Told, Told]]) -> None:
         ("whole parameters", "read", (1,), 1),
         ("secondary shards", "read", (0,), 1),
         ("a class of torch", "read", (1,), 1),
+        ("deferred", "gather", (1,), 1),
+        ("backward", "gather", (0, 1), 1),
     ],
 )
 def test_a_fault_of_some_ranks_undoes_the_step_on_all(
@@ -328,3 +327,55 @@ def test_whatever_write_fails_all_ranks_come_to_the_same_bits(tmp_path: Path) ->
         for undisturbed, struck in (mine, theirs):
             assert (struck.losses, struck.digest) == (undisturbed.losses, undisturbed.digest)
             assert struck.undone == mine[1].undone
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Training on two ranks, of which rank 0 loses states of a block for good. Returns the type of
+    each error, its text, the chunks that have older states, and the last loss."""
+
+    damaged: str
+
+    def __call__(self, rank: int, place: Path) -> tuple[list[str], str, int, float]:
+        torch.manual_seed(0)
+        policy = inf.Policy(**NVME, nvme=place, damaged=self.damaged, unit_bytes_max=2**14)
+        model: Any = offload(Net().bfloat16(), policy, _seam=Seam())
+        optimizer: Any = inf.AdamW(model.parameters(), lr=1e-2)
+        handle, seen, text, loss = inf.handle(model), [], "", 0.0
+        for index in range(2):
+            stepped(model, optimizer, index, rank)
+        handle.flush()
+        if rank == 0:
+            Damage(model, 1, 2, Seam()).toggle()
+        while handle.pipeline.steps < STEPS and len(seen) < STEPS:
+            try:
+                loss = stepped(model, optimizer, handle.pipeline.steps, rank)
+                handle.flush()
+            except (StepUndone, StatesLost, RankFailed) as error:
+                seen.append(type(error).__name__)
+                text = str(error)
+                optimizer.zero_grad()
+                if not isinstance(error, StepUndone):
+                    break
+        older = handle.stats().older_chunks
+        with contextlib.suppress(StatesLost, RankFailed):
+            handle.close()
+        return seen, text, older, loss
+
+
+def test_states_that_one_rank_has_lost_end_all_with_their_names(tmp_path: Path) -> None:
+    (mine, text, _, _), (theirs, told, _, _) = on_ranks(Lost("raise"), tmp_path / "run", 2)
+    assert mine == ["StepUndone", "StepUndone", "StatesLost"]
+    assert theirs[:2] == mine[:2]
+    assert theirs[-1] == "RankFailed"
+    for each in (text, told):
+        assert "the states of blocks.1.weight (elements 0 to" in each
+
+
+def test_older_states_on_one_rank_let_all_go_on(tmp_path: Path) -> None:
+    results = on_ranks(Lost("from-older"), tmp_path / "run", 2)
+    (mine, _, older, loss), (theirs, _, others, same) = results
+    assert mine == theirs == ["StepUndone"] * 3
+    assert (older, others) == (1, 0)
+    assert loss > 0
+    assert same > 0

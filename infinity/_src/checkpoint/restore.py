@@ -55,7 +55,7 @@ from infinity._src.params.unit import Flat, Param
 from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
 from infinity.aio import Format, Ticket
-from infinity.errors import AioError, StateInvalid
+from infinity.errors import AioError, DamagedRange, StateInvalid
 
 log = logging.getLogger("infinity")
 
@@ -295,23 +295,6 @@ def _names_of(ranges: SavedRanges) -> list[str]:
 
 
 # -- restoring -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class DamagedRange:
-    """Elements [start, stop) of a parameter of a checkpoint that could not be read. They keep the
-    values and moments that the model had, or have those of the older commit whose step `reason`
-    says (damaged="from-older"). path, offset, length: of the read that failed. name: a parameter's,
-    or "buffers" or "extra" (no elements), of which none could be read.
-    """
-
-    name: str
-    start: int
-    stop: int
-    path: str
-    offset: int
-    length: int
-    reason: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,7 +34,7 @@ from infinity._src.distributed.topology import (
 from infinity._src.distributed.transport import Transport, transport_for
 from infinity._src.distributed.watchdog import Watchdog
 from infinity.aio import Ticket
-from infinity.errors import EngineClosed, RankFailed
+from infinity.errors import AioError, EngineClosed, RankFailed
 
 # Ranks may run on unlike processors, which round differently: numbers may differ by this part.
 _ROUNDING = 1e-5
@@ -210,7 +210,7 @@ class Comm:
         what: str,
         work: Callable[[Collectives], None],
         needs: Sequence[Ticket] = (),
-        excuses: Callable[[], bool] | None = None,
+        excuses: Callable[[AioError], bool] | None = None,
     ) -> PendingCollective:
         """Submit `work` to the gathers, behind the tickets in `needs`. Never blocks.
 
@@ -231,7 +231,7 @@ class Comm:
         what: str,
         work: Callable[[Collectives], None],
         needs: Sequence[Ticket],
-        excuses: Callable[[], bool] | None,
+        excuses: Callable[[AioError], bool] | None,
     ) -> PendingCollective:
         assert self._exchange is not None
         collectives = self._collectives[queue]

@@ -118,7 +118,7 @@ class PendingCollective:
         *,
         device: torch.device = CPU,
         needs: Sequence[Ticket] = (),
-        excuses: Callable[[], bool] | None = None,
+        excuses: Callable[[AioError], bool] | None = None,
         behind: Any = None,
     ) -> None:
         self.what = what
@@ -155,7 +155,7 @@ class PendingCollective:
             for ticket in self.needs:
                 ticket.wait_filled(check=check)
         except AioError as error:
-            if self.excuses is None or not self.excuses():
+            if self.excuses is None or not self.excuses(error):
                 raise
             return error
         return None
@@ -302,7 +302,7 @@ class Lane:
         work: Work,
         numbered: bool,
         needs: Sequence[Ticket] = (),
-        excuses: Callable[[], bool] | None = None,
+        excuses: Callable[[AioError], bool] | None = None,
     ) -> PendingCollective:
         # Nothing is queued after a failure: the other ranks would never come to it.
         self._watchdog.check()
@@ -528,7 +528,7 @@ class OrderedLane(Lane):
         work: Work,
         *,
         needs: Sequence[Ticket] = (),
-        excuses: Callable[[], bool] | None = None,
+        excuses: Callable[[AioError], bool] | None = None,
         numbered: bool = True,
     ) -> PendingCollective:
         """Run `work(group)` in this queue's turn, once `needs` are filled. Does not block.

@@ -78,7 +78,14 @@ from infinity._src.params.unshard import Unsharder
 from infinity._src.wording import listed
 from infinity.aio import Executor, Gate, JobKind, Priority, Ticket
 from infinity.aio._records import MASK_PARAM_IN_MEMORY
-from infinity.errors import AioError, DriveLostError, NonFiniteGradient, StateInvalid, StepUndone
+from infinity.errors import (
+    AioError,
+    DriveLostError,
+    NonFiniteGradient,
+    StateInvalid,
+    StatesLost,
+    StepUndone,
+)
 
 PREFETCH_CHUNKS_MAX = 64
 """Chunks named for reading ahead; the executor takes as many as it has idle slots."""
@@ -208,18 +215,45 @@ class StepPipeline:
         """Go back to the states of the last commit on this rank. Returns the error to raise."""
         self.begun = self._unagreed = False
         self._mode.undone()
-        undone = transaction.undo(cause)
+        try:
+            undone = transaction.undo(cause, self._faults_of_updates())
+        except StatesLost as lost:
+            self.set_fault(lost, final=True)
+            self._forget_updates()
+            raise
         # Not before: gathers that end meanwhile are excused by the updates that failed.
-        self._pending.clear()
-        self._unsharder.updates_ended()
+        self._forget_updates()
         return undone
 
-    def undo_together(self) -> NoReturn:
-        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
-        StepUndone, always.
+    def _forget_updates(self) -> None:
+        self._pending.clear()
+        self._unsharder.updates_ended()
+
+    def undo_together(self, read: BaseException | None = None) -> NoReturn:
+        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
+        read: the fault of this rank's gather, if it has one. Collective. Raises: StepUndone,
+        always.
         """
         fault = self._fault_of_update()
-        self._undo_for(None if fault is None else fault.__cause__)
+        self._undo_for(read if fault is None else fault.__cause__)
+
+    def may_undo(self, error: AioError) -> bool:
+        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
+        thread may ask.
+        """
+        repair = self.transaction.repair if self.transaction is not None else None
+        return self.update_failed or (repair is not None and repair.concerns(error))
+
+    def read_failed(self, error: AioError) -> None:
+        """Undo the step if a gather's read failed that fails again. Ranks that undo together do so
+        in the gather's turn. Blocks. Raises: StepUndone, StatesLost.
+        """
+        transaction = self.transaction
+        if transaction is None or self.undoes_together:
+            return
+        repair = transaction.repair
+        if repair.concerns(error) and not repair.readable(error):
+            raise self._undo(transaction, error)
 
     def end_updates(self, error: AioError | None) -> None:
         """Note that updates that the calling thread made itself have ended; error: of the one that
@@ -279,6 +313,17 @@ class StepPipeline:
             fault.__cause__ = error
             return fault
         raise AssertionError("a ticket has failed without an error")
+
+    def _faults_of_updates(self) -> list[AioError]:
+        """Return the faults of all updates that have failed."""
+        found = []
+        for ticket in self._pending:
+            if ticket.failed:
+                try:
+                    ticket.wait()
+                except AioError as error:
+                    found.append(error)
+        return found
 
     def wait(self, *, together: bool = True) -> None:
         """Block until no update is pending, and none has run ahead of its step. Raises the sticky
@@ -451,6 +496,11 @@ class StepPipeline:
     def steps_undone(self) -> int:
         """Steps that a fault undid."""
         return self.transaction.undone_steps if self.transaction is not None else 0
+
+    @property
+    def older_chunks(self) -> int:
+        """Chunks that have states of an earlier step, since a drive lost the last."""
+        return self.transaction.repair.older_chunks if self.transaction is not None else 0
 
     @property
     def steps(self) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from infinity._src.optim.chunk_repair import ChunkRepair
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Unit
 from infinity._src.params.unshard import Unsharder
@@ -62,8 +63,15 @@ class Transaction:
     """The versions of one model's states. One thread uses it at a time."""
 
     def __init__(
-        self, units: Sequence[Unit], *, store: StateStore, executor: Executor, unsharder: Unsharder
+        self,
+        units: Sequence[Unit],
+        *,
+        store: StateStore,
+        executor: Executor,
+        unsharder: Unsharder,
+        repair: ChunkRepair,
     ) -> None:
+        self.repair = repair
         self._units = list(units)
         self._store = store
         self._executor = executor
@@ -112,6 +120,8 @@ class Transaction:
         """Make the new places the committed ones in the executor."""
         # The manifest names the new places by now, so the executor may write to the old ones.
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
+        if self._counts_before:
+            self.repair.step_committed()
         # Committed counts are never taken back.
         self._counts_before.clear()
         if self._durable is not None:
@@ -144,17 +154,18 @@ class Transaction:
         # One entry of the list, so that an interrupt leaves all of them or none.
         self._counts_before.append((table, before))
 
-    def undo(self, cause: BaseException) -> StepUndone:
-        """Go back to the last commit after an update has failed. Returns the error to raise. Blocks
-        until nothing is in flight.
+    def undo(self, cause: BaseException, faults: Sequence[BaseException] = ()) -> StepUndone:
+        """Go back to the last commit after an update, or a read, has failed. faults: of all that
+        failed. Returns the error to raise. Blocks until nothing is in flight.
 
-        Drives that refused writes after the fault take them again. Raises: AioError when writes
-        from before the commit cannot be brought to them either.
+        Drives that refused writes after the fault take them again. Chunks that cannot be read are
+        mended as far as can be. Raises: StatesLost; the step is undone then, too.
         """
         # Gathered units may hold parameters of the undone step. They are read anew.
         self._unsharder.mark_stale(self._units)
         # A write that is still in flight would land in a place that is written next.
         self._executor.wait_all()
+        misread = self.repair.misread((cause, *faults))
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         # Started before the counts go back, waited for after: both must happen, whatever the drives
         # say.
@@ -169,12 +180,14 @@ class Transaction:
             recovery.wait()
         except AioError as error:
             cause = error
+        self.repair.mend(misread)
+        # A read outside of an update is one of a gather.
+        met = "an optimizer update failed" if faults or not misread else "a unit cannot be read"
         # Returned instead of raised: the pipeline first tells the other ranks.
         undone = StepUndone(
-            f"an optimizer update failed ({cause}); the step was undone: parameters, optimizer "
-            "states and step counts are those before it; its gradients are used up. Once the cause "
-            "is mended, clear the gradients and take the step's batches again, or go on with the "
-            "next"
+            f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts "
+            "are those before it; its gradients are used up. Once the cause is mended, clear the "
+            "gradients and take the step's batches again, or go on with the next"
         )
         undone.__cause__ = cause
         return undone

@@ -124,14 +124,18 @@ class SpareRanges:
             if not adopt(move, bad, spare):
                 # Its owner gives the extent back by the place that it knows.
                 self._space.exchange(bad, spare)
-            self._bad.append(bad)
-            self._refused.add((bad.layer, bad.drive, bad.offset))
-            if self._remember is not None:
-                self._remember(bad)
+            self.retire(bad)
         if moves:
             self.moved_writes += len(moves)
             self.fill()
             self._tell(moves)
+
+    def retire(self, bad: SwapExtent) -> None:
+        """Give this extent to nobody again: it refused a write, or cannot be read."""
+        self._bad.append(bad)
+        self._refused.add((bad.layer, bad.drive, bad.offset))
+        if self._remember is not None:
+            self._remember(bad)
 
     def _tell(self, moves: Sequence[MovedWrite]) -> None:
         there = Counter(place.drive for place in self._held.values())

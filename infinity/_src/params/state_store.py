@@ -263,6 +263,15 @@ def _mark_zeros(before: ShardRecords, now: ShardRecords) -> None:
         now.records["zeros"][on_drive] |= np.uint16(1 << section)
 
 
+@dataclasses.dataclass(frozen=True)
+class ChunkAt:
+    """A chunk: the executor's id, its flat, and its index there."""
+
+    id: int
+    flat: Flat
+    index: int
+
+
 class StateReader(Protocol):
     """A save under way, which copies states while training goes on."""
 
@@ -559,6 +568,71 @@ class StateStore:
             job["ptr"][0, section] = address
         return self._executor.submit(job, priority=priority)
 
+    # -- chunks that cannot be read ----------------------------------------------------------------
+
+    def chunk_at(self, chunk: int) -> ChunkAt | None:
+        """Return the chunk with this id of the executor; None: it is none of this store's. Any
+        thread may ask.
+        """
+        # A copy: the thread that trains may change formats meanwhile.
+        for flat, shard in list(self._flats.items()):
+            found = np.flatnonzero(shard.ids == chunk)
+            if found.size:
+                return ChunkAt(chunk, flat, int(found[0]))
+        return None
+
+    def verify(self, at: ChunkAt) -> None:
+        """Read all states of a chunk, and compare them with their checksums. Blocks. Raises:
+        AioError.
+        """
+        states = range(self._flats[at.flat].format.written_count)
+        self.move_chunk(at.flat, at.index, JobKind.FETCH, dict.fromkeys(states, 0)).wait()
+
+    def has_older(self, at: ChunkAt) -> bool:
+        """Return whether the second place of a chunk, which is committed, may have states of an
+        earlier step. Only a read tells.
+        """
+        shard = self._flats[at.flat]
+        now = self._executor.look(shard.ids[at.index : at.index + 1])[0]
+        states = slice(shard.format.written_count)
+        on_drive = bool((now["section_at"][states] >= 0).all())
+        # A newer generation is one of a step that was undone.
+        older = bool(now["other_generation"] < now["generation"])
+        return self._sums_on and on_drive and older
+
+    def exchange(self, at: ChunkAt) -> None:
+        """Exchange the committed states of a chunk for what its second place has."""
+        self._executor.exchange(self._flats[at.flat].ids[at.index : at.index + 1])
+        self.writes += 1
+
+    def renew_second_place(self, at: ChunkAt) -> SwapExtent:
+        """Give a chunk, which is committed, another second place on the same drive. Returns the old
+        one, which nobody gets again. Blocks. Raises: SwapFullError.
+        """
+        assert self._space is not None
+        assert self._spares is not None
+        ids = self._flats[at.flat].ids[at.index : at.index + 1]
+        now = self._executor.look(ids)[0]
+        bad = SwapExtent(
+            int(now["other_drive"]),
+            int(now["other_offset"]),
+            int(now["other_bytes"]),
+            int(now["other_file"]),
+        )
+        want = ExtentRequest(bad.size_bytes, self.layers[-1])
+        (fresh,) = self._space.reserve_on([bad.drive], [want])
+        self._executor.relocate(
+            ids,
+            np.array([fresh.drive], np.int32),
+            np.array([fresh.layer], np.int32),
+            np.array([fresh.offset], np.int64),
+        )
+        if not self._put_place(int(now["key"]), bad, fresh):
+            # Its owner gives the extent back by the place that it knows.
+            self._space.exchange(bad, fresh)
+        self._spares.retire(bad)
+        return bad
+
     def recover(self) -> None:
         """Let drives that refuse writes, after one that failed, try again. Blocks.
 
@@ -628,15 +702,21 @@ class StateStore:
 
     def _adopt(self, move: MovedWrite, bad: SwapExtent, spare: SwapExtent) -> bool:
         """Put `spare` in the place of `bad` among the extents of the flat that has it."""
-        key = (bad.layer, bad.drive, bad.offset)
+        return self._put_place(move.key, bad, spare)
+
+    def _put_place(self, key: int, before: SwapExtent, now: SwapExtent) -> bool:
+        """Put `now` in the place of `before` among the extents of the flat that has the chunk with
+        this key. Returns whether it has `before`.
+        """
+        there = (before.layer, before.drive, before.offset)
         for shard in self._flats.values():
             # Keys of a flat's chunks follow one another.
-            if not 0 <= move.key - int(shard.records["key"][0]) < len(shard.records):
+            if not 0 <= key - int(shard.records["key"][0]) < len(shard.records):
                 continue
             for at, place in enumerate(shard.places):
-                if (place.layer, place.drive, place.offset) == key:
-                    shard.places[at] = spare
-                    self.nvme_bytes += spare.size_bytes - place.size_bytes
+                if (place.layer, place.drive, place.offset) == there:
+                    shard.places[at] = now
+                    self.nvme_bytes += now.size_bytes - place.size_bytes
                     return True
         return False
 

@@ -394,10 +394,11 @@ class Unsharder:
             self._evict(unit)
             if isinstance(error, CollectiveRefused):
                 # All ranks wait for this gather, and come here.
-                self._access.undo_together()
+                self._access.undo_together(error.__cause__)
             if isinstance(error, AioError):
                 # Raises the fault of an update, if that failed; otherwise a read failed.
                 self._access.before_read(unit)
+                self._access.read_failed(error)
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
@@ -1017,7 +1018,7 @@ class PendingUnshards:
         how = " in int8 groups" if quantized else ""
         # Waited for before the launch, which holds up the collectives behind it.
         needs = tickets if delayed is None else [*tickets, *delayed.reads]
-        excuses = self._access.update_failed if self._access.undoes_together else None
+        excuses = self._access.may_undo if self._access.undoes_together else None
         return self._comm.submit_all_gather(f"gather of {unit.name}{how}", work, needs, excuses)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from infinity._src.params.delayed_params import DelayedParams
 from infinity._src.params.unit import Param, Unit
+from infinity.errors import AioError
 
 
 class UpdateHooks(abc.ABC):
@@ -79,9 +80,14 @@ class Access(Protocol):
     def undoes_together(self) -> bool:
         """True where a fault of one rank's update undoes the step on all ranks."""
 
-    def update_failed(self) -> bool:
-        """Return whether a pending update of this rank has failed. Any thread may ask."""
+    def may_undo(self, error: AioError) -> bool:
+        """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
+        thread may ask."""
 
-    def undo_together(self) -> None:
-        """Undo the step on all ranks, since an update has failed on one. Collective. Raises:
-        StepUndone, always."""
+    def undo_together(self, read: BaseException | None) -> None:
+        """Undo the step on all ranks, since an update, or the read of a gather, has failed on one.
+        read: the fault of this rank's gather. Collective. Raises: StepUndone, always."""
+
+    def read_failed(self, error: AioError) -> None:
+        """Undo the step if a gather's read failed that fails again, where this rank may do so
+        alone. Blocks. Raises: StepUndone, StatesLost."""

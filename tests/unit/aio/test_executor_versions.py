@@ -154,7 +154,7 @@ def test_pending_jobs_and_unknown_chunks_are_refused(backend: str, tmp_path: Pat
     gate = rig.executor.gate()
     target = np.zeros(NUMEL, np.uint16)
     ticket = rig.update({0: np.ones(NUMEL, np.float32)}, gate=gate, target=target)
-    for call in (rig.executor.commit, rig.executor.rollback):
+    for call in (rig.executor.commit, rig.executor.rollback, rig.executor.exchange):
         with pytest.raises(ValueError, match="pending jobs"):
             call(rig.ids)
         with pytest.raises(ValueError, match="not defined"):
@@ -186,6 +186,46 @@ def test_a_stale_version_does_not_pass_for_the_new_one(backend: str, tmp_path: P
         rig.read(0)
     rig.executor.rollback(rig.ids)
     rig.read(0)
+    rig.close()
+
+
+def test_the_version_before_can_be_gone_back_to_while_nothing_has_overwritten_it(
+    backend: str, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, backend, chunk_count=2, versioned=True)
+    values = filled(rig)
+    grad = np.random.default_rng(1).standard_normal(NUMEL).astype(np.float32)
+    with pytest.raises(ValueError, match="cannot exchange: a chunk is not committed"):
+        rig.update({0: grad}).wait()
+        rig.executor.exchange(rig.ids)
+    rig.executor.commit(rig.ids)
+    now = updated(values[0], grad)
+    for _ in range(2):
+        rig.executor.exchange(rig.ids[:1])
+        assert same(rig.read(0), values[0])
+        rig.executor.exchange(rig.ids[:1])
+        assert same(rig.read(0), now)
+    # The next version is newer than both, and is gone back from to the one that was chosen.
+    rig.executor.exchange(rig.ids[:1])
+    rig.update({0: grad}, step=2).wait()
+    chunk = rig.executor.look(rig.ids[:1])[0]
+    assert chunk["generation"] == 2 > chunk["other_generation"]
+    assert same(rig.read(0), updated(values[0], grad, step=2))
+    rig.executor.rollback(rig.ids)
+    assert same(rig.read(0), values[0])
+    # Never written: checksums tell.
+    rig.executor.exchange(rig.ids[1:])
+    with pytest.raises(AioError):
+        rig.read(1)
+    rig.close()
+
+
+def test_states_in_memory_have_no_version_before(backend: str, tmp_path: Path) -> None:
+    """An update that breaks off at a checksum has begun to change their second version."""
+    rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, resident=(1,))
+    filled(rig, 1)
+    with pytest.raises(ValueError, match="on a drive alone"):
+        rig.executor.exchange(rig.ids)
     rig.close()
 
 

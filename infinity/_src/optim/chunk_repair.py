@@ -1,0 +1,192 @@
+"""Repair of chunks that a drive cannot give back, when the step that met them was undone.
+
+    undone write   what cannot be read belongs to the step that was undone, and nothing is lost. The
+                   chunk gets another second place: the step, taken again, is written there
+    passing        it can be read again by now, or the drive fails and may answer when the step is
+                   taken again: nothing is lost yet
+    older states   its second place still has the states before its last update, which
+                   Policy(damaged="from-older") takes, with a warning
+    lost           StatesLost names parameters, elements and file
+
+There is no other copy. Parameters that the device, or another rank, has gathered are used where
+they are and not read from the drive; masters and moments are in one place only. A save by links
+has the same blocks as the run, and a save elsewhere is of an earlier step: `inf.restore` takes all
+of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from infinity._src.params.state_store import ChunkAt, StateStore
+from infinity._src.wording import listed
+from infinity.aio import Executor
+from infinity.errors import AioError, ChecksumError, DamagedRange, StatesLost, SwapFullError
+
+log = logging.getLogger("infinity")
+
+ROUNDS_MAX = 3
+"""A chunk whose read fails in so many steps one after the other is lost."""
+
+
+class Misread(NamedTuple):
+    """A read of a chunk that failed, and the chunk's generation then."""
+
+    at: ChunkAt
+    error: AioError
+    generation: int
+
+
+@final
+class ChunkRepair:
+    """Repair of one model's chunks. One thread uses it at a time; `concerns` is for any.
+
+    takes_older: take older states where the last are lost. reads: of a chunk that verify all of it.
+    advice: the way to go on where states are lost.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        executor: Executor,
+        *,
+        rank: int,
+        takes_older: bool,
+        reads: int,
+        advice: str,
+    ) -> None:
+        self._store = store
+        self._executor = executor
+        self._rank = rank
+        self._takes_older = takes_older
+        self._reads = reads
+        self._advice = advice
+        self._rounds: Counter[int] = Counter()
+        self.older_chunks = 0
+
+    def concerns(self, error: BaseException) -> bool:
+        """Return whether this is a read that failed of a chunk that has versions."""
+        return self._at(error) is not None
+
+    def _at(self, error: BaseException) -> ChunkAt | None:
+        if not isinstance(error, AioError) or error.op != "read":
+            return None
+        at = self._store.chunk_at(error.chunk)
+        return at if at is not None and self._store[at.flat].versioned else None
+
+    def readable(self, error: AioError) -> bool:
+        """Return whether the chunk of an error can be read by now. Blocks."""
+        at = self._at(error)
+        return at is not None and self._verify(at) is None
+
+    def misread(self, faults: Iterable[BaseException]) -> dict[int, Misread]:
+        """Return the chunks whose reads failed, by their ids. Their step is not undone yet."""
+        found: dict[int, Misread] = {}
+        for fault in faults:
+            at = self._at(fault)
+            if at is not None and at.id not in found:
+                assert isinstance(fault, AioError)
+                found[at.id] = Misread(at, fault, self._generation(at))
+        return found
+
+    def step_committed(self) -> None:
+        """Note that a step has ended well: what failed before has passed."""
+        self._rounds.clear()
+
+    def mend(self, misread: Mapping[int, Misread]) -> None:
+        """Make every one of these chunks readable; their step has been undone. Blocks. Raises:
+        StatesLost.
+        """
+        lost: list[DamagedRange] = []
+        cause: AioError | None = None
+        for each in misread.values():
+            error = self._verify(each.at)
+            self._rounds[each.at.id] += 1
+            if self._generation(each.at) != each.generation and error is None:
+                self._retire(each.at, each.error)
+            # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
+            elif isinstance(error, ChecksumError) or self._rounds[each.at.id] >= ROUNDS_MAX:
+                error = error or each.error
+                if not self._take_older(each.at, error):
+                    lost += self._ranges(each.at, error)
+                    cause = cause or error
+        if lost:
+            raise StatesLost(
+                f"the drive can no longer give back the states of {_listed(lost)}, and nothing "
+                f"else has them ({lost[0].reason}). The step was undone, and all other states are "
+                f"those before it. {self._advice}",
+                damaged=tuple(lost),
+            ) from cause
+
+    def _take_older(self, at: ChunkAt, error: AioError) -> bool:
+        """Take the states of before a chunk's last update. Returns False where the drive has none.
+        """
+        if not self._takes_older or not self._store.has_older(at):
+            return False
+        self._store.exchange(at)
+        if self._verify(at) is not None:
+            self._store.exchange(at)
+            return False
+        self._rounds.pop(at.id, None)
+        self.older_chunks += 1
+        log.warning(
+            "the states of %s cannot be read any more (%s). They have the values and moments of "
+            "before their last update, and so are older than all others",
+            _listed(self._ranges(at, error)),
+            error,
+        )
+        self._retire(at, error)
+        return True
+
+    def _retire(self, at: ChunkAt, error: AioError) -> None:
+        """Give a chunk another second place, since what lies in its own cannot be read."""
+        try:
+            bad = self._store.renew_second_place(at)
+        except (SwapFullError, OSError) as problem:
+            log.warning("no other place for what cannot be read (%s): %s", error, problem)
+            return
+        log.warning(
+            "drive %d cannot give back %d bytes at offset %d (%s). The range is not used again; "
+            "look at the drive's health",
+            bad.drive,
+            bad.size_bytes,
+            bad.offset,
+            error,
+        )
+
+    def _verify(self, at: ChunkAt) -> AioError | None:
+        """Read all states of a chunk. Returns the error of a read that failed. Blocks."""
+        for _ in range(self._reads):
+            try:
+                self._store.verify(at)
+            except AioError as error:
+                return error
+        return None
+
+    def _generation(self, at: ChunkAt) -> int:
+        ids: npt.NDArray[np.int32] = np.array([at.id], dtype=np.int32)
+        return int(self._executor.look(ids)["generation"][0])
+
+    def _ranges(self, at: ChunkAt, error: AioError) -> list[DamagedRange]:
+        """Return the parameters of a chunk, with their elements in it."""
+        layout = at.flat.layout
+        return [
+            DamagedRange(
+                param.name, start, start + numel, error.path, error.offset, error.length, str(error)
+            )
+            for param in at.flat.params
+            for chunk, _, start, numel in layout.spans(param.param_index, self._rank)
+            if chunk == at.index
+        ]
+
+
+def _listed(ranges: Sequence[DamagedRange]) -> str:
+    return listed(
+        (f"{each.name} (elements {each.start} to {each.stop})" for each in ranges), most=3
+    )

@@ -1,0 +1,261 @@
+"""States that a drive can no longer give back amid a run: the step is undone, and they are written
+elsewhere, taken from the step before, or named."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import infinity as inf
+from infinity._src.engine import offload
+from infinity.aio import Fault, Seam
+from infinity.errors import StatesLost, StepUndone
+from tests import models
+from tests.durable_runs import die
+
+NVME = {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2}
+STEPS = 6
+Values = dict[str, torch.Tensor]
+
+
+class Place(NamedTuple):
+    """Bytes of a section of a chunk, where its live version lies, and the elements of a parameter
+    that it holds."""
+
+    layer: int
+    offset: int
+    size_bytes: int
+    name: str
+    start: int
+    stop: int
+
+
+def made(place: Path, **values: Any) -> tuple[Any, Any]:
+    policy = inf.Policy(nvme=place, **{**NVME, **values})
+    # A seam is there from the beginning, or the executor has none that can change.
+    model = offload(models.make(models.llama), policy, _seam=Seam())
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def executor_of(model: Any) -> Any:
+    return inf.handle(model).parts.tiers.executor
+
+
+def step(model: Any, optimizer: Any, batch: Any) -> float:
+    loss = models.loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    inf.handle(model).flush()
+    return loss.item()
+
+
+def values_of(model: Any) -> Values:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def states_of(model: Any) -> Values:
+    """Masters and moments, by names of parameters."""
+    return {
+        f"{name}.{key}": inf.handle(model).optimizer_state(param)[key].clone()
+        for name, param in model.named_parameters()
+        for key in ("master", "exp_avg", "exp_avg_sq")
+    }
+
+
+def place_of(model: Any, section: int) -> Place:
+    """A section of the last chunk of a unit's first flat, in its live place."""
+    parts = inf.handle(model).parts
+    (flat, *_) = parts.split.units[1].flats
+    shard = parts.tiers.store[flat]
+    record = parts.tiers.executor.look(shard.ids)[-1]
+    param = flat.params[-1]
+    spans = list(flat.layout.spans(param.param_index, 0))
+    chunk, at, start, numel = spans[-1]
+    assert chunk == len(shard.ids) - 1
+    item = shard.sections[section].itemsize
+    offset = int(record["file_offset"] + record["section_at"][section]) + at * item
+    return Place(int(record["file"]), offset, numel * item, param.name, start, start + numel)
+
+
+def lose(model: Any, start: int, stop: int) -> None:
+    """Let every read of these bytes fail from now on."""
+    fault = Fault("read", 0, persistent=True, start=start, stop=stop)
+    executor_of(model).set_seam(Seam(fault=fault))
+
+
+def spoil(model: Any, place: Place) -> None:
+    """Change the bytes of a place, as a write that went astray does."""
+    (file,) = inf.handle(model).parts.tiers.storage.space.layers[place.layer]
+    with Path(f"/proc/self/fd/{file.fd}").open("r+b") as written:
+        written.seek(place.offset)
+        written.write(b"spoilt" * (place.size_bytes // 6))
+        os.fsync(written.fileno())
+
+
+@functools.cache
+def reference() -> tuple[list[float], list[Values], list[Values]]:
+    """The losses of steps, and values and states before each and after the last."""
+    model = offload(models.make(models.llama), inf.Policy(params="cpu", optim="cpu"))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    losses, values, states = [], [values_of(model)], [states_of(model)]
+    for batch in models.token_batches(STEPS):
+        losses.append(step(model, optimizer, batch))
+        values.append(values_of(model))
+        states.append(states_of(model))
+    inf.handle(model).close()
+    return losses, values, states
+
+
+def same(ours: Values, theirs: Values) -> bool:
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_parameters_of_a_step_that_cannot_be_read_are_written_elsewhere_by_the_step_taken_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses, values, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path)
+    got = [step(model, optimizer, batch) for batch in batches[:3]]
+    place = place_of(model, 0)
+    lose(model, place.offset, place.offset + 4096)
+    with pytest.raises(StepUndone, match="a unit cannot be read"):
+        step(model, optimizer, batches[3])
+    optimizer.zero_grad()
+    assert "The range is not used again" in caplog.text
+    assert same(values_of(model), values[2])
+    assert got == losses[:3]
+    # The third again, and on: the range still fails, and nothing of it is read.
+    assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
+    assert same(values_of(model), values[STEPS])
+    assert inf.handle(model).stats().steps_undone == 1
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("how", ["spoilt", "unreadable"])
+def test_states_that_are_nowhere_else_are_named_by_one_error_that_stays(
+    tmp_path: Path, how: str
+) -> None:
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path)
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    place = place_of(model, 2)
+    if how == "spoilt":
+        spoil(model, place)
+    else:
+        # A drive that fails may answer the next time, and is asked three times.
+        lose(model, place.offset, place.offset + 4096)
+        for _ in range(2):
+            with pytest.raises(StepUndone):
+                step(model, optimizer, batches[3])
+            optimizer.zero_grad()
+    with pytest.raises(StatesLost, match="can no longer give back") as caught:
+        step(model, optimizer, batches[3])
+    (found,) = [each for each in caught.value.damaged if each.name == place.name]
+    assert (found.start, found.stop) == (place.start, place.stop)
+    assert Path(found.path) == tmp_path
+    assert ("not what was written" if how == "spoilt" else "Input/output error") in found.reason
+    # As with every fault of the background: `close` raises it when everything is freed.
+    handle = inf.handle(model)
+    for again in (lambda: step(model, optimizer, batches[3]), handle.flush, handle.close):
+        with pytest.raises(StatesLost):
+            again()
+    assert handle.closed
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_older_states_stand_for_those_that_are_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, durable: bool
+) -> None:
+    _, _, states = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path, damaged="from-older", durable=durable)
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    place = place_of(model, 2)
+    spoil(model, place)
+    with caplog.at_level(logging.WARNING), pytest.raises(StepUndone):
+        step(model, optimizer, batches[3])
+    optimizer.zero_grad()
+    assert "They have the values and moments of before their last update" in caplog.text
+    # Whole chunks: masters and both moments of the same elements, and nothing else.
+    found, older = states_of(model), {}
+    for name, now in states[3].items():
+        differs = found[name] != now
+        assert torch.equal(found[name][differs], states[2][name][differs])
+        if differs.any():
+            older[name] = differs
+    assert {name.removesuffix(".master") for name in older if name.endswith(".master")} >= {
+        place.name
+    }
+    part = slice(place.start, place.stop)
+    for key in ("master", "exp_avg", "exp_avg_sq"):
+        name = f"{place.name}.{key}"
+        assert torch.equal(found[name].flatten()[part], states[2][name].flatten()[part])
+    assert inf.handle(model).stats().older_chunks == 1
+    if durable:
+        inf.handle(model).flush()
+        step(model, optimizer, batches[3])
+        after = values_of(model)
+        die(model)
+        model, optimizer = made(tmp_path, durable=True)
+        assert inf.restore(model, optimizer, tmp_path).step == 4
+        assert same(values_of(model), after)
+    for batch in batches[4:]:
+        step(model, optimizer, batch)
+    inf.handle(model).close()
+
+
+@settings(max_examples=4, deadline=None, derandomize=True, database=None)
+@given(block=st.integers(0, 300), when=st.integers(1, 3), size=st.sampled_from([1, 8]))
+def test_any_block_that_cannot_be_read_costs_what_was_promised(
+    block: int, when: int, size: int
+) -> None:
+    losses, values, _ = reference()
+    batches = models.token_batches(STEPS)
+    with tempfile.TemporaryDirectory() as directory:
+        model, optimizer = made(Path(directory))
+        got: list[float] = []
+        damaged: tuple[object, ...] = ()
+        undone = 0
+        while len(got) < STEPS:
+            if len(got) == when and not undone:
+                lose(model, 4096 * block, 4096 * (block + size))
+            taken = inf.handle(model).pipeline.steps
+            try:
+                got = [*got[:taken], step(model, optimizer, batches[taken])]
+            except StepUndone:
+                optimizer.zero_grad()
+                undone += 1
+                assert undone < 8
+            except StatesLost as error:
+                damaged = error.damaged
+                break
+        if len(got) == STEPS:
+            assert got == losses
+            assert same(values_of(model), values[STEPS])
+            inf.handle(model).close()
+            return
+        assert damaged
+        with pytest.raises(StatesLost):
+            inf.handle(model).close()
+
+
+def test_older_states_want_two_generations_and_full_checks() -> None:
+    with pytest.raises(ValueError, match="generations=2"):
+        inf.Policy(damaged="from-older")
+    with pytest.raises(ValueError, match="verify='full'"):
+        inf.Policy(damaged="from-older", generations=2, verify="sample")
+    with pytest.raises(ValueError, match="damaged="):
+        inf.Policy(damaged="older")
