@@ -71,6 +71,14 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
         help="go on from the durable run or the checkpoint in --save-dir, whichever has the later "
         "step, if they are of one run; begin where there is neither",
     )
+    kept.add_argument(
+        "--damaged",
+        choices=("raise", "report", "from-older"),
+        default="raise",
+        help="where a drive cannot give states back: stop and name them; report: with --resume, go "
+        "on without them; from-older: go on with those of an earlier step, also within the run, "
+        "with --durable or --generations 2 (raise)",
+    )
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -79,11 +79,13 @@ from infinity._src.step_log import StepMeter
 from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
-from infinity.errors import DriveLostError, InfinityError, SlicesError
+from infinity.errors import DriveLostError, InfinityError, SlicesError, StepUndone
 
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
 _BENCH_BYTES = 512 * MIB
+_UNDONE_MAX = 5
+"""So many times a step is undone before the run ends."""
 _ALONE_STEP = 3
 """The step that begins with no update pending, so that its first forward is measured alone: late
 enough to be warm.
@@ -257,6 +259,12 @@ def policy_of(options: argparse.Namespace, device: str) -> inf.Policy:
         state=options.state,
         update=options.update,
         generations=options.generations,
+        # Within a run, too, where a step is a transaction.
+        damaged=(
+            "from-older"
+            if options.damaged == "from-older" and (options.durable or options.generations > 1)
+            else "raise"
+        ),
         durable=options.durable,
         durable_every=options.durable_every,
         # None by default, by which `_check` sees whether it was given.
@@ -296,6 +304,14 @@ class _Phase:
     last_backward_s: float = 0.0
     compute_s: float = 0.0
     waited_s: float = 0.0
+
+
+class _Turn(NamedTuple):
+    """State of the loop when a step begins: of the scheduler, and of the random generators."""
+
+    scheduler: dict[str, Any]
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
 
 
 class _Run:
@@ -361,6 +377,7 @@ class _Run:
             self.optimizer, lambda step: learning_rate(step, options.warmup, options.steps)
         )
         self.records: list[StepRecord] = []
+        self.last = self.handle.stats()
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
         self.save: inf.Save | None = None
@@ -450,7 +467,9 @@ class _Run:
             if self.options.resume:
                 self._say("nothing was committed or saved yet: training begins")
             return Earlier(), []
-        found = inf.restore(self.model, self.optimizer, self.source)
+        found = inf.restore(
+            self.model, self.optimizer, self.source, damaged=self.options.damaged
+        )
         earlier = self.small.take_up(found.extra, found.step, self.scheduler)
         self.held_out += earlier.held_out
         self._say(f"going on after step {found.step}, from {self.source}")
@@ -483,79 +502,138 @@ class _Run:
         self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
 
     def _train(self, display: StepDisplay) -> None:
-        options = self.options
-        first = self.earlier.step
-        batches = self.corpus.batches(
-            options.batch,
-            options.seed,
+        first, steps = self.earlier.step, self.options.steps
+        draws = self.ranks.first and not self.options.no_trace
+        timeline = self.options.out / TIMELINE_NAME if draws else None
+        self.last = self.handle.stats()
+        meter = StepMeter(self.handle, timeline, self.last)
+        batches, undone, farthest = self._batches(first), 0, first
+        # What a fault undoes: the step before, or all since the last commit of a durable run.
+        turns: dict[int, _Turn] = {}
+        step = first
+        while step < steps:
+            turns[step] = self._turn()
+            turns.pop(step - self.options.durable_every - 1, None)
+            try:
+                self._take_step(step + 1, batches, meter, display)
+                step += 1
+                if step == steps:
+                    # The last update belongs to the training.
+                    self.handle.flush()
+            except StepUndone as error:
+                step = self.handle.stats().step_count
+                undone = undone + 1 if step <= farthest else 1
+                farthest = max(farthest, step)
+                if undone == _UNDONE_MAX:
+                    raise
+                display.say(f"step {step + 1} is taken again: {error}")
+                self._go_back(step, turns[step])
+                batches = self._batches(step)
+                self.last = self.handle.stats()
+                meter.begin(self.last)
+
+    def _batches(self, step: int) -> Iterator[torch.Tensor]:
+        """Return the micro-batches of this rank behind those of the first `step` steps."""
+        return self.corpus.batches(
+            self.options.batch,
+            self.options.seed,
             rank=self.ranks.rank,
             ranks=self.ranks.world,
-            start=first * options.accumulate,
+            start=step * self.options.accumulate,
         )
-        draws = self.ranks.first and not options.no_trace
-        last = self.handle.stats()
-        meter = StepMeter(self.handle, options.out / TIMELINE_NAME if draws else None, last)
-        for step in range(first + 1, options.steps + 1):
-            alone = step - first == _ALONE_STEP and options.steps > step
-            if alone:
-                # Nothing is pending when the step begins, and no byte of the last update is charged
-                # to it.
-                self.handle.flush()
-                last = self.handle.stats()
-                meter.begin(last)
-            start = time.monotonic()
-            phase, loss = self._passes(batches)
-            norm = None
-            if options.clip:
-                norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
-            # Before the scheduler moves on: the rate of this step.
-            rate = float(self.scheduler.get_last_lr()[0])
-            if options.durable or options.save_every:
-                self.handle.extra = self.small.capture(
-                    self.scheduler, self.held_out, self.text_before
-                )
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad()
-            evaluates = self._evaluates(step)
-            if evaluates:
-                # The measurement must not be charged for this step's update, nor the next step
-                # relieved of it.
-                self.handle.flush()
-            now = self.handle.stats()
-            record = StepRecord(
-                step=step,
-                loss=loss,
-                lr=rate,
-                grad_norm=norm,
-                tokens=self.ranks.world * options.batch * options.seq * options.accumulate,
-                step_s=time.monotonic() - start,
-                first_forward_s=phase.first_forward_s,
-                compute_s=phase.compute_s,
-                io_wait_s=now.io_wait_s + now.update_wait_s - last.io_wait_s - last.update_wait_s,
-                bytes_read=now.bytes_read - last.bytes_read,
-                bytes_written=now.bytes_written - last.bytes_written,
-                ram_bytes=now.ram_bytes,
-                rss_bytes=psutil.Process().memory_info().rss,
-                params_read=now.params_read_bytes - last.params_read_bytes,
-                last_backward_s=phase.last_backward_s,
-                alone=alone,
-                grads_read=now.grads_read_bytes - last.grads_read_bytes,
-                grads_written=now.grads_written_bytes - last.grads_written_bytes,
-                activations_read=now.activations.fetched_bytes - last.activations.fetched_bytes,
-                activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
-            )
-            self.records.append(record)
-            self.metrics.add("step", meter.end(now, step=step) | record.as_dict())
-            display.show(record)
-            self._keep(step)
-            if evaluates:
-                display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
-            last = now
-            if evaluates:
-                # Bytes and waits of an evaluation belong to no step.
-                last = self.handle.stats()
-                meter.begin(last)
+
+    def _turn(self) -> _Turn:
+        """Return the state of the loop, in which a step begins."""
+        cuda = self.device.type == "cuda"
+        return _Turn(
+            self.scheduler.state_dict(),
+            torch.get_rng_state(),
+            torch.cuda.get_rng_state(self.device) if cuda else None,
+        )
+
+    def _go_back(self, step: int, turn: _Turn) -> None:
+        """Bring the loop to where the engine is, whose steps after `step` were undone."""
+        # A measurement may have broken off.
+        self.model.train()
+        self.optimizer.zero_grad()
+        self.scheduler.load_state_dict(turn.scheduler)
+        for group, rate in zip(
+            self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = rate
+        torch.set_rng_state(turn.cpu)
+        if turn.cuda is not None:
+            torch.cuda.set_rng_state(turn.cuda, self.device)
+        self.records = [record for record in self.records if record.step <= step]
+        # `cut` drops the held-out loss of this step, too.
+        self.metrics.cut(step)
+        self.held_out = [each for each in self.held_out if each[0] < step]
+        if not step or self._evaluates(step):
+            self._measure_held_out(step)
+
+    def _take_step(
+        self, step: int, batches: Iterator[torch.Tensor], meter: StepMeter, display: StepDisplay
+    ) -> None:
+        """Take one step, record it and keep it. Raises: StepUndone."""
+        options = self.options
+        alone = step - self.earlier.step == _ALONE_STEP and options.steps > step
+        if alone:
+            # Nothing is pending when the step begins, and no byte of the last update is charged to
+            # it.
+            self.handle.flush()
+            self.last = self.handle.stats()
+            meter.begin(self.last)
+        last = self.last
+        start = time.monotonic()
+        phase, loss = self._passes(batches)
+        norm = None
+        if options.clip:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
+        # Before the scheduler moves on: the rate of this step.
+        rate = float(self.scheduler.get_last_lr()[0])
+        if options.durable or options.save_every:
+            self.handle.extra = self.small.capture(self.scheduler, self.held_out, self.text_before)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        evaluates = self._evaluates(step)
+        if evaluates:
+            # The measurement must not be charged for this step's update, nor the next step relieved
+            # of it.
+            self.handle.flush()
+        now = self.handle.stats()
+        record = StepRecord(
+            step=step,
+            loss=loss,
+            lr=rate,
+            grad_norm=norm,
+            tokens=self.ranks.world * options.batch * options.seq * options.accumulate,
+            step_s=time.monotonic() - start,
+            first_forward_s=phase.first_forward_s,
+            compute_s=phase.compute_s,
+            io_wait_s=now.io_wait_s + now.update_wait_s - last.io_wait_s - last.update_wait_s,
+            bytes_read=now.bytes_read - last.bytes_read,
+            bytes_written=now.bytes_written - last.bytes_written,
+            ram_bytes=now.ram_bytes,
+            rss_bytes=psutil.Process().memory_info().rss,
+            params_read=now.params_read_bytes - last.params_read_bytes,
+            last_backward_s=phase.last_backward_s,
+            alone=alone,
+            grads_read=now.grads_read_bytes - last.grads_read_bytes,
+            grads_written=now.grads_written_bytes - last.grads_written_bytes,
+            activations_read=now.activations.fetched_bytes - last.activations.fetched_bytes,
+            activations_written=now.activations.stored_bytes - last.activations.stored_bytes,
+        )
+        self.records.append(record)
+        self.metrics.add("step", meter.end(now, step=step) | record.as_dict())
+        display.show(record)
+        self._keep(step)
+        self.last = now
+        if evaluates:
+            display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
+            # Bytes and waits of an evaluation belong to no step.
+            self.last = self.handle.stats()
+            meter.begin(self.last)
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).

@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers")
 from rich.console import Console  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
+from infinity._src import engine  # noqa: E402
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
 from infinity._src.checkpoint import run_fill  # noqa: E402
 from infinity._src.checkpoint.directory import (  # noqa: E402
@@ -40,6 +41,7 @@ from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E402
+from infinity.aio import Fault, Seam  # noqa: E402
 from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
 from tests.reading import Counted  # noqa: E402
@@ -191,6 +193,50 @@ def test_a_killed_run_goes_on_to_the_same_bits(place: Path, tmp_path: Path, kept
     status, shown = train([*arguments, "--resume", "--lr", "1", "--seed", "5"])
     assert status == 2
     assert "--lr was 0.003 and is 1.0; --seed was 0 and is 5" in shown
+
+
+@pytest.mark.parametrize("kept", ["--generations=2", "--durable"])
+def test_a_step_that_a_fault_undoes_is_taken_again(
+    place: Path, tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    add, struck = command.MetricsFile.add, []
+
+    def counted(self: Any, kind: str, record: dict[str, Any]) -> None:
+        add(self, kind, record)
+        # The third evaluates, and the last is undone by the end of training.
+        if kind == "step" and record["step"] in (2, 3, STEPS) and record["step"] not in struck:
+            struck.append(record["step"])
+            (handle,) = engine._OPEN
+            handle.parts.tiers.executor.set_seam(Seam(fault=Fault("write", 1, lasting=True)))
+
+    monkeypatch.setattr(command.MetricsFile, "add", counted)
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
+    status, shown = train([*common(place), "--out", str(out), *on_nvme, kept])
+    assert status == 0, shown
+    assert struck == [2, 3, STEPS]
+    assert shown.count("is taken again: ") >= 2
+    for kind, names in (("step", ("step", "loss", "lr", "grad_norm")), ("held_out", ("loss",))):
+        rows = [[row[name] for name in names] for row in records(out, kind)]
+        whole = [[row[name] for name in names] for row in records(place / "whole", kind)]
+        assert rows == whole
+    weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_damaged_commit_is_passed_over_on_request(place: Path, tmp_path: Path) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    durable = f"--durable --params nvme --optim nvme --nvme {drive} --ram min --generations 3"
+    arguments = [*common(place), "--out", str(out), *durable.split()]
+    killed(train_until_killed, arguments)
+    with damaged(drive / "infinity-run"):
+        status, shown = train([*arguments, "--resume", "--damaged", "from-older"])
+    assert status == 0, shown
+    assert "going on after step 3, from" in shown
+    rows = [row["loss"] for row in records(out, "step")]
+    assert rows == [row["loss"] for row in records(place / "whole", "step")]
 
 
 @pytest.mark.parametrize("lost", [0, 1])
