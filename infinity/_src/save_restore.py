@@ -106,8 +106,9 @@ def restore(
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
-    damaged, RuntimeError inside forward, backward and `gather()`. Damage that is met when some
-    states were written already: later calls raise StateInvalid.
+    damaged, RuntimeError inside forward, backward and `gather()`, PeerFailed where another rank
+    raises one of these. Damage that is met when some states were written already: later calls raise
+    StateInvalid.
     """
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")

@@ -275,18 +275,20 @@ class DurableRun:
         """Move chunks away from places that a checkpoint names, and that must never be written
         again, or that an older commit names which is kept. Called after a commit.
 
-        Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed
-        when it was another rank.
+        Collective where older commits are kept, and once a checkpoint was linked. Raises:
+        SwapFullError, AioError, and PeerFailed when it was another rank.
         """
-        # Without room for a further place the older commit goes that names the one to be written.
-        if self._older.make_way():
-            self._remove_older()
-        if not self._linked:
+        # Alike on all ranks (linked on one is linked on all), so that none waits alone.
+        if not (self._linked or self._policy.older_commits):
             return
-        # Linked on one rank is linked on all, so all come here and none waits alone.
         problem: Exception | None = None
         try:
-            self._pinned.make_way(self.flats, self._older.layers)
+            # Without room for a further place the older commit goes that names the one to be
+            # written.
+            if self._older.make_way():
+                self._remove_older()
+            if self._linked:
+                self._pinned.make_way(self.flats, self._older.layers)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
             problem = error
         failed = self._comm.all_reduce_any([problem is not None])[0]
@@ -294,8 +296,8 @@ class DurableRun:
             raise problem
         if failed:
             raise PeerFailed(
-                "another rank has no room beside a checkpoint for the step's states, and its error "
-                "says why"
+                "another rank has no place for the states of the next step beside a checkpoint or "
+                "an older commit, and its error says why"
             )
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:

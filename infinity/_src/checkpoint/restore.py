@@ -55,7 +55,7 @@ from infinity._src.params.unit import Flat, Param
 from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
 from infinity.aio import Format, Ticket
-from infinity.errors import AioError, StateInvalid
+from infinity.errors import AioError, PeerFailed, StateInvalid
 
 log = logging.getLogger("infinity")
 
@@ -464,7 +464,8 @@ class RestoreJob:
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
         fit, before anything is written; AioError later too, and then the states are half restored
-        and every later call raises StateInvalid.
+        and every later call raises StateInvalid. PeerFailed in either case where it is another rank
+        that cannot.
         """
         # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
@@ -498,7 +499,7 @@ class RestoreJob:
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
         # Before anything is written: no rank restores a checkpoint that one rank refuses.
-        self._agree(problem if agreed or problem else _elsewhere(directory))
+        self._agree(problem if agreed or problem else _elsewhere())
         assert checkpoint is not None
         with checkpoint:
             return self._write(model, checkpoint, prepared)
@@ -540,7 +541,7 @@ class RestoreJob:
         with contextlib.ExitStack() as undo:
             opened = self._open_all(directory, numbers, undo)
             if not opened:
-                raise self._damage or _elsewhere(directory)
+                raise self._damage or _elsewhere()
             for checkpoint in opened[1:]:
                 reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if given else (0,))
                 undo.callback(reader.close)
@@ -604,11 +605,11 @@ class RestoreJob:
         if problem is not None and not damage:
             raise problem
         if failed:
-            raise _elsewhere(None)
+            raise _elsewhere()
         if damaged and self._damage is None:
             cause = problem.__cause__ if isinstance(problem, _Unreadable) else problem
             assert cause is None or isinstance(cause, Exception)
-            self._damage = cause or _elsewhere(None)
+            self._damage = cause or _elsewhere()
         return not damaged
 
     def _open_all(
@@ -643,7 +644,7 @@ class RestoreJob:
         if problem is not None:
             raise problem
         if failed:
-            raise _elsewhere(None)
+            raise _elsewhere()
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
@@ -959,7 +960,5 @@ class RestoreJob:
             delayed_params.write(flat, chunk.start, values)
 
 
-def _elsewhere(directory: Path | None) -> AioError:
-    return AioError(
-        "another rank cannot restore, and its error says why", path=str(directory or ""), op="read"
-    )
+def _elsewhere() -> PeerFailed:
+    return PeerFailed("another rank cannot restore, and its error says why")
