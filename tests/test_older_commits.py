@@ -425,3 +425,37 @@ def test_what_is_damaged_in_the_copy_too_is_told(tmp_path: Path) -> None:
         inf.restore(model, optimizer, drives)
     assert inf.restore(model, optimizer, drives, damaged="from-older").step == 2
     close(model)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_older_commits_are_found_without_the_home(
+    tmp_path: Path, wanted: list[str], lost: bool
+) -> None:
+    """The manifests of the first drive are gone, with its states or without, and the newest copy is
+    damaged."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    drives[1].mkdir()
+    model, optimizer = made(*drives, generations=3)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    for path in home(drives[0]).glob("manifest-*"):
+        path.unlink()
+    if lost:
+        shutil.rmtree(drives[0])
+    (copy,) = home(drives[1]).glob("copy-*")
+    newest = max(copy.glob("manifest-*"))
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    now = [tmp_path / "n" if lost else drives[0], drives[1]]
+    model, optimizer = made(*now, generations=3)
+    with pytest.raises(ChecksumError, match=newest.name):
+        inf.restore(model, optimizer, now)
+    found = inf.restore(model, optimizer, now, damaged="from-older")
+    assert (found.step, bool(found.damaged)) == (2, lost)
+    assert lost or digest(model) == wanted[2]
+    step(model, optimizer, 2, 0)
+    close(model)
+    model, optimizer = made(*now, generations=3)
+    assert inf.restore(model, optimizer, now).step == 3
+    assert lost or digest(model) == wanted[3]
+    close(model)

@@ -86,8 +86,8 @@ def restore(
     as if nothing had been (update="delayed": as `save` says). Another state format rounds to
     nearest, and `.rounded` says what; `.notes` says what else is different.
 
-    directory: a checkpoint, or an `nvme` directory of a durable run, or several of them, of which
-    the newest is taken: each has a copy of the manifests, so any one that is left will do. The
+    directory: a checkpoint, or an `nvme` directory of a durable run, or several of one run: each
+    has a copy of the manifests, so any one that is left will do, and the newest is taken. The
     model stays as it was built, and `.step` is 0, if that is the run that this engine's own policy
     goes on with and no commit of it exists.
 

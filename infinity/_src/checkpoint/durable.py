@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.rows import Marks
-from infinity._src.checkpoint.run_copies import for_copy
+from infinity._src.checkpoint.run_copies import for_copy, save_number
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.run_table import Described, RunTable, layer_and_drive
 from infinity._src.checkpoint.safe_pickle import extra_bytes
@@ -407,7 +406,9 @@ class DurableRun:
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
-                mine = [float(self.files.next_generation() - 1), float(secrets.randbits(48))]
+                before = self.files.before if self._policy.durable != "new" else None
+                save = save_number(before[0] if before is not None else None)
+                mine = [float(self.files.next_generation() - 1), float(save)]
             self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
         self._generation += 1
         return self._generation

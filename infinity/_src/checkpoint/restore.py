@@ -39,7 +39,6 @@ from infinity._src.checkpoint.reader import (
     SavedParam,
 )
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
-from infinity._src.checkpoint.run_copies import others_of
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.saved_weights import SavedRanges, SavedWeight, weights_by_name
@@ -636,7 +635,6 @@ class RestoreJob:
             generation,
             backend=self._policy.io_backend,
             partial=self._reports,
-            copies=others_of(directory),
         )
 
     def _agree(self, problem: Exception | None) -> None:

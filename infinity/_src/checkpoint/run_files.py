@@ -38,7 +38,6 @@ from infinity._src.checkpoint.directory import (
     is_of,
     next_generation,
     read_head,
-    readable_heads,
     remove,
     sync_directory,
     typed_errors,
@@ -52,11 +51,13 @@ from infinity._src.checkpoint.fill_journal import (
 from infinity._src.checkpoint.manifest import Head
 from infinity._src.checkpoint.run_copies import (
     RUN_DIRECTORY,
+    SeveralRunsError,
     copy_in,
     lead,
     link_to,
     make_copy,
     newest_run,
+    readable_run,
     remove_copy,
     sum_of,
 )
@@ -252,15 +253,16 @@ class RunFiles:
     def _newest(self, directories: Sequence[Path], give_up: bool) -> list[Head] | None:
         try:
             found = newest_run(directories)
-        except (AioError, ValueError):
+        except (AioError, ValueError) as error:
             # A damaged run is never passed over: only one that the user gives up is.
             if give_up:
                 return None
-            # An older commit can be gone on with; the restore tells of the damage.
-            older = readable_heads(self.home)
-            if older is None:
+            if isinstance(error, SeveralRunsError):
                 raise
-            return older
+            # An older commit can be gone on with; the restore tells of the damage.
+            found = readable_run(directories)
+            if found is None:
+                raise
         if found is None:
             return None
         self.source = found.place
@@ -636,8 +638,8 @@ def _check_no_home(directory: Path, copy: Path) -> None:
     if directory.is_dir() and generations(directory):
         raise ValueError(
             f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
-            "directory in Policy.nvme: name it first to go on with that run, or remove "
-            f"{str(directory)!r}"
+            "directory in Policy.nvme: name it first to go on with that run, or name another "
+            "directory of that drive here, and both runs stay"
         )
 
 
