@@ -44,6 +44,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 )
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.ledger import memory_left_bytes
+from infinity._src.new_file import open_new, write_new
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
@@ -145,7 +146,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
     """
     try:
         # In parts, as they come: the file is never in memory as a whole.
-        with path.open("wb") as out:
+        with open_new(path) as out:
             out.write(_header(tensors))
             for value in values:
                 _append(out, value)
@@ -263,7 +264,7 @@ class WeightFiles:
         fsync_directory(self._target)
         if len(self.files) > 1:
             partial = self._partial(INDEX)
-            partial.write_text(text + "\n")
+            write_new(partial, text + "\n")
             # Last: an index on the drive says that all its files are there.
             publish(partial, index)
             fsync_directory(self._target)

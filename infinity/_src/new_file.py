@@ -1,0 +1,24 @@
+"""Files that are written anew below a name for the time being, and renamed when they are whole.
+
+The directory may be shared: what another user has put there under that name is not written through
+(a link), and not waited for (a FIFO).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file of this name to write; what had the name before loses it. Raises: OSError
+    naming the path."""
+    path.unlink(missing_ok=True)
+    # O_EXCL: made here, or not opened.
+    return path.open("xb")
+
+
+def write_new(path: Path, data: bytes | str) -> None:
+    """Write a new file of this name whole, text as UTF-8. Raises: as `open_new`."""
+    with open_new(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
