@@ -331,7 +331,7 @@ def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
 
 
 def test_a_damaged_home_is_not_made_good_from_another_run(tmp_path: Path) -> None:
-    """Of its only manifest nothing can be read, and a copy below its name has a newer one."""
+    """No manifest of it can be read, and a copy below its name has a newer one."""
     one, two = (tmp_path / name for name in ("one", "two"))
     for place in (one, two):
         place.mkdir()

@@ -108,8 +108,8 @@ class SpareRanges:
 
     def rehome(self, layer: int) -> None:
         """Have the ranges in files of this layer from now on."""
-        # Layers may have been removed, whose numbers others will have. What refused a write there is
-        # no range of this process any more.
+        # Layers may have been removed, whose numbers others will have. What refused a write there
+        # is no range of this process any more.
         self._refused.clear()
         self._bad = [place for place in self._bad if self._space.layers[place.layer]]
         if layer != self._layer:
