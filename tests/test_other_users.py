@@ -21,8 +21,9 @@ from infinity._src.bench.report import write_record
 from infinity._src.checkpoint import dcp
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.run_files import RunFiles
-from infinity._src.checkpoint.safetensors import write_file
+from infinity._src.checkpoint.safetensors import WeightFiles, write_file
 from infinity._src.metrics_file import MetricsFile
+from infinity._src.new_file import open_new
 from infinity._src.step_timeline import StepTimeline
 from infinity._src.telemetry import Timeline
 from infinity.aio import SwapFile
@@ -341,6 +342,12 @@ def write_dcp(path: Path) -> None:
     writer.finish()
 
 
+def write_weights(path: Path) -> None:
+    files = WeightFiles(path.parent)
+    files.put("model.safetensors", (), 0, lambda partial: write_file(partial, (), ()))
+    files.finish()
+
+
 WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "trace": (f".trace.json.{os.getpid()}.partial", lambda p: Timeline(spans_max=9).write(p)),
     "step": (
@@ -349,7 +356,7 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     ),
     "metrics": ("trace.json.partial", write_metrics),
     "record": (f".trace.json.{os.getpid()}.partial", lambda p: write_record({"a": 1}, p)),
-    "safetensors": ("trace.json", lambda p: write_file(p, (), ())),
+    "safetensors": ("model.safetensors.partial", write_weights),
     "dcp": (f"{dcp.FILE}.partial", write_dcp),
     "dcp metadata": (f"{dcp.METADATA}.partial", write_dcp),
     "fp32 weights": (
@@ -376,3 +383,15 @@ def test_exports_and_traces_are_not_written_through_what_others_have_put_there(
     write(place / "trace.json")
     assert target.read_text() == "kept"
     assert all(stat.S_ISREG(path.lstat().st_mode) for path in place.iterdir())
+
+
+def test_a_device_is_never_replaced_by_a_new_file(tmp_path: Path) -> None:
+    """Its name is not removed: nothing would make it again."""
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("this process may not make a device (CAP_MKNOD)")
+    with pytest.raises(FileExistsError, match="a device has this name"):
+        open_new(device)
+    assert device.is_char_device()

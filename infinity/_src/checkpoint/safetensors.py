@@ -44,7 +44,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 )
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.ledger import memory_left_bytes
-from infinity._src.new_file import open_new, write_new
+from infinity._src.new_file import write_new
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
@@ -146,7 +146,7 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
     """
     try:
         # In parts, as they come: the file is never in memory as a whole.
-        with open_new(path) as out:
+        with path.open("wb") as out:
             out.write(_header(tensors))
             for value in values:
                 _append(out, value)
@@ -237,6 +237,8 @@ class WeightFiles:
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
+            # Made here, since `write` opens what has the name.
+            write_new(self._partial(file), b"")
             write(self._partial(file))
             # A name is given only to what is on the drive.
             fsync_file(self._partial(file))
