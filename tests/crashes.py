@@ -48,6 +48,7 @@ class Job:
     rendezvous: str = ""
     saves: bool = False
     generations: int = 2
+    drives: int = 1
     copies: bool = False
     die_at: int = -1
     die_from: str = "restored"
@@ -59,9 +60,12 @@ class Job:
     def policy(self) -> inf.Policy:
         if self.reference:
             return inf.Policy(unit_bytes_max=4096)
-        place = self.directory / "drive"
-        place.mkdir(exist_ok=True, parents=True)
-        tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": place}
+        # Further drives beside the first, which is the one that is restored.
+        further = [self.directory / f"drive{number}" for number in range(1, self.drives)]
+        places = [self.directory / "drive", *further]
+        for place in places:
+            place.mkdir(exist_ok=True, parents=True)
+        tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": places}
         if self.saves:
             return inf.Policy(**tiers, update=self.update, generations=2, unit_bytes_max=4096)
         tiers |= {"durable": True, "generations": self.generations}

@@ -179,3 +179,39 @@ def test_a_list_in_the_way_of_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AioError):
         bad_ranges.remember(states, 0, 4096)
     assert other.read_bytes() == b""
+
+
+def test_a_file_that_is_left_to_a_checkpoint_leaves_no_list_and_no_owner(tmp_path: Path) -> None:
+    """Its layer of files goes, and its bad range is no more counted among those of this run."""
+    place, wanted = tmp_path / "run", undisturbed()
+    model, optimizer = made(place, seam=bad_block(50_000, nth=1))
+    for index in range(2):
+        step(model, optimizer, index, 0)
+    inf.handle(model).flush()
+    assert inf.handle(model).stats().moved_writes >= 1
+    spares = inf.handle(model).parts.tiers.store._spares
+    assert spares is not None
+    assert spares.bad_bytes > 0
+    for index in range(2, 5):
+        if index == 2:
+            inf.save(model, optimizer, tmp_path / "save").wait()
+            before = set(run_files(place))
+        step(model, optimizer, index, 0)
+        inf.handle(model).flush()
+    gone = before - set(run_files(place))
+    assert any(name.startswith("states-") for name in gone)
+    there = [name for name in run_files(place) if name.startswith("states-")]
+    for name in run_files(place):
+        if name.startswith(".states-"):
+            assert any(name.startswith(f".{each}.") for each in there), name
+    lost = [name for name in before if name.endswith(".bad") and name not in run_files(place)]
+    assert lost
+    # The files that there are, of which each new one has the same bad block here.
+    known = [bad_ranges.known(place / "infinity-run" / name) for name in there]
+    assert spares.bad_bytes == sum(stop - start for each in known for start, stop in each)
+    assert digest(model) == wanted[5]
+    close(model)
+    model, optimizer = made(tmp_path / "other")
+    assert inf.restore(model, optimizer, tmp_path / "save").step == 2
+    assert digest(model) == wanted[2]
+    close(model)

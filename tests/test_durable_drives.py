@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import infinity as inf
-from tests.crashes import digest, step
+from infinity.errors import ChecksumError
+from tests.crashes import Net, digest, step
 from tests.durable_runs import close, made, run_files, undisturbed
 
 
@@ -25,8 +28,11 @@ def test_other_drives_are_told_apart(tmp_path: Path, wanted: list[str]) -> None:
     model, optimizer = made(one, two)
     step(model, optimizer, 0, 0)
     close(model)
-    with pytest.raises(ValueError, match="not the first directory"):
+    with pytest.raises(ValueError, match="not the first directory") as refused:
         made(two, one)
+    # What it advises loses nothing.
+    assert "another directory of that drive" in str(refused.value)
+    assert "remove" not in str(refused.value)
     model, optimizer = made(three, two)  # another run, with its second drive in common
     step(model, optimizer, 0, 0)
     close(model)
@@ -239,4 +245,112 @@ def test_room_of_older_commits_is_given_up_on_all_drives_that_are_left(tmp_path:
     for drive in drives[1:]:
         assert len(list(drive.glob("infinity-run/copy-*/manifest-*"))) == 1
     assert inf.restore(model, optimizer, drives[1:], damaged="report").step == 4
+    close(model)
+
+
+def reader() -> tuple[Any, Any]:
+    """A model of the same shape that has a run of its own nowhere."""
+    torch.manual_seed(1)
+    model: Any = inf.offload(Net().bfloat16(), inf.Policy(unit_bytes_max=4096))
+    return model, inf.AdamW(model.parameters(), lr=1e-2)
+
+
+def test_directories_of_several_runs_are_never_taken_for_one(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    one, two, both = shared(tmp_path)
+    model, optimizer = reader()
+    # Each has a newest commit, and neither is that of the other.
+    for named in ([one, two], [two, one], [one, two, both]):
+        with pytest.raises(ValueError, match="different runs; name the directories of one") as told:
+            inf.restore(model, optimizer, named)
+        assert f"{one}/infinity-run and" in str(told.value) or f"and {one}" in str(told.value)
+        assert f"{two}/infinity-run" in str(told.value)
+    inf.save(model, optimizer, tmp_path / "saved").wait()
+    with pytest.raises(ValueError, match="different runs"):
+        inf.restore(model, optimizer, [tmp_path / "saved", one])
+    # A drive that both have is of the run that the home beside it names, before or behind it.
+    for named, steps in (([one, both], 2), ([both, one], 2), ([two, both], 3), ([one], 2)):
+        assert inf.restore(model, optimizer, named).step == steps
+        assert digest(model) == wanted[steps]
+    # The same where one run is known by its copy alone.
+    shutil.rmtree(one)
+    assert inf.restore(model, optimizer, [both, two]).step == 3
+    assert inf.restore(model, optimizer, [one, both, two]).step == 3
+    for copy in both.glob("infinity-run/copy-*"):
+        if (copy / "drive0").resolve() == (two / "infinity-run").resolve():
+            shutil.rmtree(copy)
+    with pytest.raises(ValueError, match="different runs"):
+        inf.restore(model, optimizer, [both, two])
+    close(model)
+
+
+def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    """The first drive of a run is lost and replaced, and a new run begins there without the other
+    drive: both are known by one path."""
+    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
+    for place in places:
+        place.mkdir()
+    model, optimizer = made(one, two)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    shutil.rmtree(one)
+    model, optimizer = made(one)
+    step(model, optimizer, 0, 0)
+    close(model)
+    left = run_files(two)
+    # The run that the drive is of, and not the one that has its home where that had it.
+    model, optimizer = reader()
+    assert inf.restore(model, optimizer, two, damaged="report").step == 3
+    with pytest.raises(ValueError, match="different runs"):
+        inf.restore(model, optimizer, [one, two])
+    close(model)
+    with pytest.raises(ValueError, match="two durable runs that began at the same path") as told:
+        made(one, two)
+    assert f"{one}/infinity-run and {two}/infinity-run/copy-" in str(told.value)
+    assert run_files(two) == left
+    # The ways that the error tells: either goes on, and the other stays.
+    (two / "more").mkdir()
+    model, optimizer = made(one, two / "more")
+    assert inf.restore(model, optimizer, [one, two / "more"]).step == 1
+    assert digest(model) == wanted[1]
+    step(model, optimizer, 1, 0)
+    close(model)
+    model, optimizer = made(three, two)
+    assert inf.restore(model, optimizer, [three, two], damaged="report").step == 3
+    step(model, optimizer, 3, 0)
+    close(model)
+    model, optimizer = reader()
+    assert inf.restore(model, optimizer, [three, two]).step == 4
+    assert inf.restore(model, optimizer, [one, two / "more"]).step == 2
+    assert digest(model) == wanted[2]
+    close(model)
+
+
+def test_a_damaged_home_is_not_made_good_from_another_run(tmp_path: Path) -> None:
+    """No manifest of it can be read, and a copy below its name has a newer one."""
+    one, two = (tmp_path / name for name in ("one", "two"))
+    for place in (one, two):
+        place.mkdir()
+    model, optimizer = made(one, two)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    shutil.rmtree(one)
+    model, optimizer = made(one)
+    step(model, optimizer, 0, 0)
+    close(model)
+    (manifest,) = one.glob("infinity-run/manifest-*")
+    manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
+    with pytest.raises(ChecksumError, match=manifest.name):
+        made(one, two)
+    # Both are given up.
+    model, optimizer = made(one, two, durable="new")
+    step(model, optimizer, 0, 0)
+    close(model)
+    model, optimizer = made(one, two)
+    assert inf.restore(model, optimizer, [one, two]).step == 1
     close(model)

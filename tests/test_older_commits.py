@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import shutil
@@ -19,8 +20,9 @@ import infinity as inf
 from infinity._src.checkpoint import older_commits
 from infinity._src.checkpoint.directory import generations, read_generation
 from infinity._src.checkpoint.manifest import Manifest
+from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity.aio import SwapFile
-from infinity.errors import ChecksumError, StateInvalid
+from infinity.errors import ChecksumError, DeviceFailedError, PeerFailed, StateInvalid
 from tests.crashes import Net, digest, step
 from tests.distributed.ranks import on_ranks
 from tests.durable_runs import close, die, made, undisturbed
@@ -341,6 +343,10 @@ def test_what_is_placed_anew_leaves_the_newest_whole(tmp_path: Path) -> None:
     close(model)
 
 
+def no_file(*_: object) -> bool:
+    raise DeviceFailedError("no file", errno=errno.EIO, path="drive", op="open")
+
+
 def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
     model, optimizer = made(place / "run", generations=3)
     for index in range(3):
@@ -358,6 +364,13 @@ def on_two(rank: int, place: Path) -> tuple[int, str, str, int]:
     model, optimizer = made(place / "run", generations=3)
     found = inf.restore(model, optimizer, place / "run", damaged="from-older")
     after = digest(model)
+    # A place that one rank alone cannot get stops both, at the same step.
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(OlderCommits, "make_way", no_file)
+        with pytest.raises(DeviceFailedError if rank == 1 else PeerFailed):
+            step(model, optimizer, found.step, rank)
+    optimizer.zero_grad()
     step(model, optimizer, found.step, rank)
     close(model)
     return found.step, before, after, len(generations(home(place / "run")))
@@ -411,4 +424,38 @@ def test_what_is_damaged_in_the_copy_too_is_told(tmp_path: Path) -> None:
     with pytest.raises(ChecksumError, match="extra-"):
         inf.restore(model, optimizer, drives)
     assert inf.restore(model, optimizer, drives, damaged="from-older").step == 2
+    close(model)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_older_commits_are_found_without_the_home(
+    tmp_path: Path, wanted: list[str], lost: bool
+) -> None:
+    """The manifests of the first drive are gone, with its states or without, and the newest copy is
+    damaged."""
+    drives = [tmp_path / "a", tmp_path / "b"]
+    drives[1].mkdir()
+    model, optimizer = made(*drives, generations=3)
+    for index in range(3):
+        step(model, optimizer, index, 0)
+    close(model)
+    for path in home(drives[0]).glob("manifest-*"):
+        path.unlink()
+    if lost:
+        shutil.rmtree(drives[0])
+    (copy,) = home(drives[1]).glob("copy-*")
+    newest = max(copy.glob("manifest-*"))
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    now = [tmp_path / "n" if lost else drives[0], drives[1]]
+    model, optimizer = made(*now, generations=3)
+    with pytest.raises(ChecksumError, match=newest.name):
+        inf.restore(model, optimizer, now)
+    found = inf.restore(model, optimizer, now, damaged="from-older")
+    assert (found.step, bool(found.damaged)) == (2, lost)
+    assert lost or digest(model) == wanted[2]
+    step(model, optimizer, 2, 0)
+    close(model)
+    model, optimizer = made(*now, generations=3)
+    assert inf.restore(model, optimizer, now).step == 3
+    assert lost or digest(model) == wanted[3]
     close(model)

@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import infinity as inf
+from infinity._src.bench.report import write_record
+from infinity._src.checkpoint import dcp
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.checkpoint.safetensors import WeightFiles, write_file
+from infinity._src.metrics_file import MetricsFile
+from infinity._src.new_file import open_new
+from infinity._src.step_timeline import StepTimeline
+from infinity._src.telemetry import Timeline
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import PrivateDirectory
+from infinity.compat.deepspeed import zero_to_fp32
 from infinity.errors import AioError
 from tests import durable_runs
 from tests.crashes import step
@@ -318,3 +327,71 @@ def _name_through(home: Path, link: str) -> None:
             + data[header.size : at] + text + data[at + state :]
         )  # fmt: skip
         path.write_bytes(seal_manifest(path.name, whole))
+
+
+def write_metrics(path: Path) -> None:
+    metrics = MetricsFile(path)
+    metrics.add("step", {"step": 1})
+    metrics.cut(1)
+    metrics.close()
+
+
+def write_dcp(path: Path) -> None:
+    writer = dcp.DCPWriter(path.parent)
+    writer.put(("value",), torch.ones(2))
+    writer.finish()
+
+
+def write_weights(path: Path) -> None:
+    files = WeightFiles(path.parent)
+    files.put("model.safetensors", (), 0, lambda partial: write_file(partial, (), ()))
+    files.finish()
+
+
+WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "trace": (f".trace.json.{os.getpid()}.partial", lambda p: Timeline(spans_max=9).write(p)),
+    "step": (
+        f".trace.json.{os.getpid()}.partial",
+        lambda p: StepTimeline(1, 1.0, 0, (), {}).write(p),
+    ),
+    "metrics": ("trace.json.partial", write_metrics),
+    "record": (f".trace.json.{os.getpid()}.partial", lambda p: write_record({"a": 1}, p)),
+    "safetensors": ("model.safetensors.partial", write_weights),
+    "dcp": (f"{dcp.FILE}.partial", write_dcp),
+    "dcp metadata": (f"{dcp.METADATA}.partial", write_dcp),
+    "fp32 weights": (
+        f".trace.json.{os.getpid()}.partial",
+        lambda p: zero_to_fp32._write({"a": torch.ones(2)}, p, safe=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("planted", ["link", "FIFO"])
+def test_exports_and_traces_are_not_written_through_what_others_have_put_there(
+    tmp_path: Path, kind: str, planted: str
+) -> None:
+    """A name in a directory that others may write, such as /tmp, is known before it is used."""
+    name, write = WRITTEN[kind]
+    target, place = tmp_path / "somebody's", tmp_path / "shared"
+    place.mkdir()
+    target.write_text("kept")
+    if planted == "link":
+        (place / name).symlink_to(target)
+    else:
+        os.mkfifo(place / name)
+    write(place / "trace.json")
+    assert target.read_text() == "kept"
+    assert all(stat.S_ISREG(path.lstat().st_mode) for path in place.iterdir())
+
+
+def test_a_device_is_never_replaced_by_a_new_file(tmp_path: Path) -> None:
+    """Its name is not removed: nothing would make it again."""
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, 0o600 | stat.S_IFCHR, os.makedev(1, 3))
+    except PermissionError:
+        pytest.skip("this process may not make a device (CAP_MKNOD)")
+    with pytest.raises(FileExistsError, match="a device has this name"):
+        open_new(device)
+    assert device.is_char_device()

@@ -124,12 +124,13 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     optimizer = offloaded(args, layer, swap)
     handle: Any = inf.handle(layer)
     gc.collect()
+    store = handle.parts.tiers.store
     set_up = {
         "s": time.perf_counter() - start,
         "read_bytes": meter.io_bytes()[0] - io[0],
         "written_bytes": meter.io_bytes()[1] - io[1],
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        "file_bytes": handle.stats().nvme_bytes,
+        "file_bytes": store.nvme_bytes + store.spare_bytes,
     }
     parameters = handle.stats().params
     generator = torch.Generator().manual_seed(args.seed)

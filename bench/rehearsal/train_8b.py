@@ -76,12 +76,13 @@ def train(args: argparse.Namespace, swap: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     inf.offload(model, policy, init=lambda: llama.build(shape(args)))
     optimizer = inf.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95))
+    store = inf.handle(model).parts.tiers.store
     set_up = {
         "s": time.perf_counter() - began,
         "read_bytes": meter.io_bytes()[0] - before[0],
         "written_bytes": meter.io_bytes()[1] - before[1],
         "peak_rss_bytes": meter.peak_rss_bytes(),
-        "file_bytes": inf.handle(model).stats().nvme_bytes,
+        "file_bytes": store.nvme_bytes + store.spare_bytes,
     }
     harness.note(f"set up in {set_up['s']:.0f} s, peak RSS {set_up['peak_rss_bytes'] / 1e9:.2f} GB")
     warm = [args.lr * min(1.0, number / args.warmup) for number in range(1, args.steps + 1)]

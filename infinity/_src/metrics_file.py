@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, Final
 
+from infinity._src.new_file import open_new
+
 FILE_NAME: Final = "metrics.jsonl"
 
 SCHEMA: Final = "infinity.train/1"
@@ -52,7 +54,7 @@ class MetricsFile:
         partial = self._path.with_name(self._path.name + ".partial")
         with (
             self._path.open(encoding="utf-8", errors="replace") as lines,
-            partial.open("w", encoding="utf-8") as kept,
+            open_new(partial) as kept,
         ):
             for line in lines:
                 row = _row(line)
@@ -62,7 +64,7 @@ class MetricsFile:
                     and row["kind"] != "summary"
                     and row.get("step", -1) < step + (row["kind"] == "step")
                 ):
-                    kept.write(line.rstrip("\n") + "\n")
+                    kept.write((line.rstrip("\n") + "\n").encode())
         partial.replace(self._path)
         self._file = self._path.open("a", encoding="utf-8", buffering=1)
 

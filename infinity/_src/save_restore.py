@@ -86,8 +86,8 @@ def restore(
     as if nothing had been (update="delayed": as `save` says). Another state format rounds to
     nearest, and `.rounded` says what; `.notes` says what else is different.
 
-    directory: a checkpoint, or an `nvme` directory of a durable run, or several of them, of which
-    the newest is taken: each has a copy of the manifests, so any one that is left will do. The
+    directory: a checkpoint, or an `nvme` directory of a durable run, or several of one run: each
+    has a copy of the manifests, so any one that is left will do, and the newest is taken. The
     model stays as it was built, and `.step` is 0, if that is the run that this engine's own policy
     goes on with and no commit of it exists.
 
@@ -106,8 +106,9 @@ def restore(
 
     Raises: ValueError naming what does not fit (names, shapes, dtypes, another optimizer), AioError
     (ENOENT) where there is no whole checkpoint, ChecksumError naming file and offset of what is
-    damaged, RuntimeError inside forward, backward and `gather()`. Damage that is met when some
-    states were written already: later calls raise StateInvalid.
+    damaged, RuntimeError inside forward, backward and `gather()`, PeerFailed where another rank
+    raises one of these. Damage that is met when some states were written already: later calls raise
+    StateInvalid.
     """
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from infinity._src.new_file import write_new
 from infinity._src.telemetry import Span
 
 FILE_NAME: Final = "timeline.json"
@@ -127,7 +128,7 @@ class StepTimeline:
         }
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+            write_new(partial, json.dumps(document, separators=(",", ":")))
             partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)

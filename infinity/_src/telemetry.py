@@ -24,6 +24,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
+from infinity._src.new_file import write_new
+
 logger: Final = logging.getLogger("infinity")
 logger.addHandler(logging.NullHandler())
 
@@ -249,7 +251,7 @@ class Timeline:
         # Renamed when it is whole: a reader never sees half a trace.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:
-            partial.write_text(json.dumps(document, separators=(",", ":")), encoding="utf-8")
+            write_new(partial, json.dumps(document, separators=(",", ":")))
             partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)

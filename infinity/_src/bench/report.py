@@ -51,6 +51,7 @@ from infinity._src.bench.adam import AdamFigures
 from infinity._src.bench.device_copy import CopyFigures
 from infinity._src.bench.swap import KINDS, SwapFigures
 from infinity._src.bench.sweep import SweepFigures
+from infinity._src.new_file import write_new
 from infinity._src.sizes import format_size
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
     # In the same directory: a file is replaced in one step on one file system only.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        write_new(partial, text)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

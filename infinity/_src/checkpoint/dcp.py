@@ -35,6 +35,7 @@ from infinity._src.checkpoint.directory import fsync_directory, publish
 from infinity._src.checkpoint.optimizer_states import MASTER, Held
 from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record, load_tensors
 from infinity._src.checkpoint.safetensors import Whole
+from infinity._src.new_file import open_new, write_new
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
 from infinity._src.params.unit import Param
@@ -377,7 +378,7 @@ class DCPWriter:
         self._directory = directory
         self._partial = directory / (FILE + ".partial")
         # Under another name: without `.metadata` and its data file nothing is a checkpoint yet.
-        self._stream = self._partial.open("wb")
+        self._stream = open_new(self._partial)
         self._entries: dict[str, Any] = {}
         self._ranges: dict[Any, Any] = {}
         self._paths: dict[str, Key] = {}
@@ -425,7 +426,7 @@ class DCPWriter:
             version=_FORMAT_VERSION,
         )
         partial = self._directory / (METADATA + ".partial")
-        partial.write_bytes(pickle.dumps(whole))
+        write_new(partial, pickle.dumps(whole))
         publish(partial, self._directory / METADATA)
         fsync_directory(self._directory)
         fsync_directory(self._directory.absolute().parent)

@@ -37,6 +37,7 @@ from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.checkpoint.saved_weights import SavedWeight, weights_by_name
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import whole_name
+from infinity._src.new_file import write_new
 from infinity._src.wording import listed
 from infinity.aio._records import Master
 
@@ -136,7 +137,7 @@ class UniversalExport:
             raise
         fsync_directory(target)
         named = target / (_LATEST + ".partial")
-        named.write_text(folder.name)
+        write_new(named, folder.name)
         publish(named, target / _LATEST)
         fsync_directory(target)
         return ExportedUniversal(folder, len(self._weights), self.size_bytes, self._notes())

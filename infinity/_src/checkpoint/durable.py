@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ from infinity._src.checkpoint.manifest import (
 from infinity._src.checkpoint.older_commits import OlderCommits
 from infinity._src.checkpoint.reader import ALGORITHM
 from infinity._src.checkpoint.rows import Marks
-from infinity._src.checkpoint.run_copies import for_copy
+from infinity._src.checkpoint.run_copies import for_copy, save_number
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.run_table import Described, RunTable, layer_and_drive
 from infinity._src.checkpoint.safe_pickle import extra_bytes
@@ -275,18 +274,20 @@ class DurableRun:
         """Move chunks away from places that a checkpoint names, and that must never be written
         again, or that an older commit names which is kept. Called after a commit.
 
-        Collective once a checkpoint was linked. Raises: SwapFullError, AioError, and PeerFailed
-        when it was another rank.
+        Collective where older commits are kept, and once a checkpoint was linked. Raises:
+        SwapFullError, AioError, and PeerFailed when it was another rank.
         """
-        # Without room for a further place the older commit goes that names the one to be written.
-        if self._older.make_way():
-            self._remove_older()
-        if not self._linked:
+        # Alike on all ranks (linked on one is linked on all), so that none waits alone.
+        if not (self._linked or self._policy.older_commits):
             return
-        # Linked on one rank is linked on all, so all come here and none waits alone.
         problem: Exception | None = None
         try:
-            self._pinned.make_way(self.flats, self._older.layers)
+            # Without room for a further place the older commit goes that names the one to be
+            # written.
+            if self._older.make_way():
+                self._remove_older()
+            if self._linked:
+                self._pinned.make_way(self.flats, self._older.layers)
         except Exception as error:  # noqa: BLE001 - raised below: the other ranks stop too
             problem = error
         failed = self._comm.all_reduce_any([problem is not None])[0]
@@ -294,8 +295,8 @@ class DurableRun:
             raise problem
         if failed:
             raise PeerFailed(
-                "another rank has no room beside a checkpoint for the step's states, and its error "
-                "says why"
+                "another rank has no place for the states of the next step beside a checkpoint or "
+                "an older commit, and its error says why"
             )
 
     def link(self, directory: Path, generation: int) -> StoredStates | None:
@@ -405,7 +406,9 @@ class DurableRun:
         if not self._generation:
             mine = [0.0, 0.0]
             if self.files.rank == 0:
-                mine = [float(self.files.next_generation() - 1), float(secrets.randbits(48))]
+                before = self.files.before if self._policy.durable != "new" else None
+                save = save_number(before[0] if before is not None else None)
+                mine = [float(self.files.next_generation() - 1), float(save)]
             self._generation, self._save = map(int, self._comm.all_reduce_sum(mine))
         self._generation += 1
         return self._generation

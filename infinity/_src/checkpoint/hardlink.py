@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
-from infinity._src.checkpoint.run_files import RunFiles
+from infinity._src.checkpoint.run_files import RunFiles, unlink_states
 from infinity._src.memory.swap_space import ExtentRequest, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
@@ -210,6 +210,8 @@ class PinnedLayers:
         """
         # A layer goes only when neither place of any chunk is in it.
         used = {place.layer for flat in flats for place in self._store[flat].places}
+        # Nor one of others, which a spare range took there.
+        used |= self._space.exchanged_layers
         for layer in sorted(self._layers - used - named):
             files = self._files.layers.pop(layer)
             # The executor first: it must not use a file that the run has given up.
@@ -217,7 +219,7 @@ class PinnedLayers:
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
             # The run's name only: the checkpoint's keeps the bytes.
-            remove([Path(file.path) for file in files])
+            unlink_states(Path(file.path) for file in files)
             self._layers.discard(layer)
 
 

@@ -42,6 +42,7 @@ from infinity._src.checkpoint.manifest import (
     section_bytes,
 )
 from infinity._src.checkpoint.rows import FOLDED, PADDED
+from infinity._src.checkpoint.run_copies import are_of_one_run, others_of
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity.aio import (
     CHUNK,
@@ -143,12 +144,12 @@ class Checkpoint:
         *,
         backend: str = "auto",
         partial: bool = False,
-        copies: Sequence[Path] = (),
     ) -> Checkpoint:
         """Open the newest whole generation, or this one. backend: of the executors that read.
-        partial: as in `DataReader`. copies: other places of the same manifests, for those that are
-        damaged.
+        partial: as in `DataReader`. Of a durable run, copies on its other drives stand for
+        manifests that are damaged.
         """
+        copies = others_of(directory)
         place, manifests = _manifests_of(directory, generation, copies)
         others = [each for each in (directory, *copies) if each != place]
         return cls(place, manifests, backend=backend, partial=partial, copies=others)
@@ -323,7 +324,8 @@ def _manifests_of(
             with contextlib.suppress(AioError, ValueError):
                 found = _read(copy, generation)
                 # A damaged commit is never stepped over for an older one.
-                if found[0].generation >= (generation or max(generations(directory))):
+                newer = found[0].generation >= (generation or max(generations(directory)))
+                if newer and are_of_one_run(directory, copy):
                     log.warning("%s; going by the copy of the manifests in %s", error, copy)
                     return copy, found
         raise

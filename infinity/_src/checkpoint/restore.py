@@ -39,7 +39,6 @@ from infinity._src.checkpoint.reader import (
     SavedParam,
 )
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, Part, compose, rounding
-from infinity._src.checkpoint.run_copies import others_of
 from infinity._src.checkpoint.safe_pickle import read_extra
 from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.saved_weights import SavedRanges, SavedWeight, weights_by_name
@@ -55,7 +54,7 @@ from infinity._src.params.unit import Flat, Param
 from infinity._src.progress import ProgressLine
 from infinity._src.wording import listed
 from infinity.aio import Format, Ticket
-from infinity.errors import AioError, DamagedRange, StateInvalid
+from infinity.errors import AioError, DamagedRange, PeerFailed, StateInvalid
 
 log = logging.getLogger("infinity")
 
@@ -447,7 +446,8 @@ class RestoreJob:
 
         Raises: ValueError, RuntimeError, AioError for a checkpoint that cannot be read or does not
         fit, before anything is written; AioError later too, and then the states are half restored
-        and every later call raises StateInvalid.
+        and every later call raises StateInvalid. PeerFailed in either case where it is another rank
+        that cannot.
         """
         # A save under way still reads the states that are about to be written.
         self._saver.wait_for_last()
@@ -481,7 +481,7 @@ class RestoreJob:
         except Exception as error:  # noqa: BLE001 - raised below, when all ranks know of it
             problem = error
         # Before anything is written: no rank restores a checkpoint that one rank refuses.
-        self._agree(problem if agreed or problem else _elsewhere(directory))
+        self._agree(problem if agreed or problem else _elsewhere())
         assert checkpoint is not None
         with checkpoint:
             return self._write(model, checkpoint, prepared)
@@ -523,7 +523,7 @@ class RestoreJob:
         with contextlib.ExitStack() as undo:
             opened = self._open_all(directory, numbers, undo)
             if not opened:
-                raise self._damage or _elsewhere(directory)
+                raise self._damage or _elsewhere()
             for checkpoint in opened[1:]:
                 reader = ChunkReader(checkpoint, CHUNKS_CACHED, None if given else (0,))
                 undo.callback(reader.close)
@@ -587,11 +587,11 @@ class RestoreJob:
         if problem is not None and not damage:
             raise problem
         if failed:
-            raise _elsewhere(None)
+            raise _elsewhere()
         if damaged and self._damage is None:
             cause = problem.__cause__ if isinstance(problem, _Unreadable) else problem
             assert cause is None or isinstance(cause, Exception)
-            self._damage = cause or _elsewhere(None)
+            self._damage = cause or _elsewhere()
         return not damaged
 
     def _open_all(
@@ -618,7 +618,6 @@ class RestoreJob:
             generation,
             backend=self._policy.io_backend,
             partial=self._reports,
-            copies=others_of(directory),
         )
 
     def _agree(self, problem: Exception | None) -> None:
@@ -626,7 +625,7 @@ class RestoreJob:
         if problem is not None:
             raise problem
         if failed:
-            raise _elsewhere(None)
+            raise _elsewhere()
 
     def _fail(self, error: BaseException, directory: Path) -> None:
         fault = StateInvalid(
@@ -942,7 +941,5 @@ class RestoreJob:
             delayed_params.write(flat, chunk.start, values)
 
 
-def _elsewhere(directory: Path | None) -> AioError:
-    return AioError(
-        "another rank cannot restore, and its error says why", path=str(directory or ""), op="read"
-    )
+def _elsewhere() -> PeerFailed:
+    return PeerFailed("another rank cannot restore, and its error says why")

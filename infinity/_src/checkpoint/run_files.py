@@ -38,7 +38,6 @@ from infinity._src.checkpoint.directory import (
     is_of,
     next_generation,
     read_head,
-    readable_heads,
     remove,
     sync_directory,
     typed_errors,
@@ -52,11 +51,13 @@ from infinity._src.checkpoint.fill_journal import (
 from infinity._src.checkpoint.manifest import Head
 from infinity._src.checkpoint.run_copies import (
     RUN_DIRECTORY,
+    SeveralRunsError,
     copy_in,
     lead,
     link_to,
     make_copy,
     newest_run,
+    readable_run,
     remove_copy,
     sum_of,
 )
@@ -225,7 +226,7 @@ class RunFiles:
                     return found
             # Nobody else knows of them, and their room is wanted.
             with typed_errors(self.home, "unlink", 0):
-                _unlink_states(states)
+                unlink_states(states)
         # Random: a process that has just begun overwrites nothing of the run before.
         self.fill.begin({"id": mine, "directories": directories})
         return mine
@@ -252,15 +253,16 @@ class RunFiles:
     def _newest(self, directories: Sequence[Path], give_up: bool) -> list[Head] | None:
         try:
             found = newest_run(directories)
-        except (AioError, ValueError):
+        except (AioError, ValueError) as error:
             # A damaged run is never passed over: only one that the user gives up is.
             if give_up:
                 return None
-            # An older commit can be gone on with; the restore tells of the damage.
-            older = readable_heads(self.home)
-            if older is None:
+            if isinstance(error, SeveralRunsError):
                 raise
-            return older
+            # An older commit can be gone on with; the restore tells of the damage.
+            found = readable_run(directories)
+            if found is None:
+                raise
         if found is None:
             return None
         self.source = found.place
@@ -391,7 +393,7 @@ class RunFiles:
                 and self._is_own(path)
                 and _real(path) not in keep
             ]
-            _unlink_states(gone)
+            unlink_states(gone)
             if self.rank == 0:
                 self._remove_unnamed_beyond(world)
         except (OSError, ValueError) as error:
@@ -411,7 +413,7 @@ class RunFiles:
         if free:
             # Read after that: a process that is gone has named all that it ever will.
             keep = self._all_named()
-            _unlink_states(path for path in free if _real(path) not in keep)
+            unlink_states(path for path in free if _real(path) not in keep)
 
     def _states_here(self) -> Iterator[Path]:
         """Yield the states files in these directories that are of this run."""
@@ -470,7 +472,7 @@ class RunFiles:
         }
         # A copy of the first directory alone must not remove the original's states.
         gone -= self._of_others(gone)
-        _unlink_states(gone)
+        unlink_states(gone)
         # A link stays while a manifest, or this process, goes through it.
         links = {name.partition("/")[0] for name in names} | set(self._links)
         left = [path for path in self._drives() if path.name not in links]
@@ -547,7 +549,7 @@ class RunFiles:
             for file in files:
                 file.close()
                 if not stays:
-                    _unlink_states([Path(file.path)])
+                    unlink_states([Path(file.path)])
         self.fill.close()
         # Without an id nothing was begun, and the journal is as it was found.
         if not stays and self._id:
@@ -575,8 +577,8 @@ def _named_in(home: Path, rank: int | None = None) -> set[Path]:
     }
 
 
-def _unlink_states(states: Iterable[Path]) -> None:
-    """Remove states files, and the words of their owners."""
+def unlink_states(states: Iterable[Path]) -> None:
+    """Remove states files, the words of their owners, and their lists of bad ranges."""
     for path in states:
         kept = bad_ranges.retire(path)
         # The file last: one that is there is found again.
@@ -636,8 +638,8 @@ def _check_no_home(directory: Path, copy: Path) -> None:
     if directory.is_dir() and generations(directory):
         raise ValueError(
             f"{str(directory.parent)!r} holds the manifests of a durable run, and is not the first "
-            "directory in Policy.nvme: name it first to go on with that run, or remove "
-            f"{str(directory)!r}"
+            "directory in Policy.nvme: name it first to go on with that run, or name another "
+            "directory of that drive here, and both runs stay"
         )
 
 

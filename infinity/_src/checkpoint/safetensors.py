@@ -44,6 +44,7 @@ from infinity._src.kernels.tiling.tiled_module import (
 )
 from infinity._src.memory.heap import Heap
 from infinity._src.memory.ledger import memory_left_bytes
+from infinity._src.new_file import write_new
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
@@ -236,6 +237,8 @@ class WeightFiles:
         self._names.update(dict.fromkeys(names, file))
         self._size_bytes += size_bytes
         if self._writes:
+            # Made here, since `write` opens what has the name.
+            write_new(self._partial(file), b"")
             write(self._partial(file))
             # A name is given only to what is on the drive.
             fsync_file(self._partial(file))
@@ -263,7 +266,7 @@ class WeightFiles:
         fsync_directory(self._target)
         if len(self.files) > 1:
             partial = self._partial(INDEX)
-            partial.write_text(text + "\n")
+            write_new(partial, text + "\n")
             # Last: an index on the drive says that all its files are there.
             publish(partial, index)
             fsync_directory(self._target)

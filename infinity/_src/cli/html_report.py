@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
+from infinity._src.new_file import write_new
 from infinity._src.perf.roofline import EXAMPLE_TBW
 from infinity._src.sizes import format_size
 from infinity._src.step_timeline import Bar, StepTimeline
@@ -111,7 +112,7 @@ def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | No
     partial = out.with_name(f".{out.name}.partial")
     try:
         data = text.encode("utf-8")
-        partial.write_bytes(data)
+        write_new(partial, data)
         partial.replace(out)
     finally:
         partial.unlink(missing_ok=True)

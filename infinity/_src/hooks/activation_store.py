@@ -114,6 +114,8 @@ class NvmeActivationStore:
         # Free places by size. The size that became free last comes last.
         self._free: dict[int, list[StoredOnNvme]] = {}
         self._freed: list[StoredOnNvme] = []  # freed while a transfer still used them
+        # Places that no chunk has any more: (layer, drive, offset) is where the last one was.
+        self._given_up: list[tuple[SwapExtent, tuple[int, int, int]]] = []
         self._key = _FIRST_KEY
         self._rest_bytes = 0
         self.stored_bytes = 0
@@ -164,6 +166,7 @@ class NvmeActivationStore:
 
     def _collect(self) -> None:
         """Move freed places that no transfer uses to the free list; drop them after a fault."""
+        self._free_settled()
         freed, self._freed = self._freed, []
         for stored in freed:
             if not stored.idle:
@@ -192,10 +195,26 @@ class NvmeActivationStore:
         return stored
 
     def _drop(self, stored: StoredOnNvme) -> None:
+        # The executor knows where its chunks are until it has dropped them.
+        now = self._executor.look(stored.ids)
         self._executor.drop(stored.ids)
-        for place in stored.places:
-            self._space.free(place)
-            self._rest_bytes -= place.size_bytes
+        columns = (now[name].tolist() for name in ("file", "drive", "file_offset"))
+        places = zip(*columns, strict=True)
+        self._given_up += zip(stored.places, places, strict=True)
+        self._rest_bytes -= sum(place.size_bytes for place in stored.places)
+        self._free_settled()
+
+    def _free_settled(self) -> None:
+        """Free the places that were given up, but those of writes that went elsewhere and are not
+        settled yet: the range that refused a write would be somebody's again."""
+        waiting = []
+        for place, at in self._given_up:
+            now = self._space.place_of(place)
+            if (now.layer, now.drive, now.offset) == at:
+                self._space.free(place)
+            else:
+                waiting.append((place, at))
+        self._given_up = waiting
 
     def _define(
         self, size_bytes: int

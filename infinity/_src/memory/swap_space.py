@@ -346,6 +346,17 @@ class SwapSpace:
         """
         self._exchanged[bad.layer, bad.drive, bad.offset] = place
 
+    @property
+    def exchanged_layers(self) -> set[int]:
+        """The layers of extents that stand for others."""
+        return {place.layer for place in self._exchanged.values()}
+
+    def place_of(self, place: SwapExtent) -> SwapExtent:
+        """Return the extent that stands for `place` since that refused a write, else `place`."""
+        while (key := (place.layer, place.drive, place.offset)) in self._exchanged:
+            place = self._exchanged[key]
+        return place
+
     def trim(self, place: SwapExtent) -> None:
         """Shorten the extent at the offset of `place` to its size, and give the rest back to the
         file system. Does nothing if it is that short.

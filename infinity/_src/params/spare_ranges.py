@@ -60,7 +60,7 @@ class SpareRanges:
 
     @property
     def bad_bytes(self) -> int:
-        """Bytes of the ranges that refused a write."""
+        """Bytes of the ranges that refused a write, in files that there are."""
         return sum(place.size_bytes for place in self._bad)
 
     @property
@@ -108,8 +108,10 @@ class SpareRanges:
 
     def rehome(self, layer: int) -> None:
         """Have the ranges in files of this layer from now on."""
-        # Layers may have been removed, whose numbers others will have.
+        # Layers may have been removed, whose numbers others will have. What refused a write there
+        # is no range of this process any more.
         self._refused.clear()
+        self._bad = [place for place in self._bad if self._space.layers[place.layer]]
         if layer != self._layer:
             self._release()
             self._layer = layer

@@ -92,9 +92,17 @@ def save(
     if latest and engine.global_rank == 0:
         # Whole or not at all: a reader may come at any time.
         written = home / f".{LATEST}.partial"
-        written.write_text(name)
+        write_new(written, name)
         written.replace(home / LATEST)
     comm.barrier(comm.cpu_group())
+
+
+def write_new(path: Path, text: str = "") -> None:
+    """Write a new file of this name, in a directory that others may share: no link of theirs is
+    written through, and no FIFO is waited for. Raises: OSError."""
+    path.unlink(missing_ok=True)
+    with path.open("x") as file:
+        file.write(text)
 
 
 def _check_tag(engine: Checkpointed, tag: str) -> None:

@@ -20,7 +20,7 @@ from infinity._src.checkpoint.safetensors import ExportJob, group_units
 from infinity._src.progress import ProgressLine
 from infinity._src.sizes import parse_size
 from infinity.compat.deepspeed import comm
-from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag
+from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag, write_new
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 Directory = str | os.PathLike[str]
@@ -164,6 +164,8 @@ def _file_name(index: int, count: int, *, safe: bool) -> str:
 def _write(tensors: StateDict, path: Path, *, safe: bool) -> None:
     # Whole or not at all, also where several ranks write it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Made here: a link of that name would be written through.
+    write_new(partial)
     if safe:
         save_file(tensors, partial, metadata={"format": "pt"})
     else:
@@ -174,5 +176,5 @@ def _write(tensors: StateDict, path: Path, *, safe: bool) -> None:
 def _write_index(path: Path, places: dict[str, str], size_bytes: int) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     found = {"metadata": {"total_size": size_bytes}, "weight_map": places}
-    partial.write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    write_new(partial, json.dumps(found, indent=2, sort_keys=True) + "\n")
     partial.replace(path)

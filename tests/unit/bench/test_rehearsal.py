@@ -61,6 +61,6 @@ def test_all_states_go_through_null_drives_and_the_record_says_what_moved(
     assert 8 <= more < 8.01
     assert all(step["trainer_us_per_chunk"] > 0 for step in steps)
     forecast = record["forecast"]
-    assert forecast["file_bytes"] == states_bytes
+    assert forecast["file_bytes"] == record["file_bytes"]
     assert forecast["written_bytes"] == written[1] * record["parameters"]
     assert list(tmp_path.iterdir()) == [results]

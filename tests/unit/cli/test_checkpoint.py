@@ -22,6 +22,7 @@ from infinity._src.checkpoint.reshard import ReshardJob, slice_of
 from infinity._src.checkpoint.safetensors import INDEX
 from infinity._src.engine import offload
 from infinity._src.memory.layout import plan_flat
+from infinity.compat.deepspeed.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from infinity.errors import SwapFullError
 from tests import models
 from tests.harness import one_thread
@@ -286,6 +287,17 @@ def test_verify_a_durable_run(tmp_path: Path) -> None:
     (manifest,) = read_generation(drives[0] / "infinity-run", max(
         read_manifest(path).generation for path in (drives[0] / "infinity-run").glob("manifest-*")
     ))  # fmt: skip
+    assert run("export", drives[0], tmp_path / "whole")[0] == 0
+    # Every reader takes what is damaged in one place from the copy on another drive; verify tells.
+    path = drives[0] / "infinity-run" / manifest.name
+    kept = path.read_bytes()
+    spoil(path, len(kept) // 2)
+    assert run("export", drives[0], tmp_path / "by_copy")[0] == 0
+    assert files_of(tmp_path / "by_copy") == files_of(tmp_path / "whole")
+    weights = get_fp32_state_dict_from_zero_checkpoint(drives[0], tag="infinity-run")
+    assert len(weights) > len(load_file(tmp_path / "whole" / "model.safetensors"))  # tied names
+    assert run("verify", drives[0])[0] == 1
+    path.write_bytes(kept)
     row = manifest.rows[0]
     file = drives[0] / "infinity-run" / manifest.files[row["file"]].name
     spoil(file, int(row["file_offset"] + row["section_at"][1]))

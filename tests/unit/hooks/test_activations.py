@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 from infinity._src.hooks import activation_offload as module
 from infinity._src.hooks.activation_offload import Activations, span_numel
-from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore
+from infinity._src.hooks.activation_store import CHUNK_BYTES, NvmeActivationStore, StoredOnNvme
 from infinity._src.hooks.forward import FrameStack
 from infinity._src.memory.swap_space import SwapSpace
+from infinity._src.params.spare_ranges import SpareRanges
 from infinity._src.telemetry import Timeline
 from infinity.aio import Executor, Fault, PoolSpec, Seam, open_executor
 from infinity.errors import AioError, ChecksumError, EngineClosed
@@ -480,6 +481,42 @@ def test_a_fault_names_the_input_and_the_step_can_be_repeated(
     chain(randoms(12), expected, False).backward()
     assert torch.equal(weight.grad, expected.grad)  # type: ignore[arg-type]
     assert place.activations._fault is None
+
+
+def test_a_range_that_refused_a_write_is_nobodys_again_when_its_bytes_are_freed(
+    make_place: Callable[..., Place],
+) -> None:
+    """Freed before the move to a spare range was settled."""
+    bad = 4 * CHUNK_BYTES  # behind the spare ranges
+    seam = Seam(fault=Fault("write", 0, persistent=True, start=bad, stop=bad + 1))
+    place = make_place(seam)
+    spares = SpareRanges(place.executor, place.space, layer=0, remember=None)
+    spares.fill(CHUNK_BYTES)
+    source = torch.arange(CHUNK_BYTES // 4, dtype=torch.int32)
+
+    def stored(size_bytes: int) -> StoredOnNvme:
+        found = place.store.store(source.data_ptr(), size_bytes)
+        found.written.wait()
+        return found
+
+    first = stored(CHUNK_BYTES)
+    assert [each.offset for each in first.places] == [bad]
+    assert place.executor.look(first.ids)["file_offset"].tolist() != [bad]
+    place.store.free(first)
+    # Another size: the place is dropped to make room.
+    second = stored(CHUNK_BYTES // 2)
+    assert [each.offset for each in second.places] != [bad]
+    spares.settle(lambda *_: False)
+    assert spares.bad_bytes == CHUNK_BYTES
+    (refused,) = first.places
+    assert place.space.place_of(refused) != refused
+    for size_bytes in (CHUNK_BYTES, CHUNK_BYTES // 4, CHUNK_BYTES):
+        place.store.free(second)
+        second = stored(size_bytes)
+        assert place.executor.stats().moved_writes == 1
+        assert place.executor.look(second.ids)["file_offset"].tolist() != [bad]
+    # The spare range that took its place was given back in its name.
+    assert place.space.place_of(refused) == refused
 
 
 def test_a_drive_that_stays_broken_raises_at_every_step(make_place: Callable[..., Place]) -> None:

@@ -27,7 +27,7 @@ from infinity._src.perf.plan.machine import (  # noqa: E402
     describe_machine,
     read_updates,
 )
-from infinity._src.perf.plan.predict import PASS_SHARE, predict  # noqa: E402
+from infinity._src.perf.plan.predict import PASS_SHARE, Prediction, predict  # noqa: E402
 from infinity._src.perf.plan.workload import (  # noqa: E402
     FlatShape,
     Job,
@@ -99,11 +99,17 @@ def large() -> Any:
     return models.llama(layers=12, hidden=512).bfloat16()
 
 
-def disk_of(model: Any) -> int:
-    """Bytes that the swap files take on their drives, without those that are kept for faults."""
+def disk_of(model: Any) -> tuple[int, int]:
+    """Bytes that the swap files take on their drives, and of them those kept for faults."""
     tiers = inf.handle(model).parts.tiers
     files = [file for layer in tiers.storage.space.layers for file in layer]
-    return sum(os.fstat(file.fd).st_blocks * 512 for file in files) - tiers.store.spare_bytes
+    whole = sum(os.fstat(file.fd).st_blocks * 512 for file in files)
+    return whole, tiers.store.spare_bytes
+
+
+def states_bytes(found: Prediction) -> float:
+    """Room on the drives for all but spare ranges."""
+    return found.nvme.bytes - found.nvme.parts.get("spare ranges", 0.0)
 
 
 @pytest.mark.parametrize("state", ["exact", "bf16", "compact"])
@@ -113,7 +119,7 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     shape = shape_of(model)
     inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram=ram, state=state))
     inf.AdamW(model.parameters())
-    stats, disk_bytes = inf.handle(model).stats(), disk_of(model)
+    stats, (disk_bytes, spare_bytes) = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     size = stats.ram_min_bytes if ram == "min" else parse_size(ram)
     machine = describe_machine(gpus=0, read_bytes_per_s=1e9, write_bytes_per_s=1e9)
@@ -122,7 +128,8 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     assert found.policy_ram == size
     assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
     # blocks are rounded up to 4096 bytes on the drive
-    assert found.nvme.bytes == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert states_bytes(found) == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert found.nvme.parts.get("spare ranges", 0) == spare_bytes
     assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
     assert found.fits
 
@@ -137,23 +144,29 @@ def test_the_plan_is_the_engine_s_own(tmp_path: Path, state: str, ram: str) -> N
     {"generations": 2, "update": "backward", "grads": "nvme", "ram": 90 * MIB},
     {"generations": 2, "resident": {"params": 0.5, "optim": 0.25}, "ram": 400 * MIB},
     {"durable": True, "ram": 300 * MIB},
+    {"durable": True, "ram": 300 * MIB, "drives": 2},
 ], ids=str)  # fmt: skip
 def test_it_is_so_with_every_part_of_the_policy(tmp_path: Path, values: dict[str, Any]) -> None:
     model = copy.deepcopy(large())
     shape = shape_of(model)
-    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, **values))
+    values = dict(values)
+    drives = [tmp_path / str(number) for number in range(values.pop("drives", 1))]
+    for drive in drives:
+        drive.mkdir()
+    inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=drives, **values))
     inf.AdamW(model.parameters())
-    stats, disk_bytes = inf.handle(model).stats(), disk_of(model)
+    stats, (disk_bytes, spare_bytes) = inf.handle(model).stats(), disk_of(model)
     inf.handle(model).close()
     job = job_of(
         tokens=64, sequence=64, **{name: value for name, value in values.items() if name != "ram"}
     )
     machine = with_budget(machine_of(GIB, gpus=0), shape, job, values["ram"])
-    found = predict(shape, machine, job)
+    found = predict(shape, dataclasses.replace(machine, drives=len(drives)), job)
     assert found.ram.bytes - found.ram_beside.peak == stats.ram_bytes
     assert bool(stats.spilled_bytes) == ("grads" in values)
     assert found.on_nvme.grads == pytest.approx(stats.spilled_bytes, rel=0.01)
-    assert found.nvme.bytes - found.on_nvme.grads == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert states_bytes(found) - found.on_nvme.grads == pytest.approx(stats.nvme_bytes, rel=0.01)
+    assert found.nvme.parts["spare ranges"] == spare_bytes
     assert found.nvme.bytes == pytest.approx(disk_bytes, rel=0.01)
 
 
@@ -182,7 +195,7 @@ def test_two_generations_take_twice_the_room_and_move_no_more() -> None:
         predict(shape_1b(), machine, kept),
         predict(shape_1b(), machine, kept.replace(generations=2)),
     )
-    assert two.nvme.bytes == 2 * one.nvme.bytes == 24 * (1 << 30)
+    assert states_bytes(two) == 2 * states_bytes(one) == 24 * (1 << 30)
     assert (two.moved, two.step_s, two.days) == (one.moved, one.step_s, one.days)
     assert one.fits
     assert "one generation" in two.why_not[0]
@@ -213,7 +226,7 @@ def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> Non
     found = predict(frozen, machine_of(64 * GIB), JOB.replace(durable=True))
     assert found.job.policy.generations == 2
     assert found.at_rest == found.on_nvme
-    assert found.nvme.bytes == 2 * (found.on_nvme.states + found.on_nvme.frozen)
+    assert states_bytes(found) == 2 * (found.on_nvme.states + found.on_nvme.frozen)
     with pytest.raises(
         ValueError, match="durable=True keeps all states on the drives: set params='nvme'"
     ):
@@ -224,10 +237,13 @@ def test_durable_runs_keep_frozen_parameters_twice_and_nothing_resident() -> Non
 
 def test_activations_on_drives_need_their_room() -> None:
     job = JOB.replace(activations="nvme")
-    machine = dataclasses.replace(machine_of(64 * GIB), nvme_bytes=12.0 * (1 << 30) + BOUNDARY - 1)
+    kept = job.replace(resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
+    machine = machine_of(64 * GIB)
+    spares = predict(shape_1b(), machine, kept).nvme.parts["spare ranges"]
+    room = 12.0 * (1 << 30) + BOUNDARY + spares
+    machine = dataclasses.replace(machine, nvme_bytes=room - 1)
     found = predict(shape_1b(), machine, job)
     assert found.nvme.parts["activations"] == BOUNDARY
-    kept = job.replace(resident={"params": 0.0, "optim": 0.0})  # all of the states on the drive
     assert not predict(shape_1b(), machine, kept).fits
     assert predict(
         shape_1b(), dataclasses.replace(machine, nvme_bytes=machine.nvme_bytes + 1), kept
@@ -412,7 +428,7 @@ def test_updates_in_backward_are_recommended_where_the_drives_have_the_room() ->
     faster = faster_update(shape, now)
     assert faster is not None
     assert faster.job == job.replace(update="backward", generations=2)
-    assert (now.nvme.bytes, faster.nvme.bytes) == pytest.approx((600e6, 1200e6), rel=0.01)
+    assert (states_bytes(now), states_bytes(faster)) == pytest.approx((600e6, 1200e6), rel=0.01)
     assert now.step_s == pytest.approx((0.9 + 0.9) / 0.9, rel=0.02)
     assert faster.step_s == pytest.approx(1.0 / 0.9, rel=0.02)
     full = predict(shape, dataclasses.replace(there, nvme_bytes=1e9), job)

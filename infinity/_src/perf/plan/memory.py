@@ -51,6 +51,7 @@ from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
     REDUCING_UNITS,
+    SPARES_PER_DRIVE,
     STORING_BYTES_MAX,
     SUMS_UNITS,
 )
@@ -65,7 +66,13 @@ from infinity._src.memory.device_room import (
     sums_room,
 )
 from infinity._src.memory.layout import FlatLayout, plan_flat
-from infinity._src.memory.placement import FlatNeed, PlacementPlan, StepLoad, plan_placement
+from infinity._src.memory.placement import (
+    FlatNeed,
+    PlacementPlan,
+    StepLoad,
+    aligned_chunk_bytes,
+    plan_placement,
+)
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.grad_windows import windows_bytes
 from infinity._src.perf.plan.experts import shape_in
@@ -347,6 +354,20 @@ def bytes_at_rest(need: FlatNeed, masks: Sequence[int], placed: Format) -> tuple
         totals[0] += AtRest(**{kind: float(whole)})
         totals[1] += AtRest(**{kind: float(nvme)})
     return totals[0], totals[1]
+
+
+def spare_bytes(
+    needs: Sequence[FlatNeed], masks: Sequence[Sequence[int]], formats: Sequence[Format]
+) -> int:
+    """Return the bytes that a rank keeps free on each of its drives for writes that fail."""
+    largest = 0
+    for need, row, placed in zip(needs, masks, formats, strict=True):
+        held = dataclasses.replace(need, format=placed)
+        # Of a million chunks few differ.
+        chunks = {each: chunk for chunk, each in enumerate(zip(need.numels, row, strict=True))}
+        for (_, mask), chunk in chunks.items():
+            largest = max(largest, aligned_chunk_bytes(held, chunk, mask))
+    return SPARES_PER_DRIVE * largest
 
 
 # -- Device memory ---------------------------------------------------------------------------------

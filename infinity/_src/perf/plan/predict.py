@@ -20,6 +20,7 @@ from infinity._src.perf.plan.memory import (
     gpu_need,
     least_need,
     place_in_ram,
+    spare_bytes,
     ways_to_fit,
 )
 from infinity._src.perf.plan.ram_beside import BESIDE_BUDGET, RamBeside
@@ -171,7 +172,9 @@ def predict(model: ModelShape, machine: Machine, job: Job) -> Prediction:
     beside = {name: size.cpu for name, size in placed.beside.items()}
     of_node = {"activations": placed.waiting, BESIDE_BUDGET: placed.outside.peak}
     ram = _ram(plan, machine, beside, of_node)
-    gpu, nvme = gpu_need(shape, machine, job), _nvme(on_nvme, machine, job, spilled)
+    # Each rank has files of its own on all drives.
+    spares = ranks * machine.drives * spare_bytes(placed.needs, plan.nvme_masks, plan.formats)
+    gpu, nvme = gpu_need(shape, machine, job), _nvme(on_nvme, machine, job, spilled, spares)
     return Prediction(
         job=job,
         machine=machine,
@@ -526,7 +529,7 @@ def _ram(
     return Need(sum(found.values()), machine.ram_bytes, found)
 
 
-def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
+def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float, spares: int) -> Need:
     """Count the room on the drives. Two generations need it twice, a durable run's older commits
     once more for each; a step moves one.
     """
@@ -540,6 +543,7 @@ def _nvme(on_nvme: AtRest, machine: Machine, job: Job, waiting: float) -> Need:
         "older commits": job.policy.older_commits * trained,
         "spilled gradients": on_nvme.grads,
         "activations": waiting,
+        "spare ranges": float(spares),
     }
     found = {name: size for name, size in parts.items() if size}
     # None would say that the room is not known; without drives there is none.

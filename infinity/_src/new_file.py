@@ -1,0 +1,31 @@
+"""Files that are written anew below a name for the time being, and renamed when they are whole.
+
+The directory may be shared: what another user has put there under that name is not written through
+(a link), and not waited for (a FIFO).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file of this name to write; a file that had the name before loses it. Raises:
+    OSError naming the path, also for a device or a directory, which stays."""
+    with contextlib.suppress(FileNotFoundError):
+        kind = path.lstat().st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind):
+            raise FileExistsError(errno.EEXIST, "a device has this name", str(path))
+        path.unlink()
+    # O_EXCL: made here, or not opened.
+    return path.open("xb")
+
+
+def write_new(path: Path, data: bytes | str) -> None:
+    """Write a new file of this name whole, text as UTF-8. Raises: as `open_new`."""
+    with open_new(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
