@@ -3,6 +3,7 @@ elsewhere, taken from the step before, or named."""
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 import os
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
-from infinity.errors import StatesLost, StepUndone
+from infinity.errors import AioError, StateInvalid, StatesLost, StepUndone
 from tests import models
 from tests.durable_runs import die
 
@@ -259,3 +260,25 @@ def test_older_states_want_two_generations_and_full_checks() -> None:
         inf.Policy(damaged="from-older", generations=2, verify="sample")
     with pytest.raises(ValueError, match="damaged="):
         inf.Policy(damaged="older")
+
+
+def test_older_states_are_not_taken_while_the_last_can_be_read(tmp_path: Path) -> None:
+    """Spilled gradients that cannot be read are no lost states."""
+    _, _, states = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path, damaged="from-older")
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    repair = inf.handle(model).pipeline.transaction.repair
+    (flat, *_) = inf.handle(model).parts.split.units[1].flats
+    chunk = int(inf.handle(model).parts.tiers.store[flat].ids[-1])
+    beside = AioError("read", errno=errno.EIO, path=str(tmp_path), op="read", chunk=chunk)
+    for _ in range(2):
+        repair.mend(repair.misread([beside]))
+    with pytest.raises(StateInvalid, match="No states are lost") as caught:
+        repair.mend(repair.misread([beside]))
+    assert flat.params[0].name in str(caught.value)
+    assert not isinstance(caught.value, StatesLost)
+    assert inf.handle(model).stats().older_chunks == 0
+    assert same(states_of(model), states[3])
+    inf.handle(model).close()

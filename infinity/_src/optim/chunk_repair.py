@@ -27,7 +27,14 @@ import numpy.typing as npt
 from infinity._src.params.state_store import ChunkAt, StateStore
 from infinity._src.wording import listed
 from infinity.aio import Executor
-from infinity.errors import AioError, ChecksumError, DamagedRange, StatesLost, SwapFullError
+from infinity.errors import (
+    AioError,
+    ChecksumError,
+    DamagedRange,
+    StateInvalid,
+    StatesLost,
+    SwapFullError,
+)
 
 log = logging.getLogger("infinity")
 
@@ -101,21 +108,27 @@ class ChunkRepair:
 
     def mend(self, misread: Mapping[int, Misread]) -> None:
         """Make every one of these chunks readable; their step has been undone. Blocks. Raises:
-        StatesLost.
+        StatesLost; StateInvalid where states are whole, and their update cannot be made.
         """
         lost: list[DamagedRange] = []
         cause: AioError | None = None
+        whole: Misread | None = None
         for each in misread.values():
             error = self._verify(each.at)
             self._rounds[each.at.id] += 1
-            if self._generation(each.at) != each.generation and error is None:
-                self._retire(each.at, each.error)
+            again = self._rounds[each.at.id] >= ROUNDS_MAX
+            if error is None:
+                # The states are whole: what fails lies beside them, such as spilled gradients.
+                if again:
+                    whole = whole or each
+                elif self._generation(each.at) != each.generation:
+                    self._retire(each.at, each.error)
             # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
-            elif isinstance(error, ChecksumError) or self._rounds[each.at.id] >= ROUNDS_MAX:
-                error = error or each.error
-                if not self._take_older(each.at, error):
-                    lost += self._ranges(each.at, error)
-                    cause = cause or error
+            elif (isinstance(error, ChecksumError) or again) and not self._take_older(
+                each.at, error
+            ):
+                lost += self._ranges(each.at, error)
+                cause = cause or error
         if lost:
             raise StatesLost(
                 f"the drive can no longer give back the states of {_listed(lost)}, and nothing "
@@ -123,6 +136,13 @@ class ChunkRepair:
                 f"those before it. {self._advice}",
                 damaged=tuple(lost),
             ) from cause
+        if whole is not None:
+            raise StateInvalid(
+                f"updates of {_listed(self._ranges(whole.at, whole.error))} failed in {ROUNDS_MAX} "
+                f"steps, one after the other ({whole.error}). No states are lost: the step was "
+                "undone, and they are those before it. Start again from the last save, or on "
+                "another drive"
+            ) from whole.error
 
     def _take_older(self, at: ChunkAt, error: AioError) -> bool:
         """Take the states of before a chunk's last update. Returns False where the drive has none.
@@ -130,7 +150,14 @@ class ChunkRepair:
         if not self._takes_older or not self._store.has_older(at):
             return False
         self._store.exchange(at)
-        if self._verify(at) is not None:
+        try:
+            problem = self._verify(at)
+        except BaseException:
+            # Interrupted: nobody was told that they are older, so they are not taken.
+            self._executor.wait_all()
+            self._store.exchange(at)
+            raise
+        if problem is not None:
             self._store.exchange(at)
             return False
         self._rounds.pop(at.id, None)

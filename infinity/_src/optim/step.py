@@ -83,7 +83,6 @@ from infinity.errors import (
     DriveLostError,
     NonFiniteGradient,
     StateInvalid,
-    StatesLost,
     StepUndone,
 )
 
@@ -217,7 +216,7 @@ class StepPipeline:
         self._mode.undone()
         try:
             undone = transaction.undo(cause, self._faults_of_updates())
-        except StatesLost as lost:
+        except StateInvalid as lost:
             self.set_fault(lost, final=True)
             self._forget_updates()
             raise

@@ -611,6 +611,8 @@ class StateStore:
         """
         assert self._space is not None
         assert self._spares is not None
+        # The second place may be one that a write moved to and no extent says yet.
+        self.settle_moves()
         ids = self._flats[at.flat].ids[at.index : at.index + 1]
         now = self._executor.look(ids)[0]
         bad = SwapExtent(
