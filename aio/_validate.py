@@ -358,7 +358,10 @@ RELOCATES_COMMITTED = "cannot relocate: the second place of a chunk is the commi
 def versions_refused(what: str, *, irrevocable: bool) -> str:
     """Say why `commit`, `rollback`, `exchange` or `relocate` (`what`) is refused."""
     if irrevocable and what == "exchange":
-        return "cannot exchange: a chunk is not committed, or has no second place on a drive alone"
+        return (
+            "cannot exchange: a chunk is not committed, or has no second place on a drive alone "
+            "with the states before its last update"
+        )
     if irrevocable:
         return "cannot rollback: a resident section without another version was changed"
     more = ", or has no second place, or the file is not known" if what == "relocate" else ""

@@ -256,9 +256,10 @@ int32_t inf_executor_moves_take(inf_executor *ex, void *moves, int32_t count_max
 int32_t inf_executor_relocate(inf_executor *ex, const int32_t *ids, int32_t count,
                               const int32_t *drives, const int32_t *files,
                               const int64_t *offsets);
-/* Makes what lies in the other places of these chunks their committed contents; what was is in the
- * other places then. 0; -EBUSY when jobs are pending on one, -EINVAL for an unknown id, -EPERM for
- * one without a second place, not committed, or with states in memory: nothing is done then. */
+/* Makes what lies in the other places of these chunks, the states before their last UPDATE, their
+ * committed contents; what was is in the other places then, and a second call goes back. 0; -EBUSY
+ * when jobs are pending on one, -EINVAL for an unknown id, -EPERM for one without a second place,
+ * not committed, not made by an UPDATE alone, or with states in memory: nothing is done then. */
 int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t count);
 /* The chunks as they are now, inf_chunk[count]; -EINVAL for an unknown id. */
 int32_t inf_executor_look(inf_executor *ex, const int32_t *ids, int32_t count, void *chunks);

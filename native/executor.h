@@ -161,6 +161,11 @@ typedef struct {
     uint32_t failed_write_mask; /* 0 = nothing is kept */
     inf_prefetch *prefetch;   /* what was, or will be, read for its next UPDATE; NULL = nothing */
     uint32_t invalid;   /* sections whose contents are lost */
+    /* Whether an UPDATE made the version that is live, and no STORE has changed it since: then the
+     * other place has the states before it; the same of the other place. */
+    bool updated;
+    bool other_updated;
+    bool exchanged; /* the version before was gone back to, and nothing was written since */
     uint32_t committed_invalid; /* and those of the committed place */
     inf_place place;
     inf_fault committed_fault;
@@ -618,6 +623,8 @@ inf_chunk inf_chunk_other(const inf_chunk *chunk);
 void inf_chunk_flip(inf_chunk_record *chunk);
 /* these sections were written: zeros or not, they are read from now on. [locked] */
 void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written);
+/* Notes whether what the run wrote, where it lies now, came from an UPDATE or a STORE. */
+void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run);
 bool inf_file_known(const struct inf_executor *ex, int32_t drive, int32_t file);
 /* that it lies in. [locked] */
 bool inf_files_known(const struct inf_executor *ex, const inf_chunk *chunk);

@@ -24,6 +24,7 @@ bool inf_run_keep_failed_write(struct inf_executor *ex, inf_run *run) {
     chunk->failed_write = run->slot;
     chunk->failed_write_mask = run->slot.written;
     if (run->moves) inf_chunk_flip(chunk);
+    inf_chunk_note_write(chunk, run);
     inf_chunk_nonzero(chunk, run->slot.written);
     /* A store holds what was wanted, in the slot or in resident sections; an update had no invalid
      * section. */

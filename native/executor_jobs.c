@@ -355,6 +355,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
     if (!run->faulted) {
         chunk->invalid &= ~inf_run_written(run); /* of an UPDATE only what it was given */
         if (run->moves) inf_chunk_flip(chunk);
+        inf_chunk_note_write(chunk, run);
         inf_chunk_nonzero(chunk, inf_run_written(run));
         return;
     }
@@ -364,6 +365,7 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
      * it. */
     chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
+    if (run->job.kind == INF_JOB_STORE) inf_chunk_note_write(chunk, run);
 }
 
 void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,

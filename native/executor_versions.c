@@ -70,11 +70,26 @@ static void swap(inf_chunk *chunk, uint64_t generation) {
            (size_t)inf_piece_count(chunk) * sizeof *before);
 }
 
+/* The same, with all that is known of them. */
+static void swap_places(inf_chunk_record *chunk, uint64_t generation) {
+    swap(&chunk->plan, generation);
+    bool updated = chunk->updated;
+    chunk->updated = chunk->other_updated;
+    chunk->other_updated = updated;
+}
+
 void inf_chunk_flip(inf_chunk_record *chunk) {
-    swap(&chunk->plan, inf_chunk_other(&chunk->plan).generation);
+    swap_places(chunk, inf_chunk_other(&chunk->plan).generation);
+    chunk->exchanged = false;
     chunk->place = INF_PLACE_MOVED;
     /* A new version is written whole. Of what lay there before nothing counts. */
     chunk->plan.zeros &= (uint16_t)inf_grad_mask(&chunk->plan);
+}
+
+void inf_chunk_note_write(inf_chunk_record *chunk, const inf_run *run) {
+    uint32_t states = inf_sections_all(&chunk->plan) & ~inf_grad_mask(&chunk->plan);
+    if (run->job.kind == INF_JOB_STORE && (run->job.mask & states) != 0) chunk->updated = false;
+    else if (run->job.kind == INF_JOB_UPDATE && run->moves) chunk->updated = true;
 }
 
 void inf_chunk_nonzero(inf_chunk_record *chunk, uint32_t written) {
@@ -141,7 +156,7 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
     if (chunk->place == INF_PLACE_MOVED) {
         inf_prefetch_drop(ex, chunk);
         inf_chunk_drop_failed_write(ex, chunk);
-        swap(&chunk->plan, chunk->plan.other_generation);
+        swap_places(chunk, chunk->plan.other_generation);
     }
     chunk->place = INF_PLACE_COMMITTED;
     chunk->invalid = (chunk->invalid & grad) | (chunk->committed_invalid & ~grad);
@@ -163,16 +178,17 @@ int32_t inf_executor_exchange(inf_executor *ex, const int32_t *ids, int32_t coun
     for (int32_t i = 0; i < count && error == 0; i++) {
         const inf_chunk_record *chunk = ex->chunks[ids[i]];
         if (!inf_chunk_versioned(&chunk->plan) || chunk->place != INF_PLACE_COMMITTED ||
-            chunk->failed_write_mask != 0 || holds_state(&chunk->plan))
+            chunk->failed_write_mask != 0 || chunk->committed_invalid != 0 ||
+            holds_state(&chunk->plan) || !(chunk->updated || chunk->exchanged))
             error = -EPERM;
     }
     for (int32_t i = 0; i < count && error == 0; i++) {
         inf_chunk_record *chunk = ex->chunks[ids[i]];
         uint32_t grad = inf_grad_mask(&chunk->plan); /* has no versions */
         inf_prefetch_drop(ex, chunk);
-        swap(&chunk->plan, chunk->plan.other_generation);
+        swap_places(chunk, chunk->plan.other_generation);
+        chunk->exchanged = !chunk->exchanged;
         chunk->invalid &= grad;
-        chunk->committed_invalid = 0;
     }
     inf_pump(ex); /* slots that were kept go round again */
     pthread_mutex_unlock(&ex->lock);

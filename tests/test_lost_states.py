@@ -218,6 +218,51 @@ def test_older_states_stand_for_those_that_are_lost(
     inf.handle(model).close()
 
 
+def test_states_of_before_a_restore_are_no_older_states(tmp_path: Path) -> None:
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path, damaged="from-older")
+    step(model, optimizer, batches[0])
+    inf.save(model, optimizer, tmp_path / "save").wait()
+    for batch in batches[1:3]:
+        step(model, optimizer, batch)
+    inf.restore(model, optimizer, tmp_path / "save")
+    inf.handle(model).flush()
+    spoil(model, place_of(model, 2))
+    with pytest.raises(StatesLost):
+        step(model, optimizer, batches[1])
+    with pytest.raises(StatesLost):
+        inf.handle(model).close()
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_gather_whose_read_fails_is_made_again(tmp_path: Path, generations: int) -> None:
+    losses, _, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path, generations=generations)
+    got = [step(model, optimizer, batch) for batch in batches[:2]]
+    # With what the job itself does to make up for it.
+    executor_of(model).set_seam(Seam(fault=Fault("read", 0, lasting=True)))
+    with torch.no_grad():
+        models.loss_of(model, batches[0])
+    assert executor_of(model).set_seam(Seam()) >= 2
+    got += [step(model, optimizer, batch) for batch in batches[2:]]
+    assert got == losses
+    assert inf.handle(model).stats().steps_undone == 0
+    inf.handle(model).close()
+
+
+def test_where_no_step_was_taken_none_is_undone(tmp_path: Path) -> None:
+    batches = models.token_batches(STEPS)
+    model, _ = made(tmp_path)
+    place = place_of(model, 0)
+    lose(model, place.offset, place.offset + 4096)
+    for _ in range(2):
+        with pytest.raises(AioError, match="cannot be gathered"), torch.no_grad():
+            models.loss_of(model, batches[0])
+    assert inf.handle(model).stats().steps_undone == 0
+    inf.handle(model).close()
+
+
 @settings(max_examples=4, deadline=None, derandomize=True, database=None)
 @given(block=st.integers(0, 300), when=st.integers(1, 3), size=st.sampled_from([1, 8]))
 def test_any_block_that_cannot_be_read_costs_what_was_promised(

@@ -97,8 +97,8 @@ class EngineAccess:
         self._background.pipeline.undo_together(read)
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step if a gather's read failed that fails again, where this rank may do so
-        alone. Blocks. Raises: StepUndone, StatesLost."""
+        """Undo the step that is not committed if a gather's read failed again, or mend the chunk,
+        where this rank may do so alone. Blocks. Raises: StepUndone, StateInvalid."""
         self._background.pipeline.read_failed(error)
 
     def before_write(self) -> None:

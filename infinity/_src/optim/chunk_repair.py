@@ -87,11 +87,6 @@ class ChunkRepair:
         at = self._store.chunk_at(error.chunk)
         return at if at is not None and self._store[at.flat].versioned else None
 
-    def readable(self, error: AioError) -> bool:
-        """Return whether the chunk of an error can be read by now. Blocks."""
-        at = self._at(error)
-        return at is not None and self._verify(at) is None
-
     def misread(self, faults: Iterable[BaseException]) -> dict[int, Misread]:
         """Return the chunks whose reads failed, by their ids. Their step is not undone yet."""
         found: dict[int, Misread] = {}
@@ -149,7 +144,11 @@ class ChunkRepair:
         """
         if not self._takes_older or not self._store.has_older(at):
             return False
-        self._store.exchange(at)
+        try:
+            self._store.exchange(at)
+        except ValueError:
+            # A part of it is in memory; or it was restored, or written to, since its last update.
+            return False
         try:
             problem = self._verify(at)
         except BaseException:
@@ -175,7 +174,7 @@ class ChunkRepair:
         """Give a chunk another second place, since what lies in its own cannot be read."""
         try:
             bad = self._store.renew_second_place(at)
-        except (SwapFullError, OSError) as problem:
+        except (SwapFullError, OSError, ValueError) as problem:
             log.warning("no other place for what cannot be read (%s): %s", error, problem)
             return
         log.warning(

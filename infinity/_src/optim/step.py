@@ -244,15 +244,20 @@ class StepPipeline:
         return self.update_failed or (repair is not None and repair.concerns(error))
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step if a gather's read failed that fails again. Ranks that undo together do so
-        in the gather's turn. Blocks. Raises: StepUndone, StatesLost.
+        """Undo the step that is not committed if a gather's read failed again, or mend the chunk
+        where there is none. Ranks that undo together do so in the gather's turn. Blocks. Raises:
+        StepUndone, StateInvalid.
         """
         transaction = self.transaction
-        if transaction is None or self.undoes_together:
+        if transaction is None or self.undoes_together or not transaction.repair.concerns(error):
             return
-        repair = transaction.repair
-        if repair.concerns(error) and not repair.readable(error):
+        if self.begun or transaction.has_steps:
             raise self._undo(transaction, error)
+        try:
+            transaction.mend(error)
+        except StateInvalid as lost:
+            self.set_fault(lost, final=True)
+            raise
 
     def end_updates(self, error: AioError | None) -> None:
         """Note that updates that the calling thread made itself have ended; error: of the one that

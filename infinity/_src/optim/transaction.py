@@ -159,7 +159,7 @@ class Transaction:
         failed. Returns the error to raise. Blocks until nothing is in flight.
 
         Drives that refused writes after the fault take them again. Chunks that cannot be read are
-        mended as far as can be. Raises: StatesLost; the step is undone then, too.
+        mended as far as can be. Raises: StateInvalid, StatesLost; the step is undone then, too.
         """
         # Gathered units may hold parameters of the undone step. They are read anew.
         self._unsharder.mark_stale(self._units)
@@ -181,16 +181,22 @@ class Transaction:
         except AioError as error:
             cause = error
         self.repair.mend(misread)
-        # A read outside of an update is one of a gather.
-        met = "an optimizer update failed" if faults or not misread else "a unit cannot be read"
-        # Returned instead of raised: the pipeline first tells the other ranks.
-        undone = StepUndone(
-            f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts "
-            "are those before it; its gradients are used up. Once the cause is mended, clear the "
-            "gradients and take the step's batches again, or go on with the next"
-        )
-        undone.__cause__ = cause
-        return undone
+        # A read outside of an update is one of a gather. Returned instead of raised: the pipeline
+        # first tells the other ranks.
+        return _undone(cause, of_gather=bool(misread) and not faults)
+
+    @property
+    def has_steps(self) -> bool:
+        """True while a step was taken that is not committed."""
+        return bool(self._counts_before)
+
+    def mend(self, error: AioError) -> None:
+        """Mend a chunk that cannot be read, as far as can be, while no step is to be undone. Blocks
+        until nothing is in flight. Raises: StateInvalid where it cannot.
+        """
+        self._unsharder.mark_stale(self._units)
+        self._executor.wait_all()
+        self.repair.mend(self.repair.misread([error]))
 
     def withdraw(self, units: Sequence[Unit]) -> None:
         """Undo the writes to these units since the last commit. None of their updates may be
@@ -203,3 +209,17 @@ class Transaction:
 
     def _ids(self, flats: Iterable[Flat]) -> npt.NDArray[np.int32]:
         return self._store.versioned_ids(flats)
+
+
+def _undone(cause: BaseException, *, of_gather: bool) -> StepUndone:
+    """Return the error of a step that was undone. of_gather: for the read of a gather."""
+    met, since = "an optimizer update failed", ""
+    if of_gather:
+        met, since = "a unit cannot be read", ", with what was written to parameters since,"
+    undone = StepUndone(
+        f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts{since} "
+        "are those before it; its gradients are used up. Once the cause is mended, clear the "
+        "gradients and take the step's batches again, or go on with the next"
+    )
+    undone.__cause__ = cause
+    return undone

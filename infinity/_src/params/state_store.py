@@ -589,25 +589,25 @@ class StateStore:
         self.move_chunk(at.flat, at.index, JobKind.FETCH, dict.fromkeys(states, 0)).wait()
 
     def has_older(self, at: ChunkAt) -> bool:
-        """Return whether the second place of a chunk, which is committed, may have states of an
-        earlier step. Only a read tells.
+        """Return whether the second place of a chunk may have states of an earlier step. Only
+        `exchange` and a read tell.
         """
-        shard = self._flats[at.flat]
-        now = self._executor.look(shard.ids[at.index : at.index + 1])[0]
-        states = slice(shard.format.written_count)
-        on_drive = bool((now["section_at"][states] >= 0).all())
+        now = self._executor.look(self._flats[at.flat].ids[at.index : at.index + 1])[0]
         # A newer generation is one of a step that was undone.
-        older = bool(now["other_generation"] < now["generation"])
-        return self._sums_on and on_drive and older
+        return self._sums_on and bool(now["other_generation"] < now["generation"])
 
     def exchange(self, at: ChunkAt) -> None:
-        """Exchange the committed states of a chunk for what its second place has."""
+        """Exchange the committed states of a chunk for those before its last update, in its second
+        place; or back. Blocks while a save has yet to read them. Raises: ValueError where the
+        second place has none.
+        """
+        self.will_write((at.flat,))
         self._executor.exchange(self._flats[at.flat].ids[at.index : at.index + 1])
-        self.writes += 1
 
     def renew_second_place(self, at: ChunkAt) -> SwapExtent:
         """Give a chunk, which is committed, another second place on the same drive. Returns the old
-        one, which nobody gets again. Blocks. Raises: SwapFullError.
+        one, which nobody gets again. Blocks. Raises: SwapFullError; ValueError for one whose
+        spilled gradients lie on another drive than that.
         """
         assert self._space is not None
         assert self._spares is not None
@@ -623,12 +623,16 @@ class StateStore:
         )
         want = ExtentRequest(bad.size_bytes, self.layers[-1])
         (fresh,) = self._space.reserve_on([bad.drive], [want])
-        self._executor.relocate(
-            ids,
-            np.array([fresh.drive], np.int32),
-            np.array([fresh.layer], np.int32),
-            np.array([fresh.offset], np.int64),
-        )
+        try:
+            self._executor.relocate(
+                ids,
+                np.array([fresh.drive], np.int32),
+                np.array([fresh.layer], np.int32),
+                np.array([fresh.offset], np.int64),
+            )
+        except ValueError:
+            self._space.free(fresh)
+            raise
         if not self._put_place(int(now["key"]), bad, fresh):
             # Its owner gives the extent back by the place that it knows.
             self._space.exchange(bad, fresh)

@@ -89,5 +89,5 @@ class Access(Protocol):
         read: the fault of this rank's gather. Collective. Raises: StepUndone, always."""
 
     def read_failed(self, error: AioError) -> None:
-        """Undo the step if a gather's read failed that fails again, where this rank may do so
-        alone. Blocks. Raises: StepUndone, StatesLost."""
+        """Undo the step that is not committed if a gather's read failed again, or mend the chunk,
+        where this rank may do so alone. Blocks. Raises: StepUndone, StateInvalid."""

@@ -213,10 +213,14 @@ def test_the_version_before_can_be_gone_back_to_while_nothing_has_overwritten_it
     assert same(rig.read(0), updated(values[0], grad, step=2))
     rig.executor.rollback(rig.ids)
     assert same(rig.read(0), values[0])
-    # Never written: checksums tell.
-    rig.executor.exchange(rig.ids[1:])
-    with pytest.raises(AioError):
-        rig.read(1)
+    # Stored, as a restore does, or changed after its update: there are no states before that.
+    with pytest.raises(ValueError, match="the states before its last update"):
+        rig.executor.exchange(rig.ids[1:])
+    rig.update({1: grad}).wait()
+    rig.store({1: [values[0][0], *values[1][1:]]}, mask=1).wait()
+    rig.executor.commit(rig.ids)
+    with pytest.raises(ValueError, match="the states before its last update"):
+        rig.executor.exchange(rig.ids[1:])
     rig.close()
 
 
