@@ -57,6 +57,11 @@ CONTEXT: Any = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.campaign_server"])
 
 
+PROCESSES = threading.Lock()
+"""Held where a process is started, and where its code is read: a start looks at all of them, and a
+code is there to be read once."""
+
+
 class Setting(NamedTuple):
     """Policy and machine of a training of the campaign."""
 
@@ -86,7 +91,8 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
         process = CONTEXT.Process(
             target=serve, args=(there, case, rank, str(place), mine, bounds), daemon=True
         )
-        process.start()
+        with PROCESSES:
+            process.start()
         there.close()
         started.append((process, here))
     # A request that comes late, and one that waits for it.
@@ -95,8 +101,9 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
         return [_told(process, pipe, until) for process, pipe in started]
     finally:
         for process, pipe in started:
-            process.kill()
-            process.join()
+            with PROCESSES:
+                process.kill()
+            _ended(process, None)
             pipe.close()
 
 
@@ -106,12 +113,19 @@ def _told(process: Any, pipe: Any, until: float) -> Any:
     try:
         found = pipe.recv()
     except EOFError:
-        process.join(10)
-        return f"the process ended with {process.exitcode}"
-    process.join(max(1.0, until - time.monotonic()))
-    if process.exitcode is None:
+        return f"the process ended with {_ended(process, 10)}"
+    code = _ended(process, max(1.0, until - time.monotonic()))
+    if code is None:
         return "hangs at its end"
-    return found if process.exitcode == 0 else f"the process ended with {process.exitcode}"
+    return found if code == 0 else f"the process ended with {code}"
+
+
+def _ended(process: Any, seconds: float | None) -> int | None:
+    """Wait for the end of a process. Returns its code, or None."""
+    wait([process.sentinel], seconds)
+    with PROCESSES:
+        code: int | None = process.exitcode
+    return code
 
 
 def run_case(case: Case, wanted: Any) -> Outcome:
