@@ -22,11 +22,11 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-import random
 import sys
 import tempfile
 import threading
@@ -41,6 +41,8 @@ from tests.unit.aio.rig import BACKENDS
 
 SECONDS = 60.0
 """A process that has not ended by then hangs."""
+LATE = 12
+"""Cases with a late request, which wait and compute nothing, at once."""
 PASSES = {
     *itertools.product(("EAGAIN", "short", "late"), ("read", "write")),
     *itertools.product(("bitflip", "stale", "misdirected"), ("read",)),
@@ -52,7 +54,12 @@ FAULTS = [*sorted(PASSES), *sorted(SPOILS), ("EIO", "read"), ("EIO", "write"), (
 OUTCOMES = ("right", "retried", "undone", "ended", "refused", "named", "not met", "finding")
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch._dynamo", "tests.campaign_life"])
+CONTEXT.set_forkserver_preload(["tests.campaign_server"])
+
+
+PROCESSES = threading.Lock()
+"""Held where a process is started, and where its code is read: a start looks at all of them, and a
+code is there to be read once."""
 
 
 class Setting(NamedTuple):
@@ -84,7 +91,8 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
         process = CONTEXT.Process(
             target=serve, args=(there, case, rank, str(place), mine, bounds), daemon=True
         )
-        process.start()
+        with PROCESSES:
+            process.start()
         there.close()
         started.append((process, here))
     # A request that comes late, and one that waits for it.
@@ -93,8 +101,9 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
         return [_told(process, pipe, until) for process, pipe in started]
     finally:
         for process, pipe in started:
-            process.kill()
-            process.join()
+            with PROCESSES:
+                process.kill()
+            _ended(process, None)
             pipe.close()
 
 
@@ -104,12 +113,19 @@ def _told(process: Any, pipe: Any, until: float) -> Any:
     try:
         found = pipe.recv()
     except EOFError:
-        process.join(10)
-        return f"the process ended with {process.exitcode}"
-    process.join(max(1.0, until - time.monotonic()))
-    if process.exitcode is None:
+        return f"the process ended with {_ended(process, 10)}"
+    code = _ended(process, max(1.0, until - time.monotonic()))
+    if code is None:
         return "hangs at its end"
-    return found if process.exitcode == 0 else f"the process ended with {process.exitcode}"
+    return found if code == 0 else f"the process ended with {code}"
+
+
+def _ended(process: Any, seconds: float | None) -> int | None:
+    """Wait for the end of a process. Returns its code, or None."""
+    wait([process.sentinel], seconds)
+    with PROCESSES:
+        code: int | None = process.exitcode
+    return code
 
 
 def run_case(case: Case, wanted: Any) -> Outcome:
@@ -270,20 +286,43 @@ class Record:
         return "\n".join(lines)
 
 
+def in_order(cases: Iterable[Case], seed: int) -> list[Case]:
+    """Order cases at random, by their names: a few more or less change nothing for the others."""
+    return sorted(
+        cases, key=lambda case: hashlib.sha256(f"{seed} {name_of(case)}".encode()).digest()
+    )
+
+
 def run_all(
-    cases: Sequence[Case], wanted: Any, record: Record, pool: Any, *, until: float | None
+    cases: Sequence[Case], wanted: Any, record: Record, processes: int, *, until: float | None
 ) -> None:
-    """Run cases that the record does not have, as many as fit."""
+    """Run cases that the record does not have, in their order: `processes` at once, and beside them
+    `LATE` that wait for a late request."""
+    with concurrent.futures.ThreadPoolExecutor(processes + LATE) as pool:
+        _run_all(cases, wanted, record, pool, processes, until=until)
+
+
+def _run_all(
+    cases: Sequence[Case],
+    wanted: Any,
+    record: Record,
+    pool: concurrent.futures.Executor,
+    processes: int,
+    *,
+    until: float | None,
+) -> None:
     left = [case for case in cases if name_of(case) not in record.outcomes]
     begun, done = time.monotonic(), 0
-    turns = iter(left)
+    turns = collections.deque(left)
     running: dict[Any, Case] = {}
     while True:
-        late = until is not None and time.monotonic() > until
-        while not late and len(running) < pool._max_workers:
-            case = next(turns, None)
-            if case is None:
+        over = until is not None and time.monotonic() > until
+        while turns and not over:
+            late = turns[0].kind == "late"
+            beside = sum((case.kind == "late") == late for case in running.values())
+            if beside == (LATE if late else processes):
                 break
+            case = turns.popleft()
             running[pool.submit(run_case, case, wanted)] = case
         if not running:
             return
@@ -314,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--slice", type=float, metavar="MINUTES", help="a sample for so long (all)")
     parser.add_argument("--cases", type=int, help="so many at most (all)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of their order (%(default)s)")
     parser.add_argument("--each", type=int, help="about so many requests of each phase (all)")
     parser.add_argument("--late", type=float, default=30.0, metavar="S", help="(%(default)s)")
     parser.add_argument("--policies", nargs="+", choices=tuple(POLICIES), default=list(POLICIES))
@@ -324,8 +363,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines")
     parser.add_argument("--resume", action="store_true", help="keep what the record has")
+    parser.add_argument("--show", action="store_true", help="tables of the record; run nothing")
     parser.add_argument("--only", metavar="CASE", help="one case, and what it saw")
     options = parser.parse_args(arguments)
+    if options.show:
+        show(Record(options.record, resume=True))
+        return 0
     begun = time.monotonic()
     axes = (options.policies, options.backends, options.ranks, options.drives)
     settings = [Setting(*each) for each in itertools.product(*axes)]
@@ -339,13 +382,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(outcome.how, *outcome.seen, sep="\n  ")
             return int(outcome.how == "finding")
         matrix.look(pool)
-        cases = list(matrix.cases())
-        if options.slice is not None or options.cases is not None:
-            random.Random(options.seed).shuffle(cases)
-            cases = cases[: options.cases]
-        record = Record(options.record, resume=options.resume)
-        until = None if options.slice is None else begun + 60 * options.slice
-        run_all(cases, matrix.wanted, record, pool, until=until)
+    cases = in_order(matrix.cases(), options.seed)[: options.cases]
+    record = Record(options.record, resume=options.resume)
+    until = None if options.slice is None else begun + 60 * options.slice
+    run_all(cases, matrix.wanted, record, options.processes, until=until)
     show(record)
     return 1 if record.findings() else 0
 

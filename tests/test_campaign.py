@@ -5,13 +5,24 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from tests import campaign
-from tests.campaign import Matrix, Outcome, Record, Setting, case_of, judge, name_of, run_case
+from tests.campaign import (
+    Matrix,
+    Outcome,
+    Record,
+    Setting,
+    case_of,
+    in_order,
+    judge,
+    name_of,
+    run_case,
+)
 from tests.campaign_life import KINDS, PHASES, Case, Told
 
 CASE = Case("EIO", "write", 3, "step", "two", "threads", 1, 1)
@@ -63,6 +74,35 @@ def test_every_kind_meets_every_phase(looked: Matrix) -> None:
     assert {case.kind for case in cases} == set(KINDS)
     assert {(case.kind, case.op) for case in cases if case.phase == "step"} == set(campaign.FAULTS)
     assert [case_of(name_of(case), 0.1) for case in cases] == cases
+
+
+def test_the_order_is_that_of_the_seed_and_late_cases_run_beside_the_others(
+    looked: Matrix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = in_order(looked.cases(), 3)
+    fewer = [case for case in looked.cases() if case.nth != 1]
+    assert in_order(fewer, 3) == [case for case in cases if case.nth != 1]
+    assert cases != in_order(cases, 4) != list(looked.cases())
+    running: list[str] = []
+    most = {"late": 0, "others": 0}
+    lock = threading.Lock()
+
+    def run(case: Case, _wanted: object) -> Outcome:
+        with lock:
+            running.append(case.kind)
+            late = running.count("late")
+            most["late"] = max(most["late"], late)
+            most["others"] = max(most["others"], len(running) - late)
+        time.sleep(0.002)
+        with lock:
+            running.remove(case.kind)
+        return Outcome("right", (), 0.0)
+
+    monkeypatch.setattr(campaign, "run_case", run)
+    record = Record(None, resume=False)
+    campaign.run_all(cases, None, record, 2, until=None)
+    assert len(record.outcomes) == len(cases)
+    assert most["others"] <= 2 < most["late"] <= campaign.LATE
 
 
 @pytest.mark.parametrize(

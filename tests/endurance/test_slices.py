@@ -44,7 +44,9 @@ def test_a_fault_of_each_kind_in_every_step_changes_no_loss(tmp_path: Path, upda
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["deferred", "durable", "generations, backward"])
+@pytest.mark.parametrize(
+    "mode", ["deferred", "durable", "generations, backward", "2 ranks, durable"]
+)
 def test_hundreds_of_steps_hold_what_fifty_did(tmp_path: Path, mode: str) -> None:
     looks = list(growth.measure(mode, tmp_path, 400))
     assert looks[0]["step"] == growth.FIRST
@@ -53,10 +55,14 @@ def test_hundreds_of_steps_hold_what_fifty_did(tmp_path: Path, mode: str) -> Non
 
 
 def test_what_grows_is_named() -> None:
-    before = {"step": 50, "rss": 100 << 20, "descriptors": 9}
-    assert growth.grown([before, {**before, "step": 90, "rss": 101 << 20}]) == {}
-    more = {"step": 90, "rss": 150 << 20, "descriptors": 10}
-    assert growth.grown([before, more]) == {"rss": 50 << 20, "descriptors": 1}
+    mib = 1 << 20
+    before = {"rss": 100 * mib, "heap free": 3 * mib, "allocated": 90 * mib, "descriptors": 9}
+    first = {"step": 50, "python blocks": 10_000, **before}
+    same = {"step": 90, "rss": 104 * mib, "allocated": 90 * mib + 9000, "python blocks": 10_900}
+    assert growth.grown([first, {**first, **same}]) == {}
+    more = {"rss": 150 * mib, "allocated": 92 * mib, "python blocks": 12_000, "descriptors": 10}
+    grown = {"rss": 50 * mib, "allocated": 2 * mib, "python blocks": 2000, "descriptors": 1}
+    assert growth.grown([first, {**first, **more}]) == grown
 
 
 @pytest.mark.slow

@@ -1,0 +1,28 @@
+"""Memory of the server that the processes of the campaign are forked from: all that a life imports,
+so that none of them does so again."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+
+NAMES = (
+    "torch._dynamo",
+    # On first use: of numpy.unique, of torch.profiler, of a codec.
+    "numpy.ma",
+    "torch.profiler._cupti_monitor",
+    "encodings.ascii",
+    "liburing",
+    "infinity._src.kernels.hyper",
+    "infinity._src.optim.adamw",
+    "infinity._src.save_restore",
+    "infinity._src.checkpoint.restore",
+    "infinity._src.checkpoint.saved_weights",
+    "tests.campaign_life",
+)
+
+for name in NAMES:
+    importlib.import_module(name)
+# A collection in a life goes through its own objects, and its memory stays shared.
+gc.collect()
+gc.freeze()
