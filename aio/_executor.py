@@ -458,8 +458,8 @@ class Executor:
 
     def exchange(self, ids: npt.NDArray[np.int32]) -> None:
         """Make what lies in the second places of committed chunks their committed contents, read or
-        not: the states before their last UPDATE. What was is in the second places then, and another
-        call goes back to it. Never blocks.
+        not: the states before their last UPDATE. The second places have the contents before the
+        call then, and another call goes back to them. Never blocks.
 
         Raises ValueError, and changes nothing, if jobs on one are pending, or one is not defined,
         is not committed, has no second place, has states in memory, or was STOREd since its last

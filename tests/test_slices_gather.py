@@ -323,13 +323,14 @@ def test_after_a_fault_of_a_drive_in_the_middle_of_a_block_the_next_pass_is_righ
 ) -> None:
     batch = models.token_batches(1, rows=6)[0]
     found = []
-    for fault in (Fault("read", nth, lasting=True), None):
+    for fault in (Fault("read", nth, persistent=True), None):
         model = models.make(Microbatched(LLAMA, 3))
         with harness.one_thread():
             offload(model, policy(tmp_path, **NVME, **SPLIT), _seam=Seam(fault=fault))
             if fault is not None:
                 with pytest.raises(AioError, match="cannot be gathered"):
                     models.loss_of(model, batch).backward()
+                inf.handle(model).parts.tiers.executor.set_seam(Seam())
                 model.zero_grad()
             models.loss_of(model, batch).backward()
         handle = inf.handle(model)

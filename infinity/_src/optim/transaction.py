@@ -217,9 +217,9 @@ def _undone(cause: BaseException, *, of_gather: bool) -> StepUndone:
     if of_gather:
         met, since = "a unit cannot be read", ", with what was written to parameters since,"
     undone = StepUndone(
-        f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts{since} "
-        "are those before it; its gradients are used up. Once the cause is mended, clear the "
-        "gradients and take the step's batches again, or go on with the next"
+        f"{met} ({cause}); the step was undone: parameters, optimizer states and step counts"
+        f"{since} are those before it; its gradients are used up. Once the cause is mended, clear "
+        "the gradients and take the step's batches again, or go on with the next"
     )
     undone.__cause__ = cause
     return undone
