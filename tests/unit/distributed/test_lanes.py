@@ -250,7 +250,7 @@ def submitted(
     queue_name: str,
     what: str,
     *needs: Read,
-    excuses: Callable[[], bool] | None = None,
+    excuses: Callable[[AioError], bool] | None = None,
 ) -> PendingCollective:
     return lane.submit_to(
         queue_name,
@@ -322,7 +322,7 @@ def test_a_shard_that_is_lacking_refuses_its_gather_alone(watchdog: Watchdog, he
     with ordered(watchdog, names) as lane:
         before = lane.submit_to("reduce", "r0", lambda group: (running.set(), go.wait())[1])
         assert running.wait(5)
-        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda: True)
+        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda _: True)
         behind = submitted(lane, seen, "gather", "g1")
         read.ended.set()
         # It is known, and ends in its turn: whoever waits for the last one has waited for all.
@@ -346,7 +346,7 @@ def test_a_read_that_fails_where_no_update_did_is_not_excused(watchdog: Watchdog
     error = AioError("no such luck", path="/swap", op="read", length=4096)
     names, seen, read = Names(None), [], Read(error)
     with ordered(watchdog, names) as lane:
-        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda: False)
+        gather = submitted(lane, seen, "gather", "g0", read, excuses=lambda _: False)
         read.ended.set()
         with pytest.raises(AioError, match="no such luck"):
             gather.wait()

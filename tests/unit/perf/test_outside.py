@@ -46,13 +46,13 @@ def planned(
 
 
 def on_drives(place: Path, model: Any, spares: int = 1) -> int:
-    """Bytes of all files below, and of swap files without a name; of several names once. Without
-    the ranges that are kept for faults, so many times: an earlier run's files have them, too.
+    """Bytes of all files below, and of swap files without a name; of several names once. With the
+    ranges that are kept for faults once of so many times: an earlier run's files have them, too.
     """
     space = inf.handle(model).parts.tiers.storage.space
     found = [os.fstat(file.fd) for layer in space.layers for file in layer]
     found += [path.stat() for path in place.rglob("*") if path.is_file()]
-    kept = spares * inf.handle(model).parts.tiers.store.spare_bytes
+    kept = (spares - 1) * inf.handle(model).parts.tiers.store.spare_bytes
     return sum({each.st_ino: each.st_blocks * 512 for each in found}.values()) - kept
 
 
