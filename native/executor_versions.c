@@ -157,6 +157,8 @@ static void go_back(struct inf_executor *ex, inf_chunk_record *chunk) {
         inf_prefetch_drop(ex, chunk);
         inf_chunk_drop_failed_write(ex, chunk);
         swap_places(chunk, chunk->plan.other_generation);
+        /* In the other place is what was taken back, and not the version before. */
+        chunk->updated = chunk->exchanged = false;
     }
     chunk->place = INF_PLACE_COMMITTED;
     chunk->invalid = (chunk->invalid & grad) | (chunk->committed_invalid & ~grad);

@@ -137,11 +137,19 @@ def restore(
     ).restore(model, opt, source)  # fmt: skip
     if restored.damaged:
         _warn_of_damage(source, restored, damaged)
+    _stay(of, run, restored.extra)
+    return restored
+
+
+def _stay(of: Handle, run: DurableRun | None, extra: object) -> None:
+    """Let no undo go back behind a restore. extra: that was restored. Collective in a durable
+    run."""
     if run is not None:
         of.pipeline.begun = False
-        run.restored(restored.extra)
+        run.restored(extra)
         of.pipeline.commit()  # what is written from here on stands beside it
-    return restored
+    elif of.pipeline.transaction is not None:
+        of.pipeline.transaction.states_replaced()
 
 
 def _check_own(of: Handle, run: DurableRun, opt: Any, directory: str | os.PathLike[str]) -> None:

@@ -84,7 +84,7 @@ from infinity.errors import DriveLostError, InfinityError, SlicesError, StepUndo
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
 _BENCH_BYTES = 512 * MIB
-_UNDONE_MAX = 5
+_UNDONE_MAX = 20
 """So many times a step is undone before the run ends."""
 _ALONE_STEP = 3
 """The step that begins with no update pending, so that its first forward is measured alone: late

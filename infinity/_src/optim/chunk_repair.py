@@ -101,10 +101,12 @@ class ChunkRepair:
         """Note that a step has ended well: what failed before has passed."""
         self._rounds.clear()
 
-    def mend(self, misread: Mapping[int, Misread]) -> None:
-        """Make every one of these chunks readable; their step has been undone. Blocks. Raises:
-        StatesLost; StateInvalid where states are whole, and their update cannot be made.
+    def mend(self, misread: Mapping[int, Misread]) -> bool:
+        """Make every one of these chunks readable; their step has been undone. Returns False where
+        one is not, and its drive may answer again later. Blocks. Raises: StatesLost; StateInvalid
+        where states are whole, and their update cannot be made.
         """
+        readable = True
         lost: list[DamagedRange] = []
         cause: AioError | None = None
         whole: Misread | None = None
@@ -119,9 +121,9 @@ class ChunkRepair:
                 elif self._generation(each.at) != each.generation:
                     self._retire(each.at, each.error)
             # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
-            elif (isinstance(error, ChecksumError) or again) and not self._take_older(
-                each.at, error
-            ):
+            elif not (isinstance(error, ChecksumError) or again):
+                readable = False
+            elif not self._take_older(each.at, error):
                 lost += self._ranges(each.at, error)
                 cause = cause or error
         if lost:
@@ -138,6 +140,7 @@ class ChunkRepair:
                 "undone, and they are those before it. Start again from the last save, or on "
                 "another drive"
             ) from whole.error
+        return readable
 
     def _take_older(self, at: ChunkAt, error: AioError) -> bool:
         """Take the states of before a chunk's last update. Returns False where the drive has none.

@@ -215,7 +215,7 @@ class StepPipeline:
         self.begun = self._unagreed = False
         self._mode.undone()
         try:
-            undone = transaction.undo(cause, self._faults_of_updates())
+            undone = transaction.undo(cause, self._faults_of_updates)
         except StateInvalid as lost:
             self.set_fault(lost, final=True)
             self._forget_updates()

@@ -10,7 +10,7 @@ A commit moves nothing: it says which of a chunk's two places is written next.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +22,9 @@ from infinity._src.params.unit import Flat, Unit
 from infinity._src.params.unshard import Unsharder
 from infinity.aio import Executor
 from infinity.errors import AioError, StepUndone
+
+ASKED_AGAIN_S = 0.5
+"""Seconds after which a drive that fails is asked again outside of steps."""
 
 
 class Durable(Protocol):
@@ -154,18 +157,23 @@ class Transaction:
         # One entry of the list, so that an interrupt leaves all of them or none.
         self._counts_before.append((table, before))
 
-    def undo(self, cause: BaseException, faults: Sequence[BaseException] = ()) -> StepUndone:
-        """Go back to the last commit after an update, or a read, has failed. faults: of all that
-        failed. Returns the error to raise. Blocks until nothing is in flight.
+    def undo(
+        self, cause: BaseException, faults: Callable[[], Sequence[BaseException]] = tuple
+    ) -> StepUndone:
+        """Go back to the last commit after an update, or a read, has failed. faults: returns those
+        of all updates that failed. Returns the error to raise. Blocks until nothing is in flight.
 
         Drives that refused writes after the fault take them again. Chunks that cannot be read are
         mended as far as can be. Raises: StateInvalid, StatesLost; the step is undone then, too.
         """
         # Gathered units may hold parameters of the undone step. They are read anew.
         self._unsharder.mark_stale(self._units)
+        # A save under way would take the rest of its states from the step before.
+        self._store.wait_for_reader([flat for unit in self._units for flat in unit.flats])
         # A write that is still in flight would land in a place that is written next.
         self._executor.wait_all()
-        misread = self.repair.misread((cause, *faults))
+        failed = faults()
+        misread = self.repair.misread((cause, *failed))
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         # Started before the counts go back, waited for after: both must happen, whatever the drives
         # say.
@@ -183,7 +191,7 @@ class Transaction:
         self.repair.mend(misread)
         # A read outside of an update is one of a gather. Returned instead of raised: the pipeline
         # first tells the other ranks.
-        return _undone(cause, of_gather=bool(misread) and not faults)
+        return _undone(cause, of_gather=bool(misread) and not failed)
 
     @property
     def has_steps(self) -> bool:
@@ -191,12 +199,22 @@ class Transaction:
         return bool(self._counts_before)
 
     def mend(self, error: AioError) -> None:
-        """Mend a chunk that cannot be read, as far as can be, while no step is to be undone. Blocks
-        until nothing is in flight. Raises: StateInvalid where it cannot.
+        """Mend a chunk that cannot be read, while no step is to be undone: it can be read then.
+        Blocks until nothing is in flight. Raises: StateInvalid where it cannot.
         """
         self._unsharder.mark_stale(self._units)
         self._executor.wait_all()
-        self.repair.mend(self.repair.misread([error]))
+        misread = self.repair.misread([error])
+        # No step comes between, after which the drive would be asked again.
+        while not self.repair.mend(misread):
+            time.sleep(ASKED_AGAIN_S)
+
+    def states_replaced(self) -> None:
+        """Note that a restore has replaced all states: no undo goes back to those before. No update
+        may be pending. A durable run commits by itself.
+        """
+        if self._durable is None:
+            self._flip()
 
     def withdraw(self, units: Sequence[Unit]) -> None:
         """Undo the writes to these units since the last commit. None of their updates may be

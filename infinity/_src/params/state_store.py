@@ -423,6 +423,14 @@ class StateStore:
         if reader is not None:
             reader.before_write(flats)
 
+    def wait_for_reader(self, flats: Sequence[Flat]) -> None:
+        """Return when a save under way has read the states of these flats, whose live places are
+        about to change. Blocks.
+        """
+        reader = self._reader
+        if reader is not None:
+            reader.before_write(flats)
+
     def guard(self, reader: StateReader | None) -> None:
         """Ask `reader` before states are written, from now on; None: ask nobody. Any thread may
         call it.
@@ -602,6 +610,8 @@ class StateStore:
         second place has none.
         """
         self.will_write((at.flat,))
+        # What was read last may not be out of its queue yet.
+        self._executor.wait_all()
         self._executor.exchange(self._flats[at.flat].ids[at.index : at.index + 1])
 
     def renew_second_place(self, at: ChunkAt) -> SwapExtent:

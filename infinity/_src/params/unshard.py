@@ -384,9 +384,10 @@ class Unsharder:
         """Address of this rank's shard in the unsharded flat."""
         return flat.tensor.data_ptr() + self._comm.rank * flat.layout.shard_bytes
 
-    def _finish_fill(self, unit: Unit, *, again: bool = True) -> None:
-        """Wait until the unit's memory is filled. After a fault the unit is evicted. again: of one
-        rank, a read that fails is made once more.
+    def _finish_fill(self, unit: Unit, *, tries: int = 0) -> None:
+        """Wait until the unit's memory is filled. After a fault the unit is evicted. tries: reads
+        that have failed, of one rank: one is made again, and then once more if what it met could be
+        mended.
         """
         start_ns, version = time.monotonic_ns(), self._versions[unit]
         try:
@@ -400,12 +401,13 @@ class Unsharder:
             if isinstance(error, AioError):
                 # Raises the fault of an update, if that failed; otherwise a read failed.
                 self._access.before_read(unit)
-                if again and error.op == "read" and self._comm.world == 1:
-                    # Other ranks count on a collective that has begun.
+                # Other ranks count on a collective that has begun.
+                if tries < 2 and error.op == "read" and self._comm.world == 1:
+                    if tries:
+                        self._access.read_failed(error)
                     self._allocate_and_fill(unit, Priority.DEMAND, version)
-                    self._finish_fill(unit, again=False)
+                    self._finish_fill(unit, tries=tries + 1)
                     return
-                self._access.read_failed(error)
                 error.args = (f"{unit.name} cannot be gathered: {error}",)
             raise
         end_ns = time.monotonic_ns()
