@@ -292,6 +292,17 @@ def test_a_save_under_way_has_its_step_though_that_is_undone(tmp_path: Path) -> 
     inf.handle(model).close()
 
 
+def test_faults_of_an_evaluation_that_pass_are_not_added_up(tmp_path: Path) -> None:
+    model, optimizer = made(tmp_path)
+    step(model, optimizer, models.token_batches(1)[0])
+    transaction, parts = inf.handle(model).pipeline.transaction, inf.handle(model).parts
+    chunk = int(parts.tiers.store[parts.split.units[1].flats[0]].ids[0])
+    error = AioError("lost", errno=errno.EIO, path=str(tmp_path), op="read", chunk=chunk)
+    for _ in range(4):
+        transaction.mend(error)
+    inf.handle(model).close()
+
+
 def test_where_no_step_was_taken_none_is_undone(tmp_path: Path) -> None:
     batches = models.token_batches(STEPS)
     model, _ = made(tmp_path)

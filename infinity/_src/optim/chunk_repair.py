@@ -97,8 +97,8 @@ class ChunkRepair:
                 found[at.id] = Misread(at, fault, self._generation(at))
         return found
 
-    def step_committed(self) -> None:
-        """Note that a step has ended well: what failed before has passed."""
+    def passed(self) -> None:
+        """Note that faults so far have passed: a step has ended well, or all can be read."""
         self._rounds.clear()
 
     def mend(self, misread: Mapping[int, Misread]) -> bool:

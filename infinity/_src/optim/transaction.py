@@ -124,7 +124,7 @@ class Transaction:
         # The manifest names the new places by now, so the executor may write to the old ones.
         self._executor.commit(self._ids(flat for unit in self._units for flat in unit.flats))
         if self._counts_before:
-            self.repair.step_committed()
+            self.repair.passed()
         # Committed counts are never taken back.
         self._counts_before.clear()
         if self._durable is not None:
@@ -208,6 +208,8 @@ class Transaction:
         # No step comes between, after which the drive would be asked again.
         while not self.repair.mend(misread):
             time.sleep(ASKED_AGAIN_S)
+        # It can be read: no later fault is one more of these.
+        self.repair.passed()
 
     def states_replaced(self) -> None:
         """Note that a restore has replaced all states: no undo goes back to those before. No update
