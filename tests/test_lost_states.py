@@ -6,10 +6,9 @@ from __future__ import annotations
 import errno
 import functools
 import logging
-import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -22,22 +21,11 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StateInvalid, StatesLost, StepUndone
 from tests import models
 from tests.durable_runs import die
+from tests.places import executor_of, place_of, spoil
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2}
 STEPS = 6
 Values = dict[str, torch.Tensor]
-
-
-class Place(NamedTuple):
-    """Bytes of a section of a chunk, where its live version lies, and the elements of a parameter
-    that it holds."""
-
-    layer: int
-    offset: int
-    size_bytes: int
-    name: str
-    start: int
-    stop: int
 
 
 def made(place: Path, **values: Any) -> tuple[Any, Any]:
@@ -45,10 +33,6 @@ def made(place: Path, **values: Any) -> tuple[Any, Any]:
     # A seam is there from the beginning, or the executor has none that can change.
     model = offload(models.make(models.llama), policy, _seam=Seam())
     return model, inf.AdamW(model.parameters(), lr=1e-2)
-
-
-def executor_of(model: Any) -> Any:
-    return inf.handle(model).parts.tiers.executor
 
 
 def step(model: Any, optimizer: Any, batch: Any) -> float:
@@ -73,34 +57,10 @@ def states_of(model: Any) -> Values:
     }
 
 
-def place_of(model: Any, section: int) -> Place:
-    """A section of the last chunk of a unit's first flat, in its live place."""
-    parts = inf.handle(model).parts
-    (flat, *_) = parts.split.units[1].flats
-    shard = parts.tiers.store[flat]
-    record = parts.tiers.executor.look(shard.ids)[-1]
-    param = flat.params[-1]
-    spans = list(flat.layout.spans(param.param_index, 0))
-    chunk, at, start, numel = spans[-1]
-    assert chunk == len(shard.ids) - 1
-    item = shard.sections[section].itemsize
-    offset = int(record["file_offset"] + record["section_at"][section]) + at * item
-    return Place(int(record["file"]), offset, numel * item, param.name, start, start + numel)
-
-
 def lose(model: Any, start: int, stop: int) -> None:
     """Let every read of these bytes fail from now on."""
     fault = Fault("read", 0, persistent=True, start=start, stop=stop)
     executor_of(model).set_seam(Seam(fault=fault))
-
-
-def spoil(model: Any, place: Place) -> None:
-    """Change the bytes of a place, as a write that went astray does."""
-    (file,) = inf.handle(model).parts.tiers.storage.space.layers[place.layer]
-    with Path(f"/proc/self/fd/{file.fd}").open("r+b") as written:
-        written.seek(place.offset)
-        written.write(b"spoilt" * (place.size_bytes // 6))
-        os.fsync(written.fileno())
 
 
 @functools.cache

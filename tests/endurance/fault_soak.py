@@ -32,6 +32,7 @@ from infinity.errors import AioError, StepUndone
 from tests.endurance.record import Record, record_in
 from tests.endurance.training import SMALLER, Course, Offloaded, Plain, compare
 from tests.harness import one_thread
+from tests.places import place_of, spoil
 
 PASSING = {
     "EAGAIN": ("errno", errno.EAGAIN),
@@ -49,8 +50,16 @@ FAULTS = {
     "write nothing": ("write", "zero", 0),
 }
 """A bit that flips in a write is found at the next read, when there is nothing to go back to."""
+BLOCK_BYTES = 4096
+REFUSES = "a block that refuses writes and stays so"
+UNREADABLE = "parameters of the last step cannot be read and stay so"
+SPOILT = "parameters of the last step are spoilt on the drive"
+STAYING = (REFUSES, UNREADABLE, SPOILT)
+"""Until the next fault, or for good. Masters and moments of a step are read when it is committed:
+to spoil these is to lose them."""
 SLOW = "a tenth of the speed"
 LATE = "late and out of order"
+KINDS = (*FAULTS, *STAYING, SLOW, LATE)
 HUNG_S = 600.0
 
 
@@ -83,7 +92,7 @@ class Injected:
             return " and ".join(sorted(set(self.raised)))
         left = [
             name
-            for name in ("retries", "short_transfers", "rereads", "errors")
+            for name in ("retries", "short_transfers", "rereads", "moved_writes", "errors")
             if now[name] > self.before[name]
         ]
         return f"mended ({', '.join(left)})" if left else "no trace"
@@ -110,11 +119,17 @@ class Injector:
             self._ends_s = float("inf")
         if now < self._due_s:
             return
+        if not self._names:  # each once in a while
+            self._names = list(KINDS)
+            self._chance.shuffle(self._names)
+        if self._names[-1] in STAYING:
+            self._ours.executor.set_seam(Seam())
+            # May meet what is left of the last fault; then this one comes a step later.
+            self._ours.handle.flush()
+            if not self._ours.handle.pipeline.transaction.has_steps:
+                return  # the last step was undone, and what is there now is in no other place
         self.settle()
         self._due_s = now + self._soak.every_s * (0.5 + self._chance.random())
-        if not self._names:  # each once in a while
-            self._names = [*FAULTS, SLOW, LATE]
-            self._chance.shuffle(self._names)
         self._inject(self._names.pop(), now)
 
     def _inject(self, name: str, now: float) -> None:
@@ -127,6 +142,8 @@ class Injector:
             seam = Seam(read_bytes_per_s=speed, write_bytes_per_s=speed)
         elif name == LATE:
             seam = Seam(delay_us_max=20_000, seed=self._chance.randrange(1 << 30))
+        elif name in STAYING:
+            seam = self._staying(name)
         else:
             op, kind, code = FAULTS[name]
             steps = max(1, self._ours.index - first)
@@ -137,6 +154,25 @@ class Injector:
             self._ends_s = now + self._soak.every_s / 3
         self._ours.executor.set_seam(seam)
         self.last = Injected(name, nth, self._ours.index, counters)
+
+    def _staying(self, name: str) -> Seam:
+        """Spoil a parameter's place on the drive, or return the seam of a block that fails."""
+        model, handle = self._ours.model, self._ours.handle
+        unit = self._chance.randrange(len(handle.parts.split.units))
+        place = place_of(model, 0, unit=unit)
+        # What was read ahead would be used, and the drive not asked before the step is committed.
+        handle.parts.unsharder.mark_stale([handle.parts.split.units[unit]])
+        if name == SPOILT:
+            spoil(model, place)
+            return Seam()
+        if name == UNREADABLE:
+            fault = Fault(
+                "read", 0, persistent=True, start=place.offset, stop=place.offset + BLOCK_BYTES
+            )
+        else:
+            start = self._chance.randrange(handle.stats().nvme_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            fault = Fault("write", 0, persistent=True, start=start, stop=start + BLOCK_BYTES)
+        return Seam(fault=fault)
 
     def raised(self, error: Exception) -> None:
         """Note an error of a call. Raises: it, where nothing was injected yet."""
@@ -183,9 +219,9 @@ def soak_for(soak: Soak, directory: Path, record: Record) -> dict[str, Any]:
         until = begun = time.monotonic()
         until += 60 * soak.minutes
         while time.monotonic() < until or injector.outcomes.total() < soak.faults:
-            injector.turn()
             index = ours.index
             try:
+                injector.turn()
                 with watched():
                     loss = ours.step()
                     if ours.index % 100 == 0 and ours.index > len(plain.losses):

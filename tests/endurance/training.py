@@ -113,7 +113,9 @@ class Offloaded:
     def counters(self) -> collections.Counter[str]:
         """Traces that faults leave, and requests."""
         stats = self.executor.stats()
-        found = collections.Counter[str](rereads=stats.rereads)
+        found = collections.Counter[str](
+            rereads=stats.rereads, moved_writes=stats.moved_writes
+        )
         for drive in stats.drives:
             for name in ("reads", "writes", "retries", "short_transfers", "errors"):
                 found[name] += getattr(drive, name)

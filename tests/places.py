@@ -1,0 +1,49 @@
+"""Places of chunks on a drive, to spoil them or to let them fail."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import infinity as inf
+
+
+class Place(NamedTuple):
+    """Bytes of a section of a chunk, where its live version lies, and the elements of a parameter
+    that it holds."""
+
+    layer: int
+    offset: int
+    size_bytes: int
+    name: str
+    start: int
+    stop: int
+
+
+def executor_of(model: Any) -> Any:
+    return inf.handle(model).parts.tiers.executor
+
+
+def place_of(model: Any, section: int, *, unit: int = 1) -> Place:
+    """A section of the last chunk of a unit's first flat, in its live place."""
+    parts = inf.handle(model).parts
+    (flat, *_) = parts.split.units[unit].flats
+    shard = parts.tiers.store[flat]
+    record = parts.tiers.executor.look(shard.ids)[-1]
+    param = flat.params[-1]
+    spans = list(flat.layout.spans(param.param_index, 0))
+    chunk, at, start, numel = spans[-1]
+    assert chunk == len(shard.ids) - 1
+    item = shard.sections[section].itemsize
+    offset = int(record["file_offset"] + record["section_at"][section]) + at * item
+    return Place(int(record["file"]), offset, numel * item, param.name, start, start + numel)
+
+
+def spoil(model: Any, place: Place) -> None:
+    """Change the bytes of a place, as a write that went astray does."""
+    (file,) = inf.handle(model).parts.tiers.storage.space.layers[place.layer]
+    with Path(f"/proc/self/fd/{file.fd}").open("r+b") as written:
+        written.seek(place.offset)
+        written.write(b"spoilt" * (place.size_bytes // 6))
+        os.fsync(written.fileno())
