@@ -25,16 +25,22 @@ def executor_of(model: Any) -> Any:
     return inf.handle(model).parts.tiers.executor
 
 
-def place_of(model: Any, section: int, *, unit: int = 1) -> Place:
-    """A section of the last chunk of a unit's first flat, in its live place."""
-    parts = inf.handle(model).parts
-    (flat, *_) = parts.split.units[unit].flats
+def first_flat(model: Any, *, unit: int = 1) -> Any:
+    return inf.handle(model).parts.split.units[unit].flats[0]
+
+
+def place_of(model: Any, section: int, *, unit: int = 1, chunk: int = -1) -> Place:
+    """A section of a chunk of a unit's first flat, in its live place."""
+    parts, flat = inf.handle(model).parts, first_flat(model, unit=unit)
     shard = parts.tiers.store[flat]
-    record = parts.tiers.executor.look(shard.ids)[-1]
-    param = flat.params[-1]
-    spans = list(flat.layout.spans(param.param_index, 0))
-    chunk, at, start, numel = spans[-1]
-    assert chunk == len(shard.ids) - 1
+    record = parts.tiers.executor.look(shard.ids)[chunk]
+    # The last parameter of the chunk: its elements there, from `at` on.
+    param, at, start, numel = [
+        (param, *span)
+        for param in flat.params
+        for index, *span in flat.layout.spans(param.param_index, 0)
+        if index == range(len(shard.ids))[chunk]
+    ][-1]
     item = shard.sections[section].itemsize
     offset = int(record["file_offset"] + record["section_at"][section]) + at * item
     return Place(int(record["file"]), offset, numel * item, param.name, start, start + numel)

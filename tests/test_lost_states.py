@@ -19,9 +19,9 @@ import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StateInvalid, StatesLost, StepUndone
-from tests import models
+from tests import models, slopes
 from tests.durable_runs import die
-from tests.places import executor_of, place_of, spoil
+from tests.places import executor_of, first_flat, place_of, spoil
 
 NVME = {"params": "nvme", "optim": "nvme", "ram": "min", "generations": 2}
 STEPS = 6
@@ -100,6 +100,74 @@ def test_parameters_of_a_step_that_cannot_be_read_are_written_elsewhere_by_the_s
     assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
     assert same(values_of(model), values[STEPS])
     assert inf.handle(model).stats().steps_undone == 1
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("what", ["parameters", "states"])
+def test_a_bad_area_of_many_chunks_is_met_as_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, what: str
+) -> None:
+    losses, values, _ = reference()
+    batches = models.token_batches(STEPS)
+    with slopes.tiny_chunks():
+        model, optimizer = made(tmp_path)
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    section = 0 if what == "parameters" else 2
+    chunks = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
+    assert len(chunks) > 3
+    for chunk in range(len(chunks)):
+        spoil(model, place_of(model, section, chunk=chunk))
+    if what == "states":
+        with pytest.raises(StatesLost) as caught:
+            step(model, optimizer, batches[3])
+        lost = sum(each.stop - each.start for each in caught.value.damaged)
+        assert lost == sum(param.numel for param in first_flat(model).params)
+        with pytest.raises(StatesLost):
+            inf.handle(model).close()
+        return
+    with pytest.raises(StepUndone):
+        step(model, optimizer, batches[3])
+    optimizer.zero_grad()
+    assert caplog.text.count("The range is not used again") == len(chunks)
+    assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
+    assert same(values_of(model), values[STEPS])
+    assert inf.handle(model).stats().steps_undone == 1
+    inf.handle(model).close()
+
+
+def test_a_read_that_passes_by_the_time_of_the_undo_costs_no_place(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses, _, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path)
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    (at, *_) = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
+    error = AioError("read", errno=errno.EIO, path=str(tmp_path), op="read", chunk=at.id)
+    with pytest.raises(StepUndone):
+        inf.handle(model).pipeline.read_failed(error)
+    assert "not used again" not in caplog.text
+    assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
+    inf.handle(model).close()
+
+
+def test_an_undo_for_an_update_mends_what_a_gather_met_beside_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    losses, _, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path)
+    for batch in batches[:3]:
+        step(model, optimizer, batch)
+    spoil(model, place_of(model, 0))
+    (at, *_) = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
+    of_update = AioError("write", errno=errno.EIO, path=str(tmp_path), op="write", chunk=0)
+    of_gather = AioError("read", errno=errno.EIO, path=str(tmp_path), op="read", chunk=at.id)
+    inf.handle(model).pipeline.transaction.undo(of_update, tuple, of_gather)
+    assert "The range is not used again" in caplog.text
+    assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
     inf.handle(model).close()
 
 

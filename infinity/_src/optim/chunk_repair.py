@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.params.state_store import ChunkAt, StateStore
+from infinity._src.params.unit import Flat
 from infinity._src.wording import listed
 from infinity.aio import Executor
 from infinity.errors import (
@@ -43,11 +44,14 @@ ROUNDS_MAX = 3
 
 
 class Misread(NamedTuple):
-    """A read of a chunk that failed, and the chunk's generation then."""
+    """A read of a chunk that failed, and the chunk's generation then. stays: it failed once more
+    before its step was undone.
+    """
 
     at: ChunkAt
     error: AioError
     generation: int
+    stays: bool
 
 
 @final
@@ -88,13 +92,25 @@ class ChunkRepair:
         return at if at is not None and self._store[at.flat].versioned else None
 
     def misread(self, faults: Iterable[BaseException]) -> dict[int, Misread]:
-        """Return the chunks whose reads failed, by their ids. Their step is not undone yet."""
-        found: dict[int, Misread] = {}
+        """Return the chunks whose reads failed, by their ids, with all others of their flats that
+        cannot be read: a ticket has one fault, and a bad area is larger than a chunk. Their step is
+        not undone yet. Nothing may be in flight. Blocks.
+        """
+        met: dict[int, tuple[ChunkAt, AioError]] = {}
         for fault in faults:
             at = self._at(fault)
-            if at is not None and at.id not in found:
+            if at is not None:
                 assert isinstance(fault, AioError)
-                found[at.id] = Misread(at, fault, self._generation(at))
+                met.setdefault(at.id, (at, fault))
+        found = {
+            at.id: Misread(at, error, self._generation(at), stays=True)
+            for at, error in self._unreadable(at.flat for at, _ in met.values())
+            # An update that failed left a chunk that refuses to be read: its fault is of a write.
+            if error.op == "read"
+        }
+        for id_, (at, error) in met.items():
+            stays = id_ in found
+            found[id_] = Misread(at, error, self._generation(at), stays)
         return found
 
     def passed(self) -> None:
@@ -102,29 +118,35 @@ class ChunkRepair:
         self._rounds.clear()
 
     def mend(self, misread: Mapping[int, Misread]) -> bool:
-        """Make every one of these chunks readable; their step has been undone. Returns False where
+        """Make every chunk of their flats readable; their step has been undone. Returns False where
         one is not, and its drive may answer again later. Blocks. Raises: StatesLost; StateInvalid
         where states are whole, and their update cannot be made.
         """
-        readable = True
         lost: list[DamagedRange] = []
         cause: AioError | None = None
         whole: Misread | None = None
-        for each in misread.values():
-            error = self._verify(each.at)
-            self._rounds[each.at.id] += 1
-            again = self._rounds[each.at.id] >= ROUNDS_MAX
-            if error is None:
-                # The states are whole: what fails lies beside them, such as spilled gradients.
-                if again:
-                    whole = whole or each
-                elif self._generation(each.at) != each.generation:
-                    self._retire(each.at, each.error)
-            # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
-            elif not (isinstance(error, ChecksumError) or again):
-                readable = False
-            elif not self._take_older(each.at, error):
-                lost += self._ranges(each.at, error)
+        flats = (each.at.flat for each in misread.values())
+        bad = {at.id: (at, error) for at, error in self._unreadable(flats)}
+        for id_ in {**misread, **bad}:
+            self._rounds[id_] += 1
+        for id_, each in misread.items():
+            if id_ in bad:
+                continue
+            # The states are whole: what fails lies beside them, such as spilled gradients.
+            if self._rounds[id_] >= ROUNDS_MAX:
+                whole = whole or each
+            elif each.stays and self._generation(each.at) != each.generation:
+                self._retire(each.at, each.error)
+        # Bytes that are wrong stay so. A drive that fails may answer again a moment later.
+        gone = [
+            (at, error)
+            for id_, (at, error) in bad.items()
+            if isinstance(error, ChecksumError) or self._rounds[id_] >= ROUNDS_MAX
+        ]
+        ranges = self._ranges(gone)
+        for at, error in gone:
+            if not self._take_older(at, error, ranges[at.id]):
+                lost += ranges[at.id]
                 cause = cause or error
         if lost:
             raise StatesLost(
@@ -134,16 +156,17 @@ class ChunkRepair:
                 damaged=tuple(lost),
             ) from cause
         if whole is not None:
+            ranges_of_whole = self._ranges([(whole.at, whole.error)])[whole.at.id]
             raise StateInvalid(
-                f"updates of {_listed(self._ranges(whole.at, whole.error))} failed in {ROUNDS_MAX} "
-                f"steps, one after the other ({whole.error}). No states are lost: the step was "
-                "undone, and they are those before it. Start again from the last save, or on "
-                "another drive"
+                f"updates of {_listed(ranges_of_whole)} failed in {ROUNDS_MAX} steps, one after "
+                f"the other ({whole.error}). No states are lost: the step was undone, and they are "
+                "those before it. Start again from the last save, or on another drive"
             ) from whole.error
-        return readable
+        return len(gone) == len(bad)
 
-    def _take_older(self, at: ChunkAt, error: AioError) -> bool:
-        """Take the states of before a chunk's last update. Returns False where the drive has none.
+    def _take_older(self, at: ChunkAt, error: AioError, ranges: Sequence[DamagedRange]) -> bool:
+        """Take the states of before a chunk's last update. ranges: its parameters. Returns False
+        where the drive has none.
         """
         if not self._takes_older or not self._store.has_older(at):
             return False
@@ -153,13 +176,13 @@ class ChunkRepair:
             # A part of it is in memory; or it was restored, or written to, since its last update.
             return False
         try:
-            problem = self._verify(at)
+            problems = self._store.verify([at], reads=self._reads)
         except BaseException:
             # Interrupted: nobody was told that they are older, so they are not taken.
             self._executor.wait_all()
             self._store.exchange(at)
             raise
-        if problem is not None:
+        if problems:
             self._store.exchange(at)
             return False
         self._rounds.pop(at.id, None)
@@ -167,7 +190,7 @@ class ChunkRepair:
         log.warning(
             "the states of %s cannot be read any more (%s). They have the values and moments of "
             "before their last update, and so are older than all others",
-            _listed(self._ranges(at, error)),
+            _listed(ranges),
             error,
         )
         self._retire(at, error)
@@ -189,30 +212,30 @@ class ChunkRepair:
             error,
         )
 
-    def _verify(self, at: ChunkAt) -> AioError | None:
-        """Read all states of a chunk. Returns the error of a read that failed. Blocks."""
-        for _ in range(self._reads):
-            try:
-                self._store.verify(at)
-            except AioError as error:
-                return error
-        return None
+    def _unreadable(self, flats: Iterable[Flat]) -> list[tuple[ChunkAt, AioError]]:
+        """Read all states of these flats. Returns the chunks that cannot be read. Blocks."""
+        chunks = [at for flat in dict.fromkeys(flats) for at in self._store.chunks_of(flat)]
+        return self._store.verify(chunks, reads=self._reads)
 
     def _generation(self, at: ChunkAt) -> int:
         ids: npt.NDArray[np.int32] = np.array([at.id], dtype=np.int32)
         return int(self._executor.look(ids)["generation"][0])
 
-    def _ranges(self, at: ChunkAt, error: AioError) -> list[DamagedRange]:
-        """Return the parameters of a chunk, with their elements in it."""
-        layout = at.flat.layout
-        return [
-            DamagedRange(
-                param.name, start, start + numel, error.path, error.offset, error.length, str(error)
-            )
-            for param in at.flat.params
-            for chunk, _, start, numel in layout.spans(param.param_index, self._rank)
-            if chunk == at.index
-        ]
+    def _ranges(self, chunks: Sequence[tuple[ChunkAt, AioError]]) -> dict[int, list[DamagedRange]]:
+        """Return the parameters of chunks, with their elements in them, by the chunks' ids."""
+        by_flat: dict[Flat, dict[int, tuple[int, AioError]]] = {}
+        for at, error in chunks:
+            by_flat.setdefault(at.flat, {})[at.index] = (at.id, error)
+        found: dict[int, list[DamagedRange]] = {at.id: [] for at, _ in chunks}
+        # A flat's spans once: all of its chunks may be bad.
+        for flat, bad in by_flat.items():
+            for param in flat.params:
+                for chunk, _, start, numel in flat.layout.spans(param.param_index, self._rank):
+                    if chunk in bad:
+                        id_, error = bad[chunk]
+                        of_error = (error.path, error.offset, error.length, str(error))
+                        found[id_].append(DamagedRange(param.name, start, start + numel, *of_error))
+        return found
 
 
 def _listed(ranges: Sequence[DamagedRange]) -> str:

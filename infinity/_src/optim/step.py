@@ -210,12 +210,16 @@ class StepPipeline:
         self._comm.report_failure(fault)
         raise fault
 
-    def _undo(self, transaction: Transaction, cause: BaseException) -> StepUndone:
-        """Go back to the states of the last commit on this rank. Returns the error to raise."""
+    def _undo(
+        self, transaction: Transaction, cause: BaseException, read: BaseException | None = None
+    ) -> StepUndone:
+        """Go back to the states of the last commit on this rank. read: the fault of a gather beside
+        `cause`. Returns the error to raise.
+        """
         self.begun = self._unagreed = False
         self._mode.undone()
         try:
-            undone = transaction.undo(cause, self._faults_of_updates)
+            undone = transaction.undo(cause, self._faults_of_updates, read)
         except StateInvalid as lost:
             self.set_fault(lost, final=True)
             self._forget_updates()
@@ -234,7 +238,7 @@ class StepPipeline:
         always.
         """
         fault = self._fault_of_update()
-        self._undo_for(read if fault is None else fault.__cause__)
+        self._undo_for(read if fault is None else fault.__cause__, read)
 
     def may_undo(self, error: AioError) -> bool:
         """Return whether undoing the step on all ranks is an answer to this fault of a gather. Any
@@ -270,14 +274,14 @@ class StepPipeline:
             self.set_fault(half_done(error))
             self.raise_fault()
 
-    def _undo_for(self, error: BaseException | None) -> NoReturn:
-        """Undo the step on all ranks, and raise StepUndone. error: this rank's, if it has one.
-        Collective.
+    def _undo_for(self, error: BaseException | None, read: BaseException | None = None) -> NoReturn:
+        """Undo the step on all ranks, and raise StepUndone. error: this rank's, if it has one;
+        read: that of its gather. Collective.
         """
         assert self.transaction is not None, "one generation undoes nothing"
         cause = cause_of_undo(self._comm, error)
         try:
-            undone = self._undo(self.transaction, cause)
+            undone = self._undo(self.transaction, cause, read)
         except BaseException as error:
             # The others go on from the last commit, and this rank cannot.
             self._comm.report_failure(error)

@@ -158,10 +158,14 @@ class Transaction:
         self._counts_before.append((table, before))
 
     def undo(
-        self, cause: BaseException, faults: Callable[[], Sequence[BaseException]] = tuple
+        self,
+        cause: BaseException,
+        faults: Callable[[], Sequence[BaseException]] = tuple,
+        read: BaseException | None = None,
     ) -> StepUndone:
         """Go back to the last commit after an update, or a read, has failed. faults: returns those
-        of all updates that failed. Returns the error to raise. Blocks until nothing is in flight.
+        of all updates that failed; read: that of a gather, where `cause` is another. Returns the
+        error to raise. Blocks until nothing is in flight.
 
         Drives that refused writes after the fault take them again. Chunks that cannot be read are
         mended as far as can be. Raises: StateInvalid, StatesLost; the step is undone then, too.
@@ -173,7 +177,7 @@ class Transaction:
         # A write that is still in flight would land in a place that is written next.
         self._executor.wait_all()
         failed = faults()
-        misread = self.repair.misread((cause, *failed))
+        misread = self.repair.misread((cause, *failed, *([] if read is None else [read])))
         self._executor.rollback(self._ids(flat for unit in self._units for flat in unit.flats))
         # Started before the counts go back, waited for after: both must happen, whatever the drives
         # say.

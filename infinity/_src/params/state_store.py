@@ -589,12 +589,30 @@ class StateStore:
                 return ChunkAt(chunk, flat, int(found[0]))
         return None
 
-    def verify(self, at: ChunkAt) -> None:
-        """Read all states of a chunk, and compare them with their checksums. Blocks. Raises:
-        AioError.
+    def chunks_of(self, flat: Flat) -> list[ChunkAt]:
+        """Return the chunks of a flat."""
+        ids = self._flats[flat].ids
+        return [ChunkAt(int(chunk), flat, index) for index, chunk in enumerate(ids)]
+
+    def verify(
+        self, chunks: Sequence[ChunkAt], *, reads: int = 1
+    ) -> list[tuple[ChunkAt, AioError]]:
+        """Read all states of these chunks `reads` times, and compare them with their checksums.
+        Returns the chunks that cannot be read, each with its first error. Blocks.
         """
-        states = range(self._flats[at.flat].format.written_count)
-        self.move_chunk(at.flat, at.index, JobKind.FETCH, dict.fromkeys(states, 0)).wait()
+        found: dict[int, tuple[ChunkAt, AioError]] = {}
+        for _ in range(reads):
+            tickets = []
+            for at in chunks:
+                states = range(self._flats[at.flat].format.written_count)
+                job = self.move_chunk(at.flat, at.index, JobKind.FETCH, dict.fromkeys(states, 0))
+                tickets.append((at, job))
+            for at, ticket in tickets:
+                try:
+                    ticket.wait()
+                except AioError as error:
+                    found.setdefault(at.id, (at, error))
+        return list(found.values())
 
     def has_older(self, at: ChunkAt) -> bool:
         """Return whether the second place of a chunk may have states of an earlier step. Only
