@@ -33,6 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "whole parameters": {**NVME, "zero": 2, "params": "device"},
     "secondary shards": {**NVME, "params": "device"},
     "a class of torch": NVME,
+    "unused parameters": {**NVME, "zero": 2, "params": "device", "find_unused_parameters": True},
 }
 
 
@@ -43,17 +44,20 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(blocks))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + torch.relu(block(x))
+    def forward(self, x: torch.Tensor, skipped: int | None = None) -> torch.Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != skipped:
+                x = x + torch.relu(block(x))
         return x.float().square().mean()
 
 
-def stepped(model: Any, optimizer: Any, index: int, rank: int) -> float:
+def stepped(model: Any, optimizer: Any, index: int, rank: int, *, skips: bool = False) -> float:
+    """Take a step. skips: each rank without a block of its own."""
     for group in optimizer.param_groups:
         group["lr"] = 1e-2 * 0.9**index
     generator = torch.Generator().manual_seed(1000 * rank + index)
-    loss = model(torch.randn(4, 64, generator=generator).bfloat16())
+    x = torch.randn(4, 64, generator=generator).bfloat16()
+    loss = model(x, (index + 2 * rank) % 4 if skips else None)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -149,7 +153,8 @@ class Case:
                         block, section = (11, 0) if self.how == "gather" else (1, 2)
                         damage = Damage(model, block, section, seam)
                         damage.toggle()
-                losses[done] = stepped(model, optimizer, done, rank)
+                skips = self.name == "unused parameters"
+                losses[done] = stepped(model, optimizer, done, rank, skips=skips)
             except StepUndone as error:
                 undone.append((handle.pipeline.steps, STRUCK + 1 in losses))
                 texts.append(str(error))
@@ -195,6 +200,8 @@ def check(case: Case, results: list[tuple[Told, Told]]) -> None:
         ("whole parameters", "read", (1,), 1),
         ("secondary shards", "read", (0,), 1),
         ("a class of torch", "read", (1,), 1),
+        ("unused parameters", "read", (0,), 1),
+        ("unused parameters", "write", (1,), 1),
         ("deferred", "gather", (1,), 1),
         ("backward", "gather", (0, 1), 1),
     ],
