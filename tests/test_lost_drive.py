@@ -163,16 +163,22 @@ def test_faults_of_a_drive_that_is_there_are_no_loss(tmp_path: Path) -> None:
     die(model)
 
 
-def test_a_save_elsewhere_is_the_state_to_go_on_from(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("generations", "when"), [(1, "forward"), (2, "forward"), (2, "backward"), (2, "step")]
+)
+def test_a_save_elsewhere_is_the_state_to_go_on_from(
+    tmp_path: Path, generations: int, when: str
+) -> None:
     with loop_ext4(tmp_path / "a", 32 * MIB) as a:
         torch.manual_seed(0)
-        policy = inf.Policy(params="nvme", optim="nvme", ram="min", nvme=a, unit_bytes_max=4096)
+        tiers: dict[str, Any] = {"params": "nvme", "optim": "nvme", "ram": "min", "nvme": a}
+        policy = inf.Policy(**tiers, unit_bytes_max=4096, generations=generations)
         model: Any = offload(Net().bfloat16(), policy)
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         step(model, optimizer, 0, 0)
         inf.save(model, optimizer, tmp_path / "saved").wait()
         with pytest.raises(DriveLostError, match="whole save of step 1") as caught:
-            meet(model, optimizer, "forward", lambda: shut(a), tmp_path)
+            meet(model, optimizer, when, lambda: shut(a), tmp_path)
         assert (caught.value.step, caught.value.source) == (1, str(tmp_path / "saved"))
         with pytest.raises(DriveLostError):
             close(model)
