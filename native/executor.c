@@ -329,8 +329,11 @@ void inf_executor_stats(inf_executor *ex, inf_exec_stats *stats, inf_drive_stats
 }
 
 int32_t inf_executor_spans(inf_executor *ex, int32_t enable) {
-    inf_span *spans = enable ? calloc(SPAN_COUNT, sizeof *spans) : NULL;
+    inf_span *spans = enable ? malloc(SPAN_COUNT * sizeof *spans) : NULL;
     if (enable && spans == NULL) return -ENOMEM;
+    /* Its pages are there from the beginning: a process does not grow with its steps. Not by zeros,
+     * which compilers leave to the system, and that gives a page when it is first written. */
+    if (spans != NULL) memset(spans, 0xff, SPAN_COUNT * sizeof *spans);
     pthread_mutex_lock(&ex->lock);
     if (enable && ex->spans == NULL) {
         ex->spans = spans;
