@@ -365,7 +365,8 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
      * it. */
     chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
-    if (run->job.kind == INF_JOB_STORE) inf_chunk_note_write(chunk, run);
+    /* One that would have written the other place has changed nothing that counts. */
+    if (run->job.kind == INF_JOB_STORE && !run->moves) inf_chunk_note_write(chunk, run);
 }
 
 void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
