@@ -34,9 +34,9 @@ Promises, the same for both backends:
   reads again.
 - Faults. Every transfer's result is checked. Short ones are resumed, EAGAIN and EINTR retried, and
   reads verified. A fault that remains is a typed `AioError`; `Ticket.wait` raises it every time.
-- Spare ranges. A write of a whole place that fails goes to a spare range, if `add_spares` gave
-  some: of its drive, then of another one. Its chunk's place is there from then on, and nothing
-  fails; `take_moved_writes` tells of it.
+- Spare ranges. A write that fails goes to a spare range, if `add_spares` gave some: of its drive,
+  then of another one. Its chunk's place is there from then on, whole: what the job does not write
+  is read from the old one. Nothing fails; `take_moved_writes` tells of it.
 - Failed writes. Any other write that fails keeps its slot, which has the only copy; a FETCH reads
   the chunk's sections there. The failure also marks the drive: later STORE and UPDATE jobs on it
   are refused with the same fault, until `recover`.

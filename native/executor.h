@@ -12,7 +12,9 @@
  * update, copy. None of them knows Python.
  *
  * A job is on at most one queue at a time (`next`), besides the FIFO of its chunk (`fifo_next`). A
- * job holds at most one slot and takes it before anything else, so there is no cycle of waiting.
+ * job holds at most one slot and takes it before anything else, so there is no cycle of waiting. (A
+ * write that failed may have it wait for a large slot while it holds a small one, and for nothing
+ * else: executor_partial_writes.c.)
  *
  * Functions marked [locked] want the mutex held and keep it.
  */
@@ -193,6 +195,8 @@ struct inf_run {
     int32_t cursor; /* next block: range, and position in it */
     int64_t position;
     int32_t blocks_in_flight;
+    uint32_t rest; /* sections that are read to make a failed write of a part one of the whole */
+    bool aside; /* its small slot is the chunk's failed_write: it has, or waits for, a large one */
     bool moves; /* it writes the chunk's other place */
     bool filled;
     bool faulted;
@@ -206,6 +210,7 @@ struct inf_run {
     uint64_t order; /* of arrival, at the slots or the workers */
     int64_t start_ns;
     inf_fault fault;
+    inf_fault write_fault; /* while `rest` is read: why */
 };
 
 typedef enum { INF_PREFETCH_WANTED, INF_PREFETCH_READING, INF_PREFETCH_HELD } inf_prefetch_state;
@@ -542,6 +547,7 @@ void inf_slot_plan(inf_slot *slot, const inf_chunk *chunk, uint32_t used, uint32
                    uint32_t written, bool moves);
 /* Lays out anew which ranges of the slot are written, and to where. */
 void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t written, bool other);
+void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads);
 /* that it reads from, or writes to */
 int32_t inf_run_drive(const inf_run *run, int32_t op);
 uint32_t inf_run_written(const inf_run *run); /* sections that it writes */
@@ -598,6 +604,15 @@ void inf_prefetch_unhint(struct inf_executor *ex, inf_run *run);
 /* A write failed: it goes to a spare range. False: there is none, or the run may not move.
  * [locked] */
 bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run);
+
+/* executor_partial_writes.c, all [locked] */
+/* `held` could not be written: reads `rest` of the place; false: there is no room for both */
+bool inf_run_load_rest(struct inf_executor *ex, inf_run *run, uint32_t held, uint32_t rest);
+void inf_run_rest_loaded(struct inf_executor *ex, inf_run *run, int64_t bad); /* and verified */
+/* all of the place is in the run's slot: the whole is written now ... */
+void inf_run_take_rest(struct inf_executor *ex, inf_run *run);
+/* ... or never: its write has failed */
+void inf_run_give_up_rest(struct inf_executor *ex, inf_run *run);
 
 /* executor_failed_writes.c, all [locked] */
 /* after a failed write; false: it was something else */

@@ -132,7 +132,26 @@ static bool passes_by(const struct inf_executor *ex, const inf_run *run) {
     return seam->null_computes == 0 || run->chunk->id % seam->null_computes != 0;
 }
 
+/* The rest of a place of which a part could not be written: compares it with its checksums, and
+ * puts what is held beside it. */
+static int64_t compute_rest(const inf_run *run) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    const inf_slot *aside = &run->chunk->failed_write;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        uint8_t *at = inf_section_address(run, s);
+        if (run->rest >> s & 1u) {
+            int64_t bad = inf_section_fetch(chunk, s, at, NULL, INF_VERIFY_FULL);
+            if (bad >= 0) return s * inf_piece_count(chunk) + bad;
+        } else if (run->aside && (run->slot.written >> s & 1u)) {
+            memcpy(at, aside->memory + aside->section_at[s],
+                   (size_t)inf_align_up(inf_section_bytes(chunk, s)));
+        }
+    }
+    return INF_OK;
+}
+
 static int64_t compute(inf_worker *worker, const inf_run *run) {
+    if (run->rest != 0) return compute_rest(run);
     if (passes_by(worker->ex, run)) return INF_OK;
     switch (run->job.kind) {
     case INF_JOB_FETCH: return compute_fetch(run);

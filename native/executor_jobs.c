@@ -68,6 +68,14 @@ void inf_slot_plan_writes(inf_slot *slot, const inf_chunk *chunk, uint32_t writt
     }
 }
 
+void inf_slot_plan_reads(inf_slot *slot, const inf_chunk *chunk, uint32_t reads) {
+    slot->range_count[INF_OP_READ] = 0;
+    for (int32_t s = 0; s < chunk->section_count; s++) {
+        if (reads >> s & 1u)
+            range_add(slot, INF_OP_READ, range_of(chunk, s, false, slot->section_at[s]));
+    }
+}
+
 int32_t inf_run_drive(const inf_run *run, int32_t op) {
     const inf_chunk *chunk = &run->chunk->plan;
     return op == INF_OP_WRITE && run->moves ? chunk->other_drive : chunk->drive;
@@ -215,8 +223,10 @@ void inf_pump(struct inf_executor *ex) {
     for (;;) {
         inf_run *run;
         while ((run = inf_queue_pop(&ex->starting)) != NULL) run_start(ex, run);
-        pool_dispatch(ex, 0);
+        /* Large ones first: whoever waits there may hold a small one, and give it back or keep it
+         * for good. */
         pool_dispatch(ex, 1);
+        pool_dispatch(ex, 0);
         if (ex->starting.head != NULL) continue;
         if (!gates_may_flow(ex) || !inf_gate_escape_oldest(ex)) break;
     }
@@ -265,7 +275,7 @@ void inf_run_moved(struct inf_executor *ex, inf_run *run) {
     }
     if (!reading && run->faulted && inf_run_move_failed_write(ex, run)) return;
     if (reading && run->faulted && read_again(ex, run)) return;
-    bool refused = reading && !run->faulted && inf_run_refused(ex, run);
+    bool refused = reading && !run->faulted && run->rest == 0 && inf_run_refused(ex, run);
     if (run->faulted || !reading || refused) {
         inf_run_finish(ex, run);
     } else if (run->job.kind == INF_JOB_FETCH && !fetch_computes(ex, run)) {
@@ -323,6 +333,10 @@ void inf_run_settle(struct inf_executor *ex, inf_run *run) {
 }
 
 void inf_run_computed(struct inf_executor *ex, inf_run *run, int64_t bad) {
+    if (run->rest != 0) {
+        inf_run_rest_loaded(ex, run, bad);
+        return;
+    }
     if (bad == INF_OK) {
         if (run->job.kind == INF_JOB_UPDATE) ex->stats.updates++;
         if (inf_device_takes(run)) inf_device_queue(ex, run, INF_TO_DEVICE);
@@ -365,7 +379,8 @@ static void chunk_settle(struct inf_executor *ex, inf_run *run) {
      * it. */
     chunk->invalid |= inf_run_written(run);
     chunk->fault = run->fault;
-    if (run->job.kind == INF_JOB_STORE) inf_chunk_note_write(chunk, run);
+    /* One that would have written the other place has changed nothing that counts. */
+    if (run->job.kind == INF_JOB_STORE && !run->moves) inf_chunk_note_write(chunk, run);
 }
 
 void inf_submission_fail(struct inf_executor *ex, inf_submission *submission,
@@ -412,6 +427,7 @@ static void fifo_remove(struct inf_executor *ex, inf_run *run) {
 /* Ends a job. Its memory may be gone afterwards: callers must not touch `run` again. */
 void inf_run_finish(struct inf_executor *ex, inf_run *run) {
     inf_submission *submission = run->submission;
+    if (run->rest != 0) inf_run_give_up_rest(ex, run);
     assert(run->chunk->fifo_head == run || run->fault.kind == INF_FAULT_CANCELLED);
     assert(run->state != INF_DONE && run->blocks_in_flight == 0);
     inf_prefetch_unhint(ex, run);

@@ -4,9 +4,9 @@
  * The chunk's place is the spare range from then on, and the range that failed is nobody's: Python
  * takes the record of the move, remembers the bad range, and gives another spare.
  *
- * Only a write of the whole place can go elsewhere: of a part, the rest lies on the drive alone. A
- * part that fails is kept in memory (executor_failed_writes.c), and so is a whole that failed twice
- * on its drive and finds no range on another.
+ * Only a whole place can go elsewhere. Of a part the rest is read first, from the place that
+ * refused it (executor_partial_writes.c). What finds no range, or failed twice on its drive and
+ * finds none on another, is kept in memory (executor_failed_writes.c).
  */
 #include "executor.h"
 
@@ -36,18 +36,20 @@ static uint32_t gradients_held(const inf_run *run) {
     return run->slot.section_at[chunk->section_count - 1] < 0 ? 0 : grad;
 }
 
-/* The place that the run writes whole: `written`, or zeros that nobody reads. */
-static place_kind place_written(const inf_run *run, uint32_t written) {
+/* The place that the run writes `written` of; in `rest` what else has contents there. */
+static place_kind place_written(const inf_run *run, uint32_t written, uint32_t *rest) {
     const inf_chunk *chunk = &run->chunk->plan;
     bool versioned = inf_chunk_versioned(chunk);
     uint32_t there = sections_on_drive(chunk);
     uint32_t grad = there & inf_grad_mask(chunk);
+    *rest = 0;
     if (versioned && grad != 0 && written == grad) return PLACE_GRADIENTS;
     if (versioned && (written & grad) != 0) return PLACE_NONE; /* two places at once */
-    uint32_t rest = there & ~written & ~(versioned ? grad : 0u);
-    if (!run->moves) rest &= ~(uint32_t)chunk->zeros;
-    if (rest != 0) return PLACE_NONE;
-    return run->moves ? PLACE_OTHER : PLACE_LIVE;
+    *rest = there & ~written & ~(versioned ? grad : 0u);
+    if (run->moves) return *rest == 0 ? PLACE_OTHER : PLACE_NONE;
+    /* zeros that nobody reads, and what was lost before */
+    *rest &= ~((uint32_t)chunk->zeros | run->chunk->invalid);
+    return PLACE_LIVE;
 }
 
 static int64_t place_bytes(const inf_chunk *chunk, place_kind place) {
@@ -76,6 +78,18 @@ static int32_t spare_find(const struct inf_executor *ex, int32_t drive, bool own
             return s;
     }
     return -1;
+}
+
+/* The index of the one for the run's place, or -1. */
+static int32_t spare_for(const struct inf_executor *ex, const inf_run *run, place_kind place) {
+    const inf_chunk *chunk = &run->chunk->plan;
+    int64_t bytes = place_bytes(chunk, place);
+    int32_t drive = inf_run_drive(run, INF_OP_WRITE);
+    if (run->moved >= MOVES_MAX) return -1;
+    /* Twice on the same drive: it is the drive, not a block. */
+    int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
+    if (index >= 0 || !may_leave_drive(chunk, place)) return index;
+    return spare_find(ex, drive, false, bytes);
 }
 
 static inf_spare spare_use(struct inf_executor *ex, int32_t index) {
@@ -117,20 +131,16 @@ static void place_move(struct inf_executor *ex, inf_run *run, place_kind place, 
 bool inf_run_move_failed_write(struct inf_executor *ex, inf_run *run) {
     if (ex->cancelled || run->fault.kind == INF_FAULT_CLOSED) return false;
     if ((run->job.mask & INF_MASK_MOVE_ONLY) || run->slot.memory == NULL) return false;
-    uint32_t written = run->slot.written | gradients_held(run);
-    place_kind place = place_written(run, written);
+    uint32_t written = run->slot.written | gradients_held(run) | run->rest, rest;
+    place_kind place = place_written(run, written, &rest);
     if (place == PLACE_NONE) return false;
-    const inf_chunk *chunk = &run->chunk->plan;
-    int64_t bytes = place_bytes(chunk, place);
-    int32_t drive = inf_run_drive(run, INF_OP_WRITE);
-    if (run->moved >= MOVES_MAX) return false;
-    /* Twice on the same drive: it is the drive, not a block. */
-    int32_t index = run->moved > 0 ? -1 : spare_find(ex, drive, true, bytes);
-    if (index < 0 && may_leave_drive(chunk, place))
-        index = spare_find(ex, drive, false, bytes);
+    int32_t index = spare_for(ex, run, place);
     if (index < 0) return false;
+    if (rest != 0) return inf_run_load_rest(ex, run, written, rest);
+    inf_run_take_rest(ex, run);
+    const inf_chunk *chunk = &run->chunk->plan;
     inf_spare to = spare_use(ex, index);
-    place_move(ex, run, place, to, bytes);
+    place_move(ex, run, place, to, place_bytes(chunk, place));
     run->moved++;
     run->faulted = false;
     run->fault = (inf_fault){0};

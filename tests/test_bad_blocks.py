@@ -80,6 +80,52 @@ def test_a_place_that_refuses_the_first_states_is_counted_once_and_stays_reserve
     close(model)
 
 
+def trained_with_a_gather(
+    policy: inf.Policy, *, bad: bool = False
+) -> tuple[dict[str, torch.Tensor], inf.Stats]:
+    """Four steps, and a write through `gather` after the second; below what that writes first the
+    block is bad from then on, or not."""
+    with harness.one_thread():
+        model = offload(models.make(models.llama), policy)
+        handle, optimizer = inf.handle(model), inf.AdamW(model.parameters(), lr=1e-2)
+        weight = model.get_parameter("model.layers.1.mlp.up_proj.weight")
+        for index, batch in enumerate(models.token_batches(4)):
+            models.loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if index == 1:
+                handle.flush()
+                if bad:
+                    param = weight.infinity_link.param  # type: ignore[attr-defined]
+                    (chunk, *_), *_ = param.flat.layout.spans(param.param_index, 0)
+                    place = handle.parts.tiers.store[param.flat].records[chunk]
+                    seam = bad_block(int(place["file_offset"]))
+                    handle.parts.tiers.executor.set_seam(seam)
+                with handle.gather(weight), torch.no_grad():
+                    weight.add_(1.0)
+                # before an update writes the whole chunk
+                assert handle.parts.tiers.executor.stats().moved_writes == bad
+        values = harness.values_of(model)
+        handle.flush()
+        stats = handle.stats()
+        close(model)
+    return values, stats
+
+
+@pytest.mark.parametrize("backend", ["io_uring", "threads"])
+def test_a_bad_block_below_what_gather_writes_changes_no_bit(
+    backend: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Parameters and masters are written. The moments are read, and lie beside them again."""
+    wanted, _ = trained_with_a_gather(inf.Policy())
+    ours, stats = trained_with_a_gather(
+        inf.Policy(nvme=tmp_path, io_backend=backend, **NVME), bad=True
+    )
+    assert all(torch.equal(wanted[name], value) for name, value in ours.items())
+    assert (stats.moved_writes, stats.kept_chunks) == (1, 0)
+    assert len([text for text in caplog.messages if "refused a write" in text]) == 1
+
+
 @settings(max_examples=3, deadline=None, derandomize=True, database=None)
 @given(block=st.integers(0, 250), nth=st.integers(0, 4), drive=st.integers(0, 1))
 def test_any_block_of_any_drive(block: int, nth: int, drive: int) -> None:

@@ -325,6 +325,36 @@ def test_a_write_that_fails_is_a_typed_error_and_parameters_are_as_they_were(
         handle.close()
 
 
+def gradients_in_the_middle(chosen: inf.Policy) -> int:
+    """The offset of the spilled gradients of a chunk in the middle of the swap file."""
+    model = offload(models.make(deep), chosen)
+    inf.AdamW(model.parameters())
+    parts = inf.handle(model).parts
+    offsets = [
+        int(record["file_offset"] + record["section_at"][shard.format.written_count])
+        for shard in map(parts.tiers.store.__getitem__, parts.split.flats)
+        for record in shard.records
+        if shard.format.grad
+    ]
+    inf.handle(model).close()
+    return sorted(offsets)[len(offsets) // 2]
+
+
+@pytest.mark.parametrize("backend", mostly_slow(["io_uring", "threads"], "io_uring"))
+@pytest.mark.parametrize("nth", [0, 1])
+def test_a_bad_block_below_spilled_gradients_changes_no_bit(
+    backend: str, nth: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """States of a chunk of one generation are read, and move with its gradients."""
+    at = gradients_in_the_middle(policy(tmp_path, ram=least(DEEP), grads="nvme"))
+    fault = Fault("write", nth, persistent=True, start=at, stop=at + 1)
+    result = run(DEEP, tmp_path, seam=Seam(fault=fault), io_backend=backend)
+    harness.assert_equal(result, harness.reference(DEEP))
+    assert (result.stats.moved_writes, result.stats.kept_chunks) == (1, 0)
+    (told,) = [text for text in caplog.messages if "refused a write" in text]
+    assert "4 spare ranges are left" in told
+
+
 @pytest.mark.parametrize(
     "values", [{}, {"generations": 2}, {"generations": 2, "update": "backward"}], ids=str
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from infinity import aio
 from infinity.aio import _records as records
 from infinity.aio._spares import SPARE
 from infinity.errors import AioClosedError, DeviceFailedError, SwapFullError
-from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same
+from tests.unit.aio.rig import NUMEL, adamw, hyper_record, outcome, random_chunk, same, until
 
 RUN = 12 * NUMEL
 
@@ -152,14 +154,161 @@ def test_spilled_gradients_of_a_version_move_alone(make_rig, rng):
     assert rig.executor.stats().moved_writes == 1
 
 
-def test_a_part_of_a_place_stays_where_it_is(make_rig, rng):
-    rig = make_rig(spares=2, block_bytes=1 << 20, seam=bad_block(0, nth=1))
+def bad_place() -> aio.Seam:
+    """The place of chunk 0, which refuses every write."""
+    return aio.Seam(fault=aio.Fault("write", 0, persistent=True, start=0, stop=RUN))
+
+
+def merged(first, second, mask):
+    """The sections of `second` that the mask names, and the others of `first`."""
+    pairs = enumerate(zip(first, second, strict=True))
+    return [two if mask >> s & 1 else one for s, (one, two) in pairs]
+
+
+# The small slots hold one section of two bytes; the last pools have none of these.
+POOLS = [(3, 3), (1, 1), (0, 1)]
+
+
+@pytest.mark.parametrize("pools", POOLS, ids=str)
+@pytest.mark.parametrize("mask", [0b0001, 0b0010, 0b1010])
+@pytest.mark.parametrize("versioned", [False, True])
+def test_a_part_goes_with_the_rest_of_its_place(make_rig, rng, pools, mask, versioned):
+    rig = make_rig(spares=2, pools=pools, versioned=versioned)
+    first, second = random_chunk(rng), random_chunk(rng)
+    rig.store({0: first, 1: first}).wait(20)
+    rig.executor.set_seam(bad_place())
+    rig.store({0: second, 1: second}, mask=mask).wait(20)
+    wanted = merged(first, second, mask)
+    assert same(rig.read(0), wanted)
+    (move,) = rig.executor.take_moved_writes()
+    assert (move.offset, move.to_offset, move.size_bytes) == (0, 6 * RUN, RUN)
+    assert rig.executor.stats().kept_chunks == 0
+    assert rig.executor.fault() is None
+    grad = rng.standard_normal(NUMEL).astype(np.float32)
+    rig.update({0: grad, 1: grad}).wait(20)
+    for index in (0, 1):
+        assert same(rig.read(index), updated([section.copy() for section in wanted], grad))
+
+
+def test_a_part_whose_range_was_refused_too_goes_to_another_drive(make_rig, rng):
+    rig = make_rig(drive_count=2, spares=1)
     first, second = random_chunk(rng), random_chunk(rng)
     rig.store({0: first}).wait(20)
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("write", 0, persistent=True, drive=0)))
+    rig.store({0: second}, mask=1).wait(20)
+    assert same(rig.read(0), [second[0], *first[1:]])
+    assert [move.to_drive for move in rig.executor.take_moved_writes()] == [0, 1]
+
+
+def test_a_part_of_an_update_takes_gradients_along_that_it_did_not_read(make_rig, rng):
+    rig = make_rig(spares=2, spilled=True)
+    value = [*random_chunk(rng), rng.integers(0x3C00, 0x3F00, NUMEL).astype(np.uint16)]
+    rig.store({0: value}, mask=31).wait(20)
+    rig.executor.set_seam(bad_place())
+    grad = rng.standard_normal(NUMEL).astype(np.float32)
+    rig.update({0: grad}).wait(20)
+    ticket, targets = rig.fetch([0], mask=31)
+    ticket.wait(20)
+    assert same(targets[0], updated(value, grad))
+    assert rig.executor.stats().moved_writes == 1
+
+
+def spoil(rig, how):
+    """Damage the last section of chunk 0 on the drive. Returns what mends it."""
+    path = Path(f"/proc/self/fd/{rig.files[0].fd}")
+    with path.open("r+b", buffering=0) as file:
+        whole = file.read()
+        if how == "wrong":
+            os.pwrite(file.fileno(), bytes([whole[RUN - 1] ^ 1]), RUN - 1)
+        else:
+            file.truncate(RUN - 4096)
+        os.fsync(file.fileno())
+
+    def mend():
+        with path.open("r+b", buffering=0) as file:
+            file.write(whole)
+            os.fsync(file.fileno())
+
+    return mend
+
+
+@pytest.mark.parametrize("pools", POOLS, ids=str)
+@pytest.mark.parametrize("how", ["wrong", "cut off"])
+def test_a_part_is_kept_where_the_rest_cannot_be_read(make_rig, rng, pools, how):
+    rig = make_rig(spares=2, pools=(pools[0], 1 + pools[1]))
+    first, second = random_chunk(rng), random_chunk(rng)
+    rig.store({0: first}).wait(20)
+    mend = spoil(rig, how)
+    rig.executor.set_seam(bad_place())
+    with pytest.raises(DeviceFailedError, match="write"):
+        rig.store({0: second}, mask=1).wait(20)
+    stats = rig.executor.stats()
+    assert (stats.moved_writes, stats.kept_chunks, stats.rereads) == (0, 1, 1)
+    assert "write" in stats.drives[0].failed
+    assert rig.executor.look(rig.ids[:1])[0]["file_offset"] == 0
+    assert not rig.executor.invalid(rig.ids).any()
+    ticket, targets = rig.fetch([0], mask=1)
+    ticket.wait(20)
+    assert same(targets[0][:1], second[:1])
+    rig.executor.set_seam(aio.Seam())
+    mend()
+    assert same(rig.read(0), [second[0], *first[1:]])
+    rig.executor.recover().wait(20)
+    assert same(rig.read(0), [second[0], *first[1:]])
+    assert rig.executor.stats().kept_chunks == 0
+    assert len(rig.executor.take_spares()) == 2
+
+
+def test_a_part_that_was_kept_moves_when_a_spare_range_is_given(make_rig, rng):
+    rig = make_rig(spares=1)
+    spares = rig.executor.take_spares()
+    first, second = random_chunk(rng), random_chunk(rng)
+    rig.store({0: first}).wait(20)
+    rig.executor.set_seam(bad_place())
+    with pytest.raises(DeviceFailedError):
+        rig.store({0: second}, mask=2).wait(20)
+    rig.executor.add_spares(spares)
+    rig.executor.recover().wait(20)
+    assert rig.executor.stats().moved_writes == 1
+    assert same(rig.read(0), merged(first, second, 2))
+
+
+def test_a_part_is_kept_where_no_slot_is_large_enough(make_rig, rng):
+    rig = make_rig(drive_count=2, spares=1, pools=(2, 1))
+    spares = rig.executor.take_spares()
+    first, second = random_chunk(rng), random_chunk(rng)
+    rig.store({0: first}).wait(20)
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("write", 0, persistent=True)))
+    with pytest.raises(DeviceFailedError):
+        rig.store({1: first}).wait(20)  # keeps the only large slot
+    rig.executor.add_spares(spares)
     with pytest.raises(DeviceFailedError):
         rig.store({0: second}, mask=1).wait(20)
+    assert rig.executor.stats().kept_chunks == 2
+    rig.executor.set_seam(aio.Seam())
+    rig.executor.recover().wait(20)
     assert same(rig.read(0), [second[0], *first[1:]])
-    assert rig.executor.stats().moved_writes == 0
+    assert same(rig.read(1), first)
+    assert len(rig.executor.take_spares()) == 2
+
+
+@pytest.mark.parametrize("pools", [(1, 1), (3, 1), (2, 2), (0, 2)], ids=str)
+def test_parts_that_fail_all_at_once_share_few_slots(make_rig, rng, pools):
+    rig = make_rig(drive_count=2, chunk_count=8, spares=(0, 4), pools=pools)
+    values = {i: random_chunk(rng) for i in range(8)}
+    rig.store(values).wait(20)
+    rig.executor.set_seam(
+        aio.Seam(delay_us_max=500, fault=aio.Fault("write", 0, persistent=True, drive=0))
+    )
+    fresh = {i: random_chunk(rng) for i in values}
+    grads = {i: rng.standard_normal(NUMEL).astype(np.float32) for i in values}
+    tickets = [rig.store(fresh, mask=1), rig.update(grads)]
+    fetched, targets = rig.fetch(list(values))
+    for ticket in (*tickets, fetched):
+        ticket.wait(20)
+    for i, target in zip(values, targets, strict=True):
+        assert same(target, updated([fresh[i][0], *values[i][1:]], grads[i]))
+    assert rig.executor.stats().moved_writes == 4
 
 
 def test_a_part_moves_where_the_rest_are_zeros(make_rig, rng):
@@ -223,9 +372,15 @@ def test_a_file_with_a_spare_range_is_not_taken_back(make_rig):
     rig.executor.remove_file(0, 1)
 
 
-def test_closing_amid_a_move_leaves_nothing(make_rig, rng):
-    rig = make_rig(spares=6, seam=aio.Seam(delay_us_max=3000, fault=aio.Fault("write", 2)))
-    ticket = rig.store({i: random_chunk(rng) for i in range(6)})
+@pytest.mark.parametrize("mask", [15, 1])
+def test_closing_amid_a_move_leaves_nothing(make_rig, rng, mask):
+    rig = make_rig(spares=6, pools=(3, 1))
+    rig.store({i: random_chunk(rng) for i in range(6)}).wait(20)
+    rig.executor.set_seam(
+        aio.Seam(delay_us_max=3000, fault=aio.Fault("write", 0, persistent=True, stop=6 * RUN))
+    )
+    ticket = rig.store({i: random_chunk(rng) for i in range(6)}, mask=mask)
+    until(lambda: rig.executor.stats().drives[0].errors)
     rig.executor.close(wait=False)
     assert isinstance(outcome(ticket), AioClosedError | DeviceFailedError | None)
     assert rig.executor.stats().extra["submissions_live"] == 0

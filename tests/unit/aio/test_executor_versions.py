@@ -224,6 +224,25 @@ def test_the_version_before_can_be_gone_back_to_while_nothing_has_overwritten_it
     rig.close()
 
 
+def test_a_store_that_fails_before_it_writes_leaves_the_version_before(
+    backend: str, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, backend, chunk_count=1, versioned=True)
+    values = filled(rig, 1)
+    rig.executor.commit(rig.ids)
+    rig.update({0: np.ones(NUMEL, np.float32)}).wait()
+    rig.executor.commit(rig.ids)
+    # It wants the other sections, too, to make a version of its own.
+    rig.executor.set_seam(aio.Seam(fault=aio.Fault("read", 0, persistent=True)))
+    with pytest.raises(AioError):
+        rig.store({0: values[0]}, mask=1).wait()
+    rig.executor.set_seam(aio.Seam())
+    rig.executor.rollback(rig.ids)
+    rig.executor.exchange(rig.ids)
+    assert same(rig.read(0), values[0])
+    rig.close()
+
+
 def test_states_in_memory_have_no_version_before(backend: str, tmp_path: Path) -> None:
     """An update that breaks off at a checksum has begun to change their second version."""
     rig = Rig(tmp_path, backend, chunk_count=1, versioned=True, resident=(1,))
