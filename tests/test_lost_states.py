@@ -74,9 +74,13 @@ def states_of(model: Any) -> Values:
 
 
 def place_of(model: Any, section: int) -> Place:
+    return place_in(inf.handle(model), section)
+
+
+def place_in(handle: Any, section: int, unit: int = 1) -> Place:
     """A section of the last chunk of a unit's first flat, in its live place."""
-    parts = inf.handle(model).parts
-    (flat, *_) = parts.split.units[1].flats
+    parts = handle.parts
+    (flat, *_) = parts.split.units[unit].flats
     shard = parts.tiers.store[flat]
     record = parts.tiers.executor.look(shard.ids)[-1]
     param = flat.params[-1]
