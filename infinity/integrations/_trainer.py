@@ -313,8 +313,8 @@ class EmbeddedTrainer:
         if "infinity_manifest" not in kept:
             raise ValueError(
                 f"{directory / STATES} has states of an earlier run: a trainer that was not "
-                f"embedded has written {directory} since; remove {directory / STATES} to begin "
-                "with the weights that are there"
+                f"embedded has written {directory} since; move {directory / STATES} elsewhere to "
+                "begin with the weights that are there"
             )
         return True
 

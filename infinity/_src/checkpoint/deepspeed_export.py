@@ -120,7 +120,7 @@ class UniversalExport:
         checkpoint = self._checkpoint
         folder = target / f"global_step{checkpoint.step}_universal"
         if folder.exists():
-            raise ValueError(f"{folder} is there already: name another directory, or remove it")
+            raise ValueError(f"{folder} is there already: name another directory, or move it away")
         # Before anything is written: a missing file is found at once.
         checkpoint.check_files()
         partial = folder.with_name(folder.name + ".partial")

@@ -624,8 +624,12 @@ def test_the_later_step_is_gone_on_with(
     if source is None:
         assert find_source(options(*given), [drive]) is None
         return
-    with pytest.raises(ValueError, match=r"holds a .* already: go on with it by --resume"):
+    with pytest.raises(
+        ValueError, match=r"holds a .* already: go on with it by --resume; .* another directory"
+    ) as refused:
         find_source(options(*given), [drive])
+    # What it advises loses nothing.
+    assert "remove" not in str(refused.value)
     damaged = (place if saved is not None else drive / "infinity-run") / manifest(0, 2).name
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(AioError, match=r"manifest-00000001\.rank0"):
