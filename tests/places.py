@@ -25,13 +25,19 @@ def executor_of(model: Any) -> Any:
     return inf.handle(model).parts.tiers.executor
 
 
-def first_flat(model: Any, *, unit: int = 1) -> Any:
-    return inf.handle(model).parts.split.units[unit].flats[0]
+def first_flat(model: Any) -> Any:
+    """The first flat of the second unit."""
+    return inf.handle(model).parts.split.units[1].flats[0]
 
 
 def place_of(model: Any, section: int, *, unit: int = 1, chunk: int = -1) -> Place:
+    return place_in(inf.handle(model), section, unit=unit, chunk=chunk)
+
+
+def place_in(handle: Any, section: int, *, unit: int = 1, chunk: int = -1) -> Place:
     """A section of a chunk of a unit's first flat, in its live place."""
-    parts, flat = inf.handle(model).parts, first_flat(model, unit=unit)
+    parts = handle.parts
+    (flat, *_) = parts.split.units[unit].flats
     shard = parts.tiers.store[flat]
     record = parts.tiers.executor.look(shard.ids)[chunk]
     # The last parameter of the chunk: its elements there, from `at` on.

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 import infinity as inf
+from infinity._src.checkpoint.run_copies import (
+    SeveralRunsError,
+    are_of_one_run,
+    copy_in,
+    newest_run,
+)
 from infinity.errors import ChecksumError
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, made, run_files, undisturbed
+from tests.unit.checkpoint.test_manifest import encoded, manifest
 
 
 @pytest.fixture(scope="module")
@@ -354,3 +361,32 @@ def test_a_damaged_home_is_not_made_good_from_another_run(tmp_path: Path) -> Non
     model, optimizer = made(one, two)
     assert inf.restore(model, optimizer, [one, two]).step == 1
     close(model)
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_run_is_known_by_the_manifest_of_any_rank(tmp_path: Path, how: str, lost: int) -> None:
+    """The copy beside it has a newer generation of another run, which is not taken for it."""
+    home = tmp_path / "one" / "infinity-run"
+    copy = copy_in(tmp_path / "two" / "infinity-run", home)
+    for place, number, generation in ((home, 7, 1), (copy, 8, 2)):
+        place.mkdir(parents=True)
+        for rank in range(2):
+            one = manifest(rank, 2, generation, save=number << 24)
+            (place / one.name).write_bytes(encoded(one))
+    path = home / manifest(lost, 2).name
+    whole = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-1])
+    assert not are_of_one_run(home, copy)
+    with pytest.raises(SeveralRunsError, match="two durable runs that began at the same path"):
+        newest_run([tmp_path / "one", tmp_path / "two"])
+    for rank in range(2):
+        one = manifest(rank, 2, 2, save=7 << 24)
+        (copy / one.name).write_bytes(encoded(one))
+    assert are_of_one_run(home, copy)
+    found = newest_run([tmp_path / "one", tmp_path / "two"])
+    assert found is not None
+    assert found.place == copy

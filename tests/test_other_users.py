@@ -18,7 +18,7 @@ import torch
 
 import infinity as inf
 from infinity._src.bench.report import write_record
-from infinity._src.checkpoint import dcp
+from infinity._src.checkpoint import dcp, deepspeed_export
 from infinity._src.checkpoint import manifest as manifests
 from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.checkpoint.safetensors import WeightFiles, write_file
@@ -29,6 +29,7 @@ from infinity._src.telemetry import Timeline
 from infinity.aio import SwapFile
 from infinity.aio._swap_owner import PrivateDirectory
 from infinity.compat.deepspeed import zero_to_fp32
+from infinity.compat.deepspeed.checkpoints import save_weights
 from infinity.errors import AioError
 from tests import durable_runs
 from tests.crashes import step
@@ -348,6 +349,19 @@ def write_weights(path: Path) -> None:
     files.finish()
 
 
+def write_state(path: Path) -> None:
+    model = inf.offload(torch.nn.Linear(4, 4), inf.Policy(params="cpu", optim="cpu"))
+    save_weights(model, path.parent, path.name, frozen=True)
+    assert torch.load(path).keys() == {"weight", "bias"}
+    inf.handle(model).close()
+
+
+def write_arguments(path: Path) -> None:
+    trainers = pytest.importorskip("infinity.integrations._trainer", exc_type=ImportError)
+    trainers.save_new({"a": 1}, path)
+    assert torch.load(path) == {"a": 1}
+
+
 WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "trace": (f".trace.json.{os.getpid()}.partial", lambda p: Timeline(spans_max=9).write(p)),
     "step": (
@@ -363,6 +377,11 @@ WRITTEN: dict[str, tuple[str, Callable[[Path], object]]] = {
         f".trace.json.{os.getpid()}.partial",
         lambda p: zero_to_fp32._write({"a": torch.ones(2)}, p, safe=False),
     ),
+    "universal": ("trace.json", lambda p: deepspeed_export._save({"a": 1}, p)),
+    "state dict": ("trace.json", write_state),
+    "state dict, partial": (f".trace.json.{os.getpid()}.partial", write_state),
+    "arguments": ("trace.json", write_arguments),
+    "arguments, partial": (f".trace.json.{os.getpid()}.partial", write_arguments),
 }
 
 

@@ -54,6 +54,7 @@ from infinity.integrations._weights import (
     is_adapted,
     is_peft_model,
     load_own_adapter,
+    save_new,
     save_pretrained,
 )
 
@@ -246,7 +247,7 @@ class EmbeddedTrainer:
             processing = getattr(collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(out)
-        torch.save(self.args, out / _TRAINING_ARGS)
+        save_new(self.args, out / _TRAINING_ARGS)
 
     # -- states ------------------------------------------------------------------------------------
 
@@ -266,8 +267,8 @@ class EmbeddedTrainer:
         if self.args.should_save:
             # Names and step counts. Without the file Trainer, not embedded, would go on from here
             # with an optimizer that begins anew, and say nothing.
-            torch.save(self.optimizer.state_dict(), out / _OPTIMIZER)
-            torch.save(self.lr_scheduler.state_dict(), out / _SCHEDULER)
+            save_new(self.optimizer.state_dict(), out / _OPTIMIZER)
+            save_new(self.lr_scheduler.state_dict(), out / _SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         directory = Path(resume_from_checkpoint)
@@ -312,8 +313,8 @@ class EmbeddedTrainer:
         if "infinity_manifest" not in kept:
             raise ValueError(
                 f"{directory / STATES} has states of an earlier run: a trainer that was not "
-                f"embedded has written {directory} since; remove {directory / STATES} to begin "
-                "with the weights that are there"
+                f"embedded has written {directory} since; move {directory / STATES} elsewhere to "
+                "begin with the weights that are there"
             )
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,17 @@ _PLACING = (
     "output_loading_info",
 )  # fmt: skip
 """Arguments of `from_pretrained` that say where values come from and go to."""
+
+
+def save_new(value: Any, path: Path) -> None:
+    """Write a file by torch.save, whole or not at all. Links of others below its names are not
+    written through, and FIFOs not waited for."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)
+    # Made here, or not opened.
+    with partial.open("xb") as file:
+        torch.save(value, file)
+    partial.replace(path)
 
 
 def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dict[str, Any]) -> Any:

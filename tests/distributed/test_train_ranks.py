@@ -3,9 +3,12 @@ batch, and ends that all see."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,15 +16,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
 from rich.console import Console
 from safetensors.torch import load_file
 
+from infinity._src.cli import train as command
 from infinity._src.cli.main import build_parser
 from infinity._src.cli.torchrun import Joined, joined, place_of
 from infinity._src.cli.train import run_train
+from infinity.aio import Fault, Seam
+from tests.distributed.ranks import on_ranks
 from tests.tiny_llama import TEXT, write_model
 
 TIMEOUT_S = 180
@@ -177,6 +184,64 @@ def test_what_stops_one_rank_stops_both_with_one_message(place: Path, tmp_path: 
     assert message.startswith("error: rank 1: ")
     assert f"{place}/own1" in message
     assert list((place / "own0").iterdir()) == []
+
+
+def trained(rank: int, directory: Path, given: list[str], *, struck: bool) -> str:
+    """Train in this process. struck: the second rank's drive cannot give back parameters that the
+    third measurement reads, nor those that the fourth does. Returns what was shown.
+    """
+    console = Console(file=io.StringIO(), width=400)
+    options = build_parser().parse_args(given)
+    ranks = Joined(rank, 2, rank, "cpu", dist.distributed_c10d._get_default_store())
+    measure, count = command._Run._measure_held_out, 0
+
+    def measured(run: Any, step: int) -> float:
+        nonlocal count
+        count += 1
+        if struck and rank == 1 and count in (3, 4, 5):
+            parts = run.handle.parts
+            (flat, *_) = parts.split.units[3].flats
+            (chunk,) = parts.tiers.executor.look(parts.tiers.store[flat].ids[:1])
+            start = int(chunk["file_offset"] + chunk["section_at"][0])
+            fault = Fault("read", 0, persistent=True, start=start, stop=start + 4096)
+            parts.tiers.executor.set_seam(Seam(fault=fault) if count < 5 else Seam())
+        return measure(run, step)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(command._Run, "_measure_held_out", measured)
+        # Times of drives are not what this is about.
+        patch.setattr(command._Run, "_measure_drives", lambda _run: None)
+        assert command._Run(options, console, stack, ranks).run() == 0
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("kept", "again"),
+    [
+        ("--generations=2", ["step 3 is taken", "step 3 is taken"]),
+        # What was committed is not undone.
+        ("--durable", ["the end is made", "the end is made"]),
+    ],
+)
+def test_a_fault_in_a_measurement_that_is_made_again_is_no_end(
+    place: Path, tmp_path: Path, kept: str, again: list[str]
+) -> None:
+    outs = [tmp_path / "whole", tmp_path / "struck"]
+    for out in outs:
+        (out / "drive").mkdir(parents=True)
+        drives = [f"--nvme={out}/drive", "--params=nvme", "--optim=nvme", "--ram=min"]
+        given = arguments(place, out, *drives, kept, "--batch=1")
+        job = functools.partial(trained, given=given, struck=out.name == "struck")
+        shown = on_ranks(job, out / "ranks", 2)
+    assert re.findall(r"(.*) again: ", shown[0]) == again
+    for kind in ("step", "held_out"):
+        whole, struck = ([row["loss"] for row in records(out, kind)] for out in outs)
+        assert len(whole) == 3
+        assert struck == whole
+    weights = [load_file(out / "model.safetensors") for out in outs]
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
 # -- the places of ranks ---------------------------------------------------------------------------

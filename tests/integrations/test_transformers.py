@@ -45,7 +45,11 @@ def test_resuming_equals_the_run_that_went_on(tmp_path: Path) -> None:
 def test_saved_models_load_in_from_pretrained(tmp_path: Path) -> None:
     run = trainer(tmp_path, policy={})
     run.train()
+    # A name that is known before: what others put there is not written through.
+    (tmp_path / "by_trainer").mkdir()
+    (tmp_path / "by_trainer" / "training_args.bin").symlink_to(tmp_path / "somebody's")
     run.save_model(tmp_path / "by_trainer")
+    assert not (tmp_path / "somebody's").exists()
     save_pretrained(run.model, tmp_path / "by_hand", max_shard_size=40_000)
     weights = {name: value.clone() for name, value in run.model.state_dict().items()}
     close(run)

@@ -373,7 +373,7 @@ class DCPWriter:
         if (directory / METADATA).exists():
             raise ValueError(
                 f"{directory} has a checkpoint already ({METADATA}); choose another directory, or "
-                "remove it"
+                "move it away"
             )
         self._directory = directory
         self._partial = directory / (FILE + ".partial")

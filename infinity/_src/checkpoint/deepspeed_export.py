@@ -37,7 +37,7 @@ from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.checkpoint.saved_weights import SavedWeight, weights_by_name
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import whole_name
-from infinity._src.new_file import write_new
+from infinity._src.new_file import open_new, write_new
 from infinity._src.wording import listed
 from infinity.aio._records import Master
 
@@ -120,7 +120,7 @@ class UniversalExport:
         checkpoint = self._checkpoint
         folder = target / f"global_step{checkpoint.step}_universal"
         if folder.exists():
-            raise ValueError(f"{folder} is there already: name another directory, or remove it")
+            raise ValueError(f"{folder} is there already: name another directory, or move it away")
         # Before anything is written: a missing file is found at once.
         checkpoint.check_files()
         partial = folder.with_name(folder.name + ".partial")
@@ -302,5 +302,6 @@ def _scheduler(steps: int, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _save(value: Any, path: Path) -> None:
-    torch.save(value, path)
+    with open_new(path) as file:
+        torch.save(value, file)
     fsync_file(path)

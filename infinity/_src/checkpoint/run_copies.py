@@ -296,11 +296,21 @@ def _by_run(places: Iterable[Path]) -> list[list[Path]]:
 
 def _runs_in(place: Path) -> set[int]:
     """Return the numbers of the runs whose manifests in a place can be read: of one, but in those
-    of an earlier release."""
+    of an earlier release. Rank 0's are read, or any rank's where none of them can be."""
+    of_first = (place / manifest_name(number, 0) for number in _manifests_in(place))
+    if found := _numbers_in(of_first):
+        return found
+    with contextlib.suppress(OSError):
+        return _numbers_in(path for path in place.glob("manifest-*") if path.suffix != ".partial")
+    return set()
+
+
+def _numbers_in(manifests: Iterable[Path]) -> set[int]:
+    """Return the numbers of the runs of these manifests, as far as they can be read."""
     found = set()
-    for number in _manifests_in(place):
+    for path in manifests:
         with contextlib.suppress(AioError, ValueError):
-            found.add(read_head(place / manifest_name(number, 0)).save >> _SAVE_BITS)
+            found.add(read_head(path).save >> _SAVE_BITS)
     return found
 
 

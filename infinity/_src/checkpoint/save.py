@@ -271,6 +271,10 @@ class Save:
             self.told = True
             raise self._error
 
+    def leave_error_to_wait(self) -> None:
+        """Leave the error of a save that fails to `wait`: no other call raises it."""
+        self.told = True
+
     def end(self, error: BaseException | None) -> None:
         """Note that the save has ended, with this error or well."""
         # Before the event: a waiter that wakes up reads it.

@@ -127,9 +127,10 @@ def _look(
     if found is None:
         return None
     if not options.resume:
+        option = "--nvme" if kind == "durable run" else "--save-dir"
         raise ValueError(
-            f"{place} holds a {kind} already: go on with it by --resume, or remove {found.place} "
-            "to begin anew"
+            f"{place} holds a {kind} already: go on with it by --resume; for another run name "
+            f"another directory ({option}), or move {found.place} to where you keep it"
         )
     # Of rank 0 on all ranks, which have to decide alike; the rules are the same on each.
     head = found.heads[0]

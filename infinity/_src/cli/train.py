@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import logging
 import math
 import os
 import time
@@ -79,7 +80,9 @@ from infinity._src.step_log import StepMeter
 from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
-from infinity.errors import DriveLostError, InfinityError, SlicesError, StepUndone
+from infinity.errors import AioError, DriveLostError, InfinityError, SlicesError, StepUndone
+
+log = logging.getLogger("infinity")
 
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
@@ -368,6 +371,8 @@ class _Run:
         hf_model.offload_pretrained(self.model, self.pretrained, self.policy, read=not self.unread)
         self.handle = inf.handle(self.model)
         self._check_run()
+        # Behind `close`, which waits for the save.
+        stack.callback(self._tell_of_save)
         stack.callback(self.handle.close)
         self.params = self.handle.stats().params
         self.optimizer = inf.AdamW(
@@ -381,6 +386,9 @@ class _Run:
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
         self.save: inf.Save | None = None
+        self.unsaved: AioError | None = None
+        # Loading may need more than training, so each has a peak of its own. 0: not yet known.
+        self.peak_before = self.peak_training = 0
         self.earlier, self.earlier_records = self._go_on()
         # Also of a run that is stopped, as far as it came.
         stack.callback(self._leave_page)
@@ -400,33 +408,21 @@ class _Run:
         )
         if options.accumulate > 1:
             self._say(f"each step: {micro_batches_text(options.accumulate, self.passes)}")
-        self.text_before = self.earlier.text or self._continue()
-        if not self.earlier.step or self._evaluates(self.earlier.step):
-            self._measure_held_out(self.earlier.step)
-        # Loading may need more than training, so each has a peak of its own.
-        peak_before = peak_rss_bytes()
-        reset_peak_rss()
         try:
             with step_display(self.console, options.steps) as display:
-                self._train(display)
-            # The last update belongs to the training, and to its peak.
-            self.handle.flush()
-            if self.save is not None:
-                self.save.wait()
-            peak_training = peak_rss_bytes()
-            self._measure_held_out(options.steps)
-        finally:
+                text_after = self._train(display)
+        except BaseException:
+            # What an interrupted run keeps, too.
             self._leave_files()
-        text_after = self._continue()
+            raise
         if not options.no_save:
-            hf_model.save_pretrained(
-                self.model, self.pretrained.tokenizer, options.out, first=self.ranks.first
-            )
             self._say(f"the trained model is in {options.out}")
+        if self.unsaved is not None:
+            raise self.unsaved
         if not self.records:
             self._say(f"all {options.steps} steps had been taken already")
             return 0
-        summary = self._summary(peak_before, peak_training, (self.text_before, text_after))
+        summary = self._summary((self.text_before, text_after))
         self.metrics.add("summary", summary.as_dict())
         show_summary(self.console, summary)
         return 0
@@ -493,44 +489,123 @@ class _Run:
         return bool(every) and step % every == 0 and step < self.options.steps
 
     def _keep(self, step: int) -> None:
-        """Save the step that has ended, if it is one of those to be saved."""
+        """Save the step that has ended, if it is one of those to be saved. Raises: StepUndone."""
         every = self.options.save_every
         if not every or (step % every and step < self.options.steps):
             return
-        if self.save is not None:
-            self.save.wait()
-        self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+        self._end_save()
+        self._begin_save()
 
-    def _train(self, display: StepDisplay) -> None:
+    def _begin_save(self) -> None:
+        self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+        # `_end_save` asks for its error. Other calls would raise it on each rank somewhere else.
+        self.save.leave_error_to_wait()
+
+    def _end_save(self) -> AioError | None:
+        """Wait for the save under way. Returns the error of one that failed, which was told: the
+        checkpoint before is whole, and training goes on. Raises: StepUndone and StateInvalid where
+        it could not read states, as whatever reads them next would.
+        """
+        if self.save is None:
+            return None
+        try:
+            self.save.wait()
+        except AioError as error:
+            self._tell_of_save()
+            access = self.handle.parts.access
+            # A drive that is gone is told as such.
+            access.check_open()
+            access.read_failed(error)
+            return error
+        self.save = None
+        return None
+
+    def _tell_of_save(self) -> None:
+        """Warn of a save that has failed, once, on each rank of its own error. Does not block."""
+        save, self.save = self.save, None
+        # One that waits for ranks that have gone is part of another error.
+        if save is None or not save.done:
+            return
+        try:
+            save.wait()
+        except Exception as error:  # noqa: BLE001 - told; what ends the run is another error
+            log.warning("no checkpoint of step %d was written: %s", save.step, error)
+
+    def _train(self, display: StepDisplay) -> str:
+        """Measure, take the steps, measure, export, and again from where a fault has undone it.
+        Returns the prompt's continuation after training.
+        """
         first, steps = self.earlier.step, self.options.steps
         draws = self.ranks.first and not self.options.no_trace
         timeline = self.options.out / TIMELINE_NAME if draws else None
         self.last = self.handle.stats()
         meter = StepMeter(self.handle, timeline, self.last)
         batches, undone, farthest = self._batches(first), 0, first
-        # What a fault undoes: the step before, or all since the last commit of a durable run.
+        # What a fault undoes: the step before, or all since the last commit of a durable run. None
+        # where it met a measurement of what is committed.
         turns: dict[int, _Turn] = {}
         step = first
-        while step < steps:
+        while True:
             turns[step] = self._turn()
             turns.pop(step - self.options.durable_every - 1, None)
             try:
+                self._measure(step, meter, display)
+                if step == steps:
+                    return self._end()
                 self._take_step(step + 1, batches, meter, display)
                 step += 1
-                if step == steps:
-                    # The last update belongs to the training.
-                    self.handle.flush()
             except StepUndone as error:
                 step = self.handle.stats().step_count
                 undone = undone + 1 if step <= farthest else 1
                 farthest = max(farthest, step)
                 if undone == _UNDONE_MAX:
                     raise
-                display.say(f"step {step + 1} is taken again: {error}")
+                what = f"step {step + 1} is taken" if step < steps else "the end is made"
+                display.say(f"{what} again: {error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
                 self.last = self.handle.stats()
                 meter.begin(self.last)
+
+    def _measure(self, step: int, meter: StepMeter, display: StepDisplay) -> None:
+        """Measure what is measured between this step and the next. Raises: StepUndone."""
+        opens = not self.peak_before
+        if opens:
+            self.text_before = self.earlier.text or self._continue()
+        evaluates = not step or self._evaluates(step)
+        if evaluates:
+            loss = self._measure_held_out(step)
+            when = f"step {step}: held-out loss" if step else "held-out loss before:"
+            display.say(f"{when} {loss:.4f}")
+        if opens:
+            self.peak_before = peak_rss_bytes()
+            reset_peak_rss()
+        if opens or evaluates:
+            # Bytes and waits of an evaluation belong to no step.
+            self.last = self.handle.stats()
+            meter.begin(self.last)
+
+    def _end(self) -> str:
+        """Finish the last save, measure, and export. Returns the prompt's continuation. Raises:
+        StepUndone.
+        """
+        # The last update belongs to the training, and to its peak.
+        self.handle.flush()
+        self.unsaved = None
+        if self._end_save() is not None:
+            # No later save makes up for this one.
+            self._begin_save()
+            self.unsaved = self._end_save()
+        self.peak_training = peak_rss_bytes()
+        self._measure_held_out(self.options.steps)
+        # Before the spans of what follows take the room of the last steps'.
+        self._leave_files()
+        text = self._continue()
+        if not self.options.no_save:
+            hf_model.save_pretrained(
+                self.model, self.pretrained.tokenizer, self.options.out, first=self.ranks.first
+            )
+        return text
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
         """Return the micro-batches of this rank behind those of the first `step` steps."""
@@ -568,8 +643,6 @@ class _Run:
         # `cut` drops the held-out loss of this step, too.
         self.metrics.cut(step)
         self.held_out = [each for each in self.held_out if each[0] < step]
-        if not step or self._evaluates(step):
-            self._measure_held_out(step)
 
     def _take_step(
         self, step: int, batches: Iterator[torch.Tensor], meter: StepMeter, display: StepDisplay
@@ -589,6 +662,9 @@ class _Run:
         norm = None
         if options.clip:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), options.clip))
+        if self.save is not None and self.save.done:
+            # Before this step commits the one that was saved, which may still be undone.
+            self._end_save()
         # Before the scheduler moves on: the rate of this step.
         rate = float(self.scheduler.get_last_lr()[0])
         if options.durable or options.save_every:
@@ -596,8 +672,7 @@ class _Run:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        evaluates = self._evaluates(step)
-        if evaluates:
+        if self._evaluates(step):
             # The measurement must not be charged for this step's update, nor the next step relieved
             # of it.
             self.handle.flush()
@@ -629,11 +704,6 @@ class _Run:
         display.show(record)
         self._keep(step)
         self.last = now
-        if evaluates:
-            display.say(f"step {step}: held-out loss {self._measure_held_out(step):.4f}")
-            # Bytes and waits of an evaluation belong to no step.
-            self.last = self.handle.stats()
-            meter.begin(self.last)
 
     def _passes(self, batches: Iterator[torch.Tensor]) -> tuple[_Phase, float]:
         """Run forward and backward of every micro-batch. Returns (times, mean loss over all ranks).
@@ -704,8 +774,6 @@ class _Run:
         loss = total / count
         self.held_out.append((step, loss))
         self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
-        if step == 0:
-            self._say(f"held-out loss before: {loss:.4f}")
         return loss
 
     def _continue(self) -> str:
@@ -741,7 +809,7 @@ class _Run:
         }
 
     def _leave_files(self) -> None:
-        """Write the results that an interrupted run keeps, too."""
+        """Write the results that do not wait for the end."""
         if not self.ranks.first:
             return
         if not self.options.no_trace:
@@ -781,7 +849,7 @@ class _Run:
             "bandwidth": self.drives,
         }
 
-    def _summary(self, peak_before: int, peak_training: int, texts: tuple[str, str]) -> Summary:
+    def _summary(self, texts: tuple[str, str]) -> Summary:
         mean = steady(self.records)
         limit = in_loop = None
         engine = self.handle.stats().as_dict()
@@ -806,8 +874,8 @@ class _Run:
             limits_loop=in_loop,
             drives=self.drives,
             engine=engine,
-            peak_rss_loading_bytes=peak_before,
-            peak_rss_training_bytes=peak_training,
+            peak_rss_loading_bytes=self.peak_before,
+            peak_rss_training_bytes=self.peak_training,
             texts=texts if self.options.prompt else None,
             update=self.policy.update,
             state_bytes=self.params * AtRest.per_param(rests.sections).states if rests else 0.0,

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
+from infinity._src.new_file import open_new, write_new
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
@@ -95,14 +96,6 @@ def save(
         write_new(written, name)
         written.replace(home / LATEST)
     comm.barrier(comm.cpu_group())
-
-
-def write_new(path: Path, text: str = "") -> None:
-    """Write a new file of this name, in a directory that others may share: no link of theirs is
-    written through, and no FIFO is waited for. Raises: OSError."""
-    path.unlink(missing_ok=True)
-    with path.open("x") as file:
-        file.write(text)
 
 
 def _check_tag(engine: Checkpointed, tag: str) -> None:
@@ -222,6 +215,15 @@ def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Te
     return state if first else None
 
 
+def save_new(value: Any, path: Path) -> None:
+    """Write a file by torch.save, whole or not at all, also where several ranks write it. A link of
+    its name is replaced, and not written through. Raises: OSError."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    with open_new(partial) as file:
+        torch.save(value, file)
+    partial.replace(path)
+
+
 def save_weights(
     module: torch.nn.Module, directory: str | os.PathLike[str], name: str, *, frozen: bool
 ) -> None:
@@ -230,5 +232,5 @@ def save_weights(
     if state is not None:
         path = Path(directory) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, path)
+        save_new(state, path)
     comm.barrier(comm.cpu_group())

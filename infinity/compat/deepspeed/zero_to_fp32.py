@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob, group_units
+from infinity._src.new_file import write_new
 from infinity._src.progress import ProgressLine
 from infinity._src.sizes import parse_size
 from infinity.compat.deepspeed import comm
-from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag, write_new
+from infinity.compat.deepspeed.checkpoints import LATEST, newest_tag, save_new
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 
 Directory = str | os.PathLike[str]
@@ -162,14 +163,14 @@ def _file_name(index: int, count: int, *, safe: bool) -> str:
 
 
 def _write(tensors: StateDict, path: Path, *, safe: bool) -> None:
+    if not safe:
+        save_new(tensors, path)
+        return
     # Whole or not at all, also where several ranks write it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     # Made here: a link of that name would be written through.
-    write_new(partial)
-    if safe:
-        save_file(tensors, partial, metadata={"format": "pt"})
-    else:
-        torch.save(tensors, partial)
+    write_new(partial, "")
+    save_file(tensors, partial, metadata={"format": "pt"})
     partial.replace(path)
 
 

@@ -44,6 +44,7 @@ from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E4
 from infinity.aio import Fault, Seam  # noqa: E402
 from infinity.errors import AioError  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
+from tests.places import place_in  # noqa: E402
 from tests.reading import Counted  # noqa: E402
 from tests.tiny_llama import TEXT, write_model  # noqa: E402
 from tests.unit.checkpoint.test_manifest import encoded, manifest  # noqa: E402
@@ -217,10 +218,140 @@ def test_a_step_that_a_fault_undoes_is_taken_again(
     assert status == 0, shown
     assert struck == [2, 3, STEPS]
     assert shown.count("is taken again: ") >= 2
+    is_whole(place, out)
+
+
+def train_and_lose(
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    part: tuple[Any, str],
+    calls: Sequence[int],
+    section: int,
+) -> tuple[int, str, list[int]]:
+    """Train, and let no read get a section of a chunk any more, as it lies when a part of the
+    command begins for the so manieth time. Returns status, output, and the calls that were struck.
+    """
+    count, struck = 0, list[int]()
+    original = getattr(*part)
+
+    def called(*given: Any, **more: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count in calls:
+            struck.append(count)
+            (handle,) = engine._OPEN
+            # Nothing is pending: the place is that of the last step.
+            handle.flush()
+            # No unit that a pass before has read ahead.
+            place = place_in(handle, section, unit=3)
+            start, stop = place.offset, place.offset + 4096
+            fault = Fault("read", 0, persistent=True, start=start, stop=stop)
+            handle.parts.tiers.executor.set_seam(Seam(fault=fault))
+        return original(*given, **more)
+
+    monkeypatch.setattr(*part, called)
+    return *train(arguments), struck
+
+
+def is_whole(place: Path, out: Path) -> None:
+    """Check that a run has the results of the one that nothing disturbed."""
     for kind, names in (("step", ("step", "loss", "lr", "grad_norm")), ("held_out", ("loss",))):
         rows = [[row[name] for name in names] for row in records(out, kind)]
         whole = [[row[name] for name in names] for row in records(place / "whole", kind)]
         assert rows == whole
+    (ours, theirs) = [records(each, "summary")[0] for each in (out, place / "whole")]
+    assert ours["held_out"] == theirs["held_out"]
+    assert ours["texts"] == theirs["texts"]
+    weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+ENDS = {
+    "measurement": ((command._Run, "_measure_held_out"), [2, 4]),
+    "text": ((command._Run, "_continue"), [2]),
+    "export": ((command.hf_model, "save_pretrained"), [1]),
+}
+"""Parts of the command that come after steps, and their calls that come after the third and last.
+One that a fault met is called again.
+"""
+
+
+@pytest.mark.parametrize("part", ENDS)
+def test_a_fault_after_the_last_step_takes_it_again(
+    place: Path, tmp_path: Path, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min --generations 2".split()
+    arguments = [*common(place), "--out", str(out), *on_nvme]
+    status, shown, struck = train_and_lose(monkeypatch, arguments, *ENDS[part], section=0)
+    assert status == 0, shown
+    assert struck == ENDS[part][1]
+    told = re.findall(r"step (\d) is taken again: a unit cannot be read", shown)
+    assert told == (["3", "6"] if part == "measurement" else ["6"])
+    is_whole(place, out)
+
+
+def test_a_save_that_is_the_first_to_meet_damage_takes_the_step_again(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    begin = command._Run._begin_save
+
+    def ended(run: Any) -> None:
+        begin(run)
+        # In a longer pass it has read all before the next step writes.
+        run.save._ended.wait()
+
+    monkeypatch.setattr(command._Run, "_begin_save", ended)
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min --generations 2".split()
+    arguments = [*common(place), "--out", str(out), *on_nvme, "--save-every", "2"]
+    # The saves of steps 2, 4, 4 again, 6 and 6 again. Moments, which no gather reads.
+    part = (command._Run, "_begin_save")
+    status, shown, struck = train_and_lose(monkeypatch, arguments, part, [2, 4], section=2)
+    assert status == 0, shown
+    assert struck == [2, 4]
+    assert re.findall(r"step (\d) is taken again: a unit cannot be read", shown) == ["4", "6"]
+    for step in (4, 6):
+        assert caplog.text.count(f"no checkpoint of step {step} was written: chunk ") == 1
+    is_whole(place, out)
+    assert newest_generation(out / "checkpoint")[0].step == STEPS
+
+
+@pytest.mark.parametrize("calls", [[2], [3]])
+def test_a_save_that_fails_is_told_of_and_made_up_for_or_ends_the_command_badly(
+    place: Path, tmp_path: Path, calls: list[int], monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """With one generation no step is undone. Here the step after the save brings all values."""
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    begin = command._Run._begin_save
+
+    def ended(run: Any) -> None:
+        begin(run)
+        run.save._ended.wait()
+        if calls == [2]:
+            run.handle.parts.tiers.executor.set_seam(Seam())
+
+    monkeypatch.setattr(command._Run, "_begin_save", ended)
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
+    arguments = [*common(place), "--out", str(out), *on_nvme, "--save-every", "2"]
+    part = (command._Run, "_begin_save")
+    status, shown, struck = train_and_lose(monkeypatch, arguments, part, calls, section=2)
+    assert struck == calls
+    if calls == [2]:
+        assert status == 0, shown
+        assert caplog.text.count("no checkpoint of step 4 was written: chunk ") == 1
+        is_whole(place, out)
+        assert newest_generation(out / "checkpoint")[0].step == STEPS
+        return
+    # The last is tried once more. The model is exported all the same.
+    assert status == 1
+    assert "error: chunk " in shown
+    assert caplog.text.count("no checkpoint of step 6 was written: chunk ") == 2
+    assert newest_generation(out / "checkpoint")[0].step == 4
     weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -493,8 +624,12 @@ def test_the_later_step_is_gone_on_with(
     if source is None:
         assert find_source(options(*given), [drive]) is None
         return
-    with pytest.raises(ValueError, match=r"holds a .* already: go on with it by --resume"):
+    with pytest.raises(
+        ValueError, match=r"holds a .* already: go on with it by --resume; .* another directory"
+    ) as refused:
         find_source(options(*given), [drive])
+    # What it advises loses nothing.
+    assert "remove" not in str(refused.value)
     damaged = (place if saved is not None else drive / "infinity-run") / manifest(0, 2).name
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(AioError, match=r"manifest-00000001\.rank0"):
