@@ -292,14 +292,11 @@ def test_directories_of_several_runs_are_never_taken_for_one(
     close(model)
 
 
-def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
-    tmp_path: Path, wanted: list[str]
-) -> None:
-    """The first drive of a run is lost and replaced, and a new run begins there without the other
-    drive: both are known by one path."""
-    one, two, three = places = [tmp_path / name for name in ("one", "two", "three")]
-    for place in places:
-        place.mkdir()
+def replace_first_drive(one: Path, two: Path) -> None:
+    """Let a run of three steps lose its first drive, and another of one step begin there, without
+    the second: both are known by one path."""
+    one.mkdir()
+    two.mkdir()
     model, optimizer = made(one, two)
     for index in range(3):
         step(model, optimizer, index, 0)
@@ -308,6 +305,14 @@ def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
     model, optimizer = made(one)
     step(model, optimizer, 0, 0)
     close(model)
+
+
+def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
+    tmp_path: Path, wanted: list[str]
+) -> None:
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    three.mkdir()
+    replace_first_drive(one, two)
     left = run_files(two)
     # The run that the drive is of, and not the one that has its home where that had it.
     model, optimizer = reader()
@@ -340,16 +345,7 @@ def test_a_new_run_where_another_began_is_kept_apart_from_what_is_left_of_it(
 def test_a_damaged_home_is_not_made_good_from_another_run(tmp_path: Path) -> None:
     """No manifest of it can be read, and a copy below its name has a newer one."""
     one, two = (tmp_path / name for name in ("one", "two"))
-    for place in (one, two):
-        place.mkdir()
-    model, optimizer = made(one, two)
-    for index in range(3):
-        step(model, optimizer, index, 0)
-    close(model)
-    shutil.rmtree(one)
-    model, optimizer = made(one)
-    step(model, optimizer, 0, 0)
-    close(model)
+    replace_first_drive(one, two)
     (manifest,) = one.glob("infinity-run/manifest-*")
     manifest.write_bytes(manifest.read_bytes()[:-1] + b"x")
     with pytest.raises(ChecksumError, match=manifest.name):
