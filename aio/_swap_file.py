@@ -42,8 +42,6 @@ log = logging.getLogger("infinity.aio")
 # Answers where O_TMPFILE is not known; EINVAL may also mean that O_DIRECT is refused.
 _NO_TMPFILE = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL})
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EFBIG, errno.EDQUOT})
-ASKED_FOR_ROOM_S = (0.01, 0.1, 1.0)
-"""Pauses before a file system that has room, and says that it has none, is asked again."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _OPEN = os.O_RDWR | os.O_CLOEXEC
@@ -397,7 +395,7 @@ class SwapFile:
         if self.free_bytes() < more:
             raise self._full(more, errno.ENOSPC, 0)
         try:
-            self._preallocate(self.size_bytes, more)
+            os.posix_fallocate(self.fd, self.size_bytes, more)
         except OSError as error:
             got = max(os.fstat(self.fd).st_blocks - before, 0) * 512
             # A failed preallocation keeps the blocks that it got. A drive that is gone refuses
@@ -467,7 +465,7 @@ class SwapFile:
         if self._sparse:
             return
         try:
-            self._preallocate(offset, size_bytes)
+            os.posix_fallocate(self.fd, offset, size_bytes)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 raise self._full(size_bytes, error.errno or 0, 0) from error
@@ -479,19 +477,6 @@ class SwapFile:
                 offset=offset,
                 length=size_bytes,
             ) from error
-
-    def _preallocate(self, offset: int, size_bytes: int) -> None:
-        """Give a range room on the drive. Raises: OSError."""
-        # Seen on ext4 beside other processes that allocate: ENOSPC for 16 KiB of 60 GB.
-        for pause_s in ASKED_FOR_ROOM_S:
-            try:
-                os.posix_fallocate(self.fd, offset, size_bytes)
-                return
-            except OSError as error:
-                if error.errno != errno.ENOSPC or self.free_bytes() < 2 * size_bytes:
-                    raise
-            time.sleep(pause_s)
-        os.posix_fallocate(self.fd, offset, size_bytes)
 
     def fsync(self) -> None:
         """Return when what was written is on the drive. Raises DeviceFailedError; and from then on

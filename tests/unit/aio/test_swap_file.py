@@ -254,32 +254,6 @@ def test_a_quota_is_named_and_what_was_allocated_under_it_is_given_back(tmp_path
         assert file.size_bytes == os.fstat(file.fd).st_size == os.fstat(file.fd).st_blocks == 0
 
 
-@pytest.mark.parametrize("times", [1, 3, 4])
-def test_a_drive_that_has_room_and_says_that_it_is_full_is_asked_again(
-    tmp_path, monkeypatch, times
-):
-    real, asked = os.posix_fallocate, []
-
-    def full_at_first(fd, offset, length):
-        asked.append(length)
-        real(fd, offset, length if len(asked) > times else length // 2)
-        if len(asked) <= times:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(swap_file.os, "posix_fallocate", full_at_first)
-    monkeypatch.setattr(swap_file, "ASKED_FOR_ROOM_S", (0.0, 0.0, 0.0))
-    with SwapFile.create(tmp_path) as file:
-        if times == 4:
-            with pytest.raises(SwapFullError, match=f"{MIB} of {2 * MIB} more bytes"):
-                file.grow(2 * MIB)
-            assert os.fstat(file.fd).st_blocks == 0
-            return
-        file.grow(2 * MIB)
-        assert file.size_bytes == os.fstat(file.fd).st_size == 2 * MIB
-        assert os.fstat(file.fd).st_blocks * 512 >= 2 * MIB
-        assert len(asked) == times + 1
-
-
 def test_the_limit_on_a_file_s_size_is_named(tmp_path):
     code = f"""
         import resource
