@@ -634,11 +634,11 @@ class _Run:
                 farthest = max(farthest, step)
                 if undone == _UNDONE_MAX:
                     raise
-                what, why = f"step {step + 1} is taken", error
-                if step == steps:
+                if step < steps:
+                    display.say(f"step {step + 1} is taken again: {error}")
+                else:
                     # Nothing was undone, as the error itself would say.
-                    what, why = "the end is made", error.__cause__ or error
-                display.say(f"{what} again: {why}")
+                    display.say(f"the end is made again: {error.__cause__ or error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
                 self.last = self.handle.stats()
