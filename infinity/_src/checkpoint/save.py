@@ -274,8 +274,8 @@ class Save:
             raise self._error
 
     def leave_error_to_wait(self) -> None:
-        """Leave the error of a save that fails to `wait`: no other call raises it. Where nobody has
-        waited when the next save begins or the engine closes, one warning tells it.
+        """Leave the error of a save that fails to `wait`: no other call raises it. One warning
+        tells it if the next save begins, or the engine closes, and `wait` was not called.
         """
         self.told = self.left = True
 

@@ -340,6 +340,15 @@ class _Run:
     """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
     """
 
+    # The save under way. Here, since `stack` asks for it wherever a run breaks off.
+    save: inf.Save | None = None
+    # The error of the newest save, where it failed.
+    unsaved: Exception | None = None
+    # True once a save of this process has begun.
+    saves = False
+    # The step whose save last met a bad read.
+    misread: int | None = None
+
     def __init__(
         self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined
     ) -> None:
@@ -390,12 +399,6 @@ class _Run:
         hf_model.offload_pretrained(self.model, self.pretrained, self.policy, read=not self.unread)
         self.handle = inf.handle(self.model)
         self._check_run()
-        self.save: inf.Save | None = None
-        # The error of the newest save, where it failed.
-        self.unsaved: Exception | None = None
-        # Whether a save of this process has begun, and the step whose save last met a bad read.
-        self.saves = False
-        self.misread: int | None = None
         # Behind `close`, which waits for the save.
         stack.callback(self._tell_of_save)
         stack.callback(self.handle.close)
@@ -412,12 +415,9 @@ class _Run:
         self.text_before = ""
         # Loading may need more than training, so each has a peak of its own. 0: not yet known.
         self.peak_before = self.peak_training = 0
-        self.earlier, self.earlier_records = self._go_on()
-        self.ended = self.earlier.step >= options.steps
         # Steps whose held-out loss the file has already, of a run that had ended.
-        self.recorded = (
-            _recorded_losses(options.out) if self.ended and ranks.first else set[int]()
-        )
+        self.recorded = set[int]()
+        self.earlier, self.earlier_records = self._go_on()
         # Also of a run that is stopped, as far as it came.
         stack.callback(self._leave_page)
 
@@ -507,9 +507,16 @@ class _Run:
         if earlier.step >= self.options.steps:
             # No step captures it anew, and a checkpoint that is missing is written with it.
             self.handle.extra = found.extra
+            if self.ranks.first:
+                self.recorded |= _recorded_losses(self.options.out)
             return earlier, []
         self.metrics.cut(found.step)
         return earlier, _earlier_records(self.options.out) if self.ranks.first else []
+
+    @property
+    def ended(self) -> bool:
+        """True where all steps had been taken before this process."""
+        return bool(self.earlier.step >= self.options.steps)
 
     def _evaluates(self, step: int) -> bool:
         """Return whether the held-out loss is measured between this step and the next."""
@@ -589,21 +596,20 @@ class _Run:
         if not (self.ended and self.options.save_every):
             return False
         step = newest_step(save_directory(self.options)) if self.ranks.first else self.earlier.step
-        # Rank 0 decides: all save, or none.
+        # All save, or none.
         (lacks,) = self.ranks.sums(float(step < self.earlier.step))
         return bool(lacks)
 
     def _check_saved(self) -> None:
         """Raise the error of the last save, where it failed."""
         error = self.unsaved
-        if error is None or isinstance(error, AioError):
-            if error is not None:
-                raise error
-            return
-        # In one line, whatever it is.
-        raise AioError(
-            f"no checkpoint of step {self.options.steps} was written: {_text(error)}"
-        ) from error
+        if isinstance(error, AioError):
+            raise error
+        if error is not None:
+            # In one line, whatever it is.
+            raise AioError(
+                f"no checkpoint of step {self.options.steps} was written: {_text(error)}"
+            ) from error
 
     def _train(self, display: StepDisplay) -> str:
         """Measure, take the steps, measure, export, and again from where a fault has undone it.

@@ -491,6 +491,18 @@ def test_a_first_save_that_cannot_begin_ends_the_command(
     assert [row["step"] for row in records(tmp_path, "step")] == [1]
 
 
+def test_an_error_before_the_first_step_is_told_as_it_is(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_given: Any, **_more: Any) -> Any:
+        raise AioError("a drive had a fault")
+
+    monkeypatch.setattr(command.inf, "AdamW", refused)
+    status, shown = train([*common(place), "--out", str(tmp_path)])
+    assert status == 1
+    assert "error: a drive had a fault" in shown
+
+
 def test_a_read_that_fails_in_saves_alone_undoes_their_step_once(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
