@@ -1,9 +1,9 @@
 """Logging and timelines, without torch.
 
 The logger `infinity` goes where the application or INFINITY_LOG sends it; where neither does, its
-warnings go to stderr, for a fault is never silent. A `Timeline` collects spans from Python and from native threads and writes Chrome trace JSON, which
-https://ui.perfetto.dev and chrome://tracing open. All times are CLOCK_MONOTONIC nanoseconds, so
-that spans of both origins lie on one axis.
+warnings go to stderr, for a fault is never silent. A `Timeline` collects spans from Python and from
+native threads and writes Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing
+open. All times are CLOCK_MONOTONIC nanoseconds, so that spans of both origins lie on one axis.
 """
 
 from __future__ import annotations
