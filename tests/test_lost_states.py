@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import infinity as inf
 from infinity._src.engine import offload
+from infinity._src.optim import transaction
+from infinity._src.params.state_store import StateStore
 from infinity.aio import Fault, Seam
 from infinity.errors import AioError, StateInvalid, StatesLost, StepUndone
 from tests import models, slopes
@@ -151,6 +153,74 @@ def test_a_read_that_passes_by_the_time_of_the_undo_costs_no_place(
     assert "not used again" not in caplog.text
     assert [step(model, optimizer, batch) for batch in batches[2:]] == losses[2:]
     inf.handle(model).close()
+
+
+def test_a_drive_that_answers_again_at_the_third_time_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses, values, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path)
+    got = [step(model, optimizer, batch) for batch in batches[:3]]
+    lose(model, 0, 1 << 40)
+    with pytest.raises(StepUndone):
+        step(model, optimizer, batches[3])
+    optimizer.zero_grad()
+    # No step is there to undo now: the drive is asked again.
+    asked = []
+
+    def answers_again(_pause_s: float) -> None:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            executor_of(model).set_seam(Seam())
+
+    monkeypatch.setattr(transaction.time, "sleep", answers_again)
+    got[2:] = [step(model, optimizer, batch) for batch in batches[2:]]
+    assert len(asked) == 2
+    assert got == losses
+    assert same(values_of(model), values[STEPS])
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("update", ["deferred", "backward"])
+@pytest.mark.parametrize("reading", [1, 2])
+def test_an_undo_that_was_interrupted_is_made_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update: str, reading: int
+) -> None:
+    """Ctrl-C while chunks are read, before the states go back (1), and after (2)."""
+    losses, values, _ = reference()
+    batches = models.token_batches(STEPS)
+    model, optimizer = made(tmp_path, update=update)
+    handle, verify, readings = inf.handle(model), StateStore.verify, []
+
+    def interrupted(self: StateStore, chunks: Any, **reads: int) -> Any:
+        readings.append(len(chunks))
+        if len(readings) == reading:
+            raise KeyboardInterrupt
+        return verify(self, chunks, **reads)
+
+    monkeypatch.setattr(StateStore, "verify", interrupted)
+    got, met = dict[int, float](), []
+    while (taken := handle.pipeline.steps) < STEPS:
+        try:
+            loss = models.loss_of(model, batches[taken])
+            if taken == 3 and not met:
+                # Met amid backward, when updates of other units have run ahead of the step.
+                handle.parts.unsharder.invalidate(handle.parts.split.units[1])
+                place = place_of(model, 0)
+                lose(model, place.offset, place.offset + 4096)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            got[taken] = loss.item()
+        except (KeyboardInterrupt, StepUndone) as error:
+            met.append(type(error))
+            executor_of(model).set_seam(Seam())
+            optimizer.zero_grad()
+    assert met == [KeyboardInterrupt, StepUndone]
+    assert list(got.values()) == losses
+    assert same(values_of(model), values[STEPS])
+    handle.close()
 
 
 def test_an_undo_for_an_update_mends_what_a_gather_met_beside_it(

@@ -1,9 +1,9 @@
 """Logging and timelines, without torch.
 
-The logger `infinity` says nothing unless the application or INFINITY_LOG asks it to. A `Timeline`
-collects spans from Python and from native threads and writes Chrome trace JSON, which
-https://ui.perfetto.dev and chrome://tracing open. All times are CLOCK_MONOTONIC nanoseconds, so
-that spans of both origins lie on one axis.
+The logger `infinity` goes where the application or INFINITY_LOG sends it; where neither does, its
+warnings go to stderr, for a fault is never silent. A `Timeline` collects spans from Python and from
+native threads and writes Chrome trace JSON, which https://ui.perfetto.dev and chrome://tracing
+open. All times are CLOCK_MONOTONIC nanoseconds, so that spans of both origins lie on one axis.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from array import array
@@ -27,7 +28,6 @@ import numpy as np
 from infinity._src.new_file import write_new
 
 logger: Final = logging.getLogger("infinity")
-logger.addHandler(logging.NullHandler())
 
 LEVELS: Final = ("debug", "info", "warning", "error")
 
@@ -55,9 +55,28 @@ class _RankFormatter(logging.Formatter):
         return f"{where}infinity {record.levelname.lower()}: {super().format(record)}"
 
 
+class _LastResort(logging.Handler):
+    """Prints warnings to stderr while nobody else takes the log."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers or logger.handlers != [self]:
+            return
+        # The stream of now: programs and tests put others in its place.
+        print(self.format(record), file=sys.stderr, flush=True)
+
+
+def _last_resort() -> logging.Handler:
+    handler = _LastResort(logging.WARNING)
+    handler.setFormatter(_RankFormatter())
+    return handler
+
+
+logger.addHandler(_last_resort())
+
+
 def configure_logging(level: str | None = None) -> None:
     """Send the log to stderr at `level`, else at $INFINITY_LOG; with neither, leave logging as it
-    is.
+    is: warnings go to stderr where no handler takes them.
 
     Calling again changes the level and adds no second handler.
     Raises: ValueError when the level is none of `LEVELS`.
@@ -71,7 +90,9 @@ def configure_logging(level: str | None = None) -> None:
         )
     # A handler of an earlier call is found, so lines are not doubled.
     for handler in logger.handlers:
-        if isinstance(handler.formatter, _RankFormatter):
+        if isinstance(handler, logging.StreamHandler) and isinstance(
+            handler.formatter, _RankFormatter
+        ):
             break
     else:
         handler = logging.StreamHandler()

@@ -158,10 +158,24 @@ def test_a_span_is_recorded_also_when_its_body_raises() -> None:
     assert before <= span.start_ns <= span.end_ns <= now_ns()
 
 
-def test_the_logger_is_silent_until_it_is_asked() -> None:
-    code = "from infinity._src.telemetry import logger; logger.warning('nobody asked')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+def printed(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PATH": "", **environment},
+    )  # fmt: skip
+    return done.stderr
+
+
+def test_warnings_are_printed_where_nobody_takes_them() -> None:
+    code = (
+        "from infinity._src.telemetry import logger; logger.warning('a bad block'); "
+        "logger.info('nobody asked')"
+    )
+    assert printed(code, RANK="1") == "[rank 1] infinity warning: a bad block\n"
+    takes = "import logging; logging.basicConfig(level='ERROR'); "
+    assert printed(takes + code) == ""
+    own = "import logging; logging.getLogger('infinity').addHandler(logging.NullHandler()); "
+    assert printed(own + code) == ""
 
 
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
@@ -169,11 +183,7 @@ def test_infinity_log_prints_with_the_rank_in_front() -> None:
         "from infinity._src.telemetry import configure_logging, logger; configure_logging(); "
         "configure_logging(); logger.info('hello')"
     )
-    environment = {"INFINITY_LOG": "info", "RANK": "3", "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
-    )
-    assert done.stderr == "[rank 3] infinity info: hello\n"
+    assert printed(code, INFINITY_LOG="info", RANK="3") == "[rank 3] infinity info: hello\n"
 
 
 def test_an_unknown_log_level_names_the_variable() -> None:

@@ -117,10 +117,10 @@ class ChunkRepair:
         """Note that faults so far have passed: a step has ended well, or all can be read."""
         self._rounds.clear()
 
-    def mend(self, misread: Mapping[int, Misread]) -> bool:
-        """Make every chunk of their flats readable; their step has been undone. Returns False where
-        one is not, and its drive may answer again later. Blocks. Raises: StatesLost; StateInvalid
-        where states are whole, and their update cannot be made.
+    def mend(self, misread: Mapping[int, Misread], *, of_step: bool = True) -> bool:
+        """Make every chunk of their flats readable; their step has been undone (of_step), or there
+        is none. Returns False where one is not, and its drive may answer again later. Blocks.
+        Raises: StatesLost; StateInvalid where states are whole, and their update cannot be made.
         """
         lost: list[DamagedRange] = []
         cause: AioError | None = None
@@ -133,7 +133,7 @@ class ChunkRepair:
             if id_ in bad:
                 continue
             # The states are whole: what fails lies beside them, such as spilled gradients.
-            if self._rounds[id_] >= ROUNDS_MAX:
+            if of_step and self._rounds[id_] >= ROUNDS_MAX:
                 whole = whole or each
             elif each.stays and self._generation(each.at) != each.generation:
                 self._retire(each.at, each.error)

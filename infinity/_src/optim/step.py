@@ -216,13 +216,20 @@ class StepPipeline:
         """Go back to the states of the last commit on this rank. read: the fault of a gather beside
         `cause`. Returns the error to raise.
         """
-        self.begun = self._unagreed = False
-        self._mode.undone()
         try:
             undone = transaction.undo(cause, self._faults_of_updates, read)
+            # Not before: updates that ran ahead would be committed if nobody knew of them.
+            self.begun = self._unagreed = False
+            self._mode.undone()
         except StateInvalid as lost:
+            self.begun = self._unagreed = False
+            self._mode.undone()
             self.set_fault(lost, final=True)
             self._forget_updates()
+            raise
+        except BaseException:
+            # Interrupted, before the states went back or after: the next call undoes, and tells.
+            self.set_fault(half_done(cause))
             raise
         # Not before: gathers that end meanwhile are excused by the updates that failed.
         self._forget_updates()

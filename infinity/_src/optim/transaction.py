@@ -206,12 +206,15 @@ class Transaction:
         """Mend a chunk that cannot be read, while no step is to be undone: it can be read then.
         Blocks until nothing is in flight. Raises: StateInvalid where it cannot.
         """
-        self._unsharder.mark_stale(self._units)
         self._executor.wait_all()
+        older = self.repair.older_chunks
         misread = self.repair.misread([error])
         # No step comes between, after which the drive would be asked again.
-        while not self.repair.mend(misread):
+        while not self.repair.mend(misread, of_step=False):
             time.sleep(ASKED_AGAIN_S)
+        if self.repair.older_chunks > older:
+            # Not where values are as they were: units in use would be filled anew under autograd.
+            self._unsharder.mark_stale(self._units)
         # It can be read: no later fault is one more of these.
         self.repair.passed()
 

@@ -381,6 +381,7 @@ class StateStore:
         # or the drive's error is raised while nothing has changed.
         if changed and self._executor.stats().kept_chunks:
             self._executor.recover().wait()
+            self.settle_moves()
         # Steps may have exchanged the places since the records were made.
         for index in changed:
             self._look(self._flats[flats[index]])
@@ -604,6 +605,8 @@ class StateStore:
         for _ in range(reads):
             tickets = []
             for at in chunks:
+                if at.id in found:
+                    continue
                 states = range(self._flats[at.flat].format.written_count)
                 job = self.move_chunk(at.flat, at.index, JobKind.FETCH, dict.fromkeys(states, 0))
                 tickets.append((at, job))

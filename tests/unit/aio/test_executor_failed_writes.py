@@ -329,6 +329,18 @@ def test_jobs_that_wait_for_a_slot_fail_when_the_last_one_is_kept(make_rig, rng)
     assert all(same(rig.read(i), values[i]) for i in values)
 
 
+def test_an_update_of_resident_states_takes_gradients_that_were_kept(make_rig, rng):
+    refuses = aio.Seam(fault=aio.Fault("write", 0, persistent=True))
+    rig = make_rig(spilled=True, resident=(0, 1, 2, 3), seam=refuses)
+    states = random_chunk(rng)
+    grad = rng.integers(0x3C00, 0x3F00, NUMEL).astype(np.uint16)
+    rig.store({0: [*states, grad]}, mask=0b1111).wait(20)
+    kept = rig.store({0: [*states, grad]}, mask=0b10000)
+    assert isinstance(outcome(kept), DeviceFailedError)
+    rig.update({0: None}).wait(20)
+    assert not np.array_equal(rig.read(0)[1], states[1])
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_closing_with_something_kept_ends(make_rig, rng, wait):
     rig = failing(make_rig, persistent=True)
