@@ -579,7 +579,7 @@ def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
     killed(train_until_killed, arguments)
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, "train", *arguments, "--resume"],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400", "INFINITY_LOG": "warning"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
         capture_output=True,
         text=True,
         timeout=400,
