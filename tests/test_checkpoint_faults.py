@@ -241,6 +241,40 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         assert run.restore(place).step == 1
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_error_that_was_left_to_wait_is_told_at_the_end_where_nobody_waited(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, waits: bool
+) -> None:
+    model, opt = _batch_norm()
+    for _ in range(2):
+        with LimitedFiles(0):
+            save = inf.save(model, opt, tmp_path / "ckpt")
+            save.leave_error_to_wait()
+            while not save.done:
+                time.sleep(0.01)
+        if waits:
+            with pytest.raises(AioError):
+                save.wait()
+    # The first, where the second began; nothing raises it.
+    told = 0 if waits else 1
+    assert caplog.text.count("no checkpoint of step 0 was written: ") == told
+    inf.handle(model).close()
+    assert caplog.text.count("no checkpoint of step 0 was written: ") == told * 2
+
+
+@pytest.mark.parametrize(
+    "module", ["infinity.integrations._weights", "infinity.compat.deepspeed.checkpoints"]
+)
+def test_a_file_that_torch_cannot_write_leaves_nothing(tmp_path: Path, module: str) -> None:
+    write = pytest.importorskip(module, exc_type=ImportError).save_new
+    path = tmp_path / "model.bin"
+    write(1, path)
+    with LimitedFiles(4096), pytest.raises((OSError, RuntimeError)):
+        write({"a": torch.zeros(1 << 16)}, path)
+    assert [each.name for each in tmp_path.iterdir()] == ["model.bin"]
+    assert torch.load(path) == 1
+
+
 def test_damage_of_what_rests_fails_the_save_and_not_the_checkpoint_before(tmp_path: Path) -> None:
     model = PLAIN.model()
     values = {**TIERS["nvme"], "nvme": tmp_path}

@@ -37,13 +37,19 @@ _PLACING = (
 
 def save_new(value: Any, path: Path) -> None:
     """Write a file by torch.save, whole or not at all. Links of others below its names are not
-    written through, and FIFOs not waited for."""
+    written through, and FIFOs not waited for. Raises: OSError, or torch's RuntimeError for a write
+    that failed; then nothing is left of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)
     # Made here, or not opened.
-    with partial.open("xb") as file:
-        torch.save(value, file)
-    partial.replace(path)
+    file = partial.open("xb")
+    try:
+        with file:
+            torch.save(value, file)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def from_pretrained(cls: Any, directory: Path, policy: inf.Policy, settings: dict[str, Any]) -> Any:

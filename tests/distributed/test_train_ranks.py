@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import re
@@ -23,6 +24,8 @@ pytest.importorskip("transformers")
 from rich.console import Console
 from safetensors.torch import load_file
 
+from infinity._src.checkpoint import save
+from infinity._src.checkpoint.directory import DirectoryLock, newest_generation
 from infinity._src.cli import train as command
 from infinity._src.cli.main import build_parser
 from infinity._src.cli.torchrun import Joined, joined, place_of
@@ -242,6 +245,56 @@ def test_a_fault_in_a_measurement_that_is_made_again_is_no_end(
         assert struck == whole
     weights = [load_file(out / "model.safetensors") for out in outs]
     assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
+
+
+def saving(rank: int, directory: Path, given: list[str]) -> list[str]:
+    """Train in this process. The directory of the second save is locked for the first rank, and the
+    thread of the third gets no memory on the second rank. Returns the warnings of this rank.
+    """
+    options = build_parser().parse_args(given)
+    ranks = Joined(rank, 2, rank, "cpu", dist.distributed_c10d._get_default_store())
+    begin, count, told = command._Run._begin_save, itertools.count(1), list[str]()
+
+    def refused(*_given: Any, **_more: Any) -> Any:
+        raise MemoryError
+
+    def begun(run: Any, step: int) -> None:
+        call = next(count)
+        with contextlib.ExitStack() as faults, pytest.MonkeyPatch.context() as patch:
+            if call == 2 and rank == 0:
+                faults.callback(DirectoryLock(command.save_directory(options)).release)
+            if call == 3 and rank == 1:
+                patch.setattr(save, "slab_buffers", refused)
+            begin(run, step)
+            if run.save is not None:
+                run.save._ended.wait()
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(command._Run, "_begin_save", begun)
+        patch.setattr(command._Run, "_measure_drives", lambda _run: None)
+        patch.setattr(command.log, "warning", lambda text, *more: told.append(text % more))
+        console = Console(file=io.StringIO())
+        assert command._Run(options, console, stack, ranks).run() == 0
+    return told
+
+
+@pytest.mark.ranks
+def test_a_save_that_one_rank_cannot_make_is_a_failed_one_on_both(
+    place: Path, tmp_path: Path
+) -> None:
+    given = arguments(place, tmp_path, "--batch=1", "--save-every=1")
+    told = on_ranks(functools.partial(saving, given=given), tmp_path / "ranks", 2)
+    texts = [
+        ["another save into this directory is under way", "another rank failed to write"],
+        ["another rank cannot save", "MemoryError"],
+    ]
+    for rank in range(2):
+        warned = [text for text in told[rank] if text.startswith("no checkpoint of step ")]
+        assert len(warned) == 2
+        for step, line, text in zip((2, 3), warned, texts[rank], strict=True):
+            assert line.startswith(f"no checkpoint of step {step} was written: {text}")
+    heads = newest_generation(tmp_path / "checkpoint")
+    assert [head.step for head in heads] == [3, 3]
 
 
 # -- the places of ranks ---------------------------------------------------------------------------

@@ -252,6 +252,8 @@ class Save:
         self._error: BaseException | None = None
         # True once the user was told of the error; an untold one is raised by a later call.
         self.told = False
+        # True where only `wait` is to raise the error, and has not done so.
+        self.left = False
 
     @property
     def done(self) -> bool:
@@ -268,12 +270,23 @@ class Save:
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the save into {self.directory} is not done after {timeout} s")
         if self._error is not None:
-            self.told = True
+            self.told, self.left = True, False
             raise self._error
 
     def leave_error_to_wait(self) -> None:
-        """Leave the error of a save that fails to `wait`: no other call raises it."""
-        self.told = True
+        """Leave the error of a save that fails to `wait`: no other call raises it. One warning
+        tells it if the next save begins, or the engine closes, and `wait` was not called.
+        """
+        self.told = self.left = True
+
+    def tell_of_error(self) -> None:
+        """Warn of an error that was left to `wait` and that nobody has heard of, once. Does not
+        block.
+        """
+        if self.left and self.done and self._error is not None:
+            self.left = False
+            text = str(self._error) or type(self._error).__name__
+            log.warning("no checkpoint of step %d was written: %s", self.step, text)
 
     def end(self, error: BaseException | None) -> None:
         """Note that the save has ended, with this error or well."""
@@ -359,6 +372,7 @@ class Saver:
         self.wait_for_last()
         # A save that failed in the background must not go unseen.
         self.raise_fault()
+        self.tell_of_last()
         target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
@@ -393,7 +407,12 @@ class Saver:
                     "inf.save() would save other parameters on some ranks than on others: give "
                     "frozen= alike, and freeze the same parameters on all"
                 )
-            return self._start(captured, target, agreed, step, undo, run)
+            try:
+                return self._start(captured, target, agreed, step, undo, run)
+            except Exception as error:
+                # The others have begun, and would wait for this rank's part.
+                self.comm.report_failure(error)
+                raise
 
     def _differs(self, layout: Layout) -> bool:
         """Return whether ranks would save other parameters. Blocks. Collective."""
@@ -534,11 +553,11 @@ class Saver:
             # Its error is told by `raise_fault` or `Save.wait`, not here.
             with contextlib.suppress(Exception):
                 # Waiting here tells the user nothing.
-                told = self._last.told
+                told, left = self._last.told, self._last.left
                 try:
                     self._last.wait()
                 finally:
-                    self._last.told = told
+                    self._last.told, self._last.left = told, left
 
     def raise_fault(self) -> None:
         """Raise the error of the last save, if it was not raised before. Does not block."""
@@ -546,6 +565,13 @@ class Saver:
             # Told once, then saves go on.
             self._last.told = True
             self._last.wait()
+
+    def tell_of_last(self) -> None:
+        """Warn of the error of the last save where it was left to `Save.wait`, and nobody waited.
+        Does not block.
+        """
+        if self._last is not None:
+            self._last.tell_of_error()
 
 
 def _try_link(

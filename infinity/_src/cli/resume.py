@@ -159,6 +159,14 @@ def _newest(place: Path) -> FoundRun | None:
         return None
 
 
+def newest_step(place: Path) -> int:
+    """Return the step of the newest whole checkpoint; -1 where there is none. Raises: AioError,
+    ChecksumError for one that is damaged.
+    """
+    found = _newest(place)
+    return found.heads[0].step if found is not None else -1
+
+
 def save_directory(options: argparse.Namespace) -> Path:
     """Return the place of checkpoints."""
     directory: Path = options.save_dir or options.out / "checkpoint"

@@ -65,6 +65,7 @@ from infinity._src.cli.resume import (
     Earlier,
     SmallState,
     find_source,
+    newest_step,
     save_directory,
     value_of,
 )
@@ -80,12 +81,26 @@ from infinity._src.step_log import StepMeter
 from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
 from infinity._src.telemetry import configure_logging
 from infinity.aio._swap_file import resolve_directories
-from infinity.errors import AioError, DriveLostError, InfinityError, SlicesError, StepUndone
+from infinity.errors import (
+    AioError,
+    DriveLostError,
+    EngineClosed,
+    InfinityError,
+    ProcessGroupChanged,
+    RankError,
+    SlicesError,
+    StateInvalid,
+    StepUndone,
+)
 
 log = logging.getLogger("infinity")
 
 _FORESEEN = (ValueError, InfinityError, OSError)
 """Errors that are told in one line, beside those of memory that ran out."""
+_SAVE_FAULTS = (OSError, MemoryError, RuntimeError)
+"""Errors of a save after which training goes on; RuntimeError: the system gives no thread."""
+_ENGINE_FAULTS = (StepUndone, StateInvalid, RankError, EngineClosed, ProcessGroupChanged)
+"""Errors that are of the engine, whatever call raises them."""
 _BENCH_BYTES = 512 * MIB
 _UNDONE_MAX = 20
 """So many times a step is undone before the run ends."""
@@ -166,8 +181,7 @@ def _say_error(
             soft_wrap=True,
         )
     who = f"rank {ranks.rank}: " if several and ranks is not None else ""
-    # Some exceptions have no text at all.
-    text = str(error) or type(error).__name__
+    text = _text(error)
     if isinstance(error, DriveLostError):
         text += (
             f". With infinity train: the same command with --resume, and --nvme without "
@@ -177,6 +191,11 @@ def _say_error(
     if is_out_of_memory(error) and not isinstance(error, InfinityError):
         text = _out_of_memory(error, text, options)
     console.print(f"[red]error:[/red] {escape(who + text)}", highlight=False, soft_wrap=True)
+
+
+def _text(error: BaseException) -> str:
+    # Some exceptions have no text at all.
+    return str(error) or type(error).__name__
 
 
 def _is_foreseen(error: BaseException) -> bool:
@@ -321,6 +340,15 @@ class _Run:
     """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
     """
 
+    # The save under way. Here, since `stack` asks for it wherever a run breaks off.
+    save: inf.Save | None = None
+    # The error of the newest save, where it failed.
+    unsaved: Exception | None = None
+    # True once a save of this process has begun.
+    saves = False
+    # The step whose save last met a bad read.
+    misread: int | None = None
+
     def __init__(
         self, options: argparse.Namespace, console: Console, stack: ExitStack, ranks: Joined
     ) -> None:
@@ -385,10 +413,10 @@ class _Run:
         self.last = self.handle.stats()
         self.held_out: list[tuple[int, float]] = []
         self.text_before = ""
-        self.save: inf.Save | None = None
-        self.unsaved: AioError | None = None
         # Loading may need more than training, so each has a peak of its own. 0: not yet known.
         self.peak_before = self.peak_training = 0
+        # Steps whose held-out loss the file has already, of a run that had ended.
+        self.recorded = set[int]()
         self.earlier, self.earlier_records = self._go_on()
         # Also of a run that is stopped, as far as it came.
         stack.callback(self._leave_page)
@@ -417,14 +445,13 @@ class _Run:
             raise
         if not options.no_save:
             self._say(f"the trained model is in {options.out}")
-        if self.unsaved is not None:
-            raise self.unsaved
-        if not self.records:
+        if self.records:
+            summary = self._summary((self.text_before, text_after))
+            self.metrics.add("summary", summary.as_dict())
+            show_summary(self.console, summary)
+        else:
             self._say(f"all {options.steps} steps had been taken already")
-            return 0
-        summary = self._summary((self.text_before, text_after))
-        self.metrics.add("summary", summary.as_dict())
-        show_summary(self.console, summary)
+        self._check_saved()
         return 0
 
     def _make_model(self) -> Any:
@@ -477,11 +504,19 @@ class _Run:
         for note in notes:
             self._say(f"  {note}")
         # Of a run that had ended, the records stay as they are.
-        done = earlier.step >= self.options.steps
-        if done:
+        if earlier.step >= self.options.steps:
+            # No step captures it anew, and a checkpoint that is missing is written with it.
+            self.handle.extra = found.extra
+            if self.ranks.first:
+                self.recorded |= _recorded_losses(self.options.out)
             return earlier, []
         self.metrics.cut(found.step)
         return earlier, _earlier_records(self.options.out) if self.ranks.first else []
+
+    @property
+    def ended(self) -> bool:
+        """True where all steps had been taken before this process."""
+        return bool(self.earlier.step >= self.options.steps)
 
     def _evaluates(self, step: int) -> bool:
         """Return whether the held-out loss is measured between this step and the next."""
@@ -494,42 +529,87 @@ class _Run:
         if not every or (step % every and step < self.options.steps):
             return
         self._end_save()
-        self._begin_save()
+        self._begin_save(step)
 
-    def _begin_save(self) -> None:
-        self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+    def _begin_save(self, step: int) -> None:
+        """Begin to save `step`. One that cannot begin is told of, and has failed; the first of a
+        process raises where steps are left: what stands in its way may be a mistake. Raises:
+        StepUndone.
+        """
+        # Faults of updates are none of the save.
+        self.handle.flush()
+        try:
+            self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
+        # Other ranks have an AioError where one has another: all have to go on alike.
+        except Exception as error:
+            if isinstance(error, _ENGINE_FAULTS) or not (
+                self.saves or step >= self.options.steps
+            ):
+                raise
+            self._save_failed(step, error)
+            return
+        self.saves = True
+        self.unsaved = None
         # `_end_save` asks for its error. Other calls would raise it on each rank somewhere else.
         self.save.leave_error_to_wait()
 
-    def _end_save(self) -> AioError | None:
-        """Wait for the save under way. Returns the error of one that failed, which was told: the
-        checkpoint before is whole, and training goes on. Raises: StepUndone and StateInvalid where
-        it could not read states, as whatever reads them next would.
+    def _end_save(self) -> None:
+        """Wait for the save under way. One that failed is told of: the checkpoint before is whole,
+        and training goes on. Raises: StepUndone and StateInvalid where it could not read states, as
+        whatever reads them next would.
         """
-        if self.save is None:
-            return None
-        try:
-            self.save.wait()
-        except AioError as error:
-            self._tell_of_save()
-            access = self.handle.parts.access
-            # A drive that is gone is told as such.
-            access.check_open()
-            access.read_failed(error)
-            return error
-        self.save = None
-        return None
-
-    def _tell_of_save(self) -> None:
-        """Warn of a save that has failed, once, on each rank of its own error. Does not block."""
         save, self.save = self.save, None
-        # One that waits for ranks that have gone is part of another error.
-        if save is None or not save.done:
+        if save is None:
             return
         try:
             save.wait()
-        except Exception as error:  # noqa: BLE001 - told; what ends the run is another error
-            log.warning("no checkpoint of step %d was written: %s", save.step, error)
+        except _SAVE_FAULTS as error:
+            if isinstance(error, _ENGINE_FAULTS):
+                raise
+            self._save_failed(save.step, error)
+            if not isinstance(error, AioError) or error.op != "read":
+                return
+            # Once: a drive may fail its reads only while a save runs.
+            if self.misread != save.step:
+                self.misread = save.step
+                self.handle.parts.access.read_failed(error)
+
+    def _save_failed(self, step: int, error: Exception) -> None:
+        """Keep and tell the error of a save. Raises what has ended the engine, if that is it."""
+        self.unsaved = error
+        log.warning("no checkpoint of step %d was written: %s", step, _text(error))
+        # A drive or a rank that is gone is told as such.
+        self.handle.parts.access.check_open()
+
+    def _tell_of_save(self) -> None:
+        """Warn of a save that has failed where a run breaks off, if `close` did not. Does not
+        block.
+        """
+        # One that waits for ranks that have gone is part of another error.
+        if self.save is not None:
+            self.save.tell_of_error()
+
+    def _lacks_checkpoint(self) -> bool:
+        """Return whether the checkpoint of a run that had ended is missing, or of an earlier step:
+        its last save failed. Collective.
+        """
+        if not (self.ended and self.options.save_every):
+            return False
+        step = newest_step(save_directory(self.options)) if self.ranks.first else self.earlier.step
+        # All save, or none.
+        (lacks,) = self.ranks.sums(float(step < self.earlier.step))
+        return bool(lacks)
+
+    def _check_saved(self) -> None:
+        """Raise the error of the last save, where it failed."""
+        error = self.unsaved
+        if isinstance(error, AioError):
+            raise error
+        if error is not None:
+            # In one line, whatever it is.
+            raise AioError(
+                f"no checkpoint of step {self.options.steps} was written: {_text(error)}"
+            ) from error
 
     def _train(self, display: StepDisplay) -> str:
         """Measure, take the steps, measure, export, and again from where a fault has undone it.
@@ -560,8 +640,11 @@ class _Run:
                 farthest = max(farthest, step)
                 if undone == _UNDONE_MAX:
                     raise
-                what = f"step {step + 1} is taken" if step < steps else "the end is made"
-                display.say(f"{what} again: {error}")
+                if step < steps:
+                    display.say(f"step {step + 1} is taken again: {error}")
+                else:
+                    # Nothing was undone, as the error itself would say.
+                    display.say(f"the end is made again: {error.__cause__ or error}")
                 self._go_back(step, turns[step])
                 batches = self._batches(step)
                 self.last = self.handle.stats()
@@ -591,11 +674,11 @@ class _Run:
         """
         # The last update belongs to the training, and to its peak.
         self.handle.flush()
-        self.unsaved = None
-        if self._end_save() is not None:
+        self._end_save()
+        if self.unsaved is not None or self._lacks_checkpoint():
             # No later save makes up for this one.
-            self._begin_save()
-            self.unsaved = self._end_save()
+            self._begin_save(self.options.steps)
+            self._end_save()
         self.peak_training = peak_rss_bytes()
         self._measure_held_out(self.options.steps)
         # Before the spans of what follows take the room of the last steps'.
@@ -641,7 +724,8 @@ class _Run:
             torch.cuda.set_rng_state(turn.cuda, self.device)
         self.records = [record for record in self.records if record.step <= step]
         # `cut` drops the held-out loss of this step, too.
-        self.metrics.cut(step)
+        if not self.ended:
+            self.metrics.cut(step)
         self.held_out = [each for each in self.held_out if each[0] < step]
 
     def _take_step(
@@ -773,7 +857,10 @@ class _Run:
         total, count = self.ranks.sums(total, count)
         loss = total / count
         self.held_out.append((step, loss))
-        self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
+        if step not in self.recorded:
+            self.metrics.add("held_out", {"step": step, "loss": loss, "windows": round(count)})
+        if self.ended:
+            self.recorded.add(step)
         return loss
 
     def _continue(self) -> str:
@@ -893,6 +980,12 @@ def _earlier_records(out: Path) -> list[StepRecord]:
         for _, row in read_rows(out / FILE_NAME)
         if row["kind"] == "step"
     ]
+
+
+def _recorded_losses(out: Path) -> set[int]:
+    """Return the steps of which a run has recorded the held-out loss."""
+    rows = [row for _, row in read_rows(out / FILE_NAME) if row["kind"] == "held_out"]
+    return {row["step"] for row in rows}
 
 
 def peak_rss_bytes() -> int:

@@ -217,11 +217,17 @@ def consolidated(module: torch.nn.Module, *, frozen: bool) -> dict[str, torch.Te
 
 def save_new(value: Any, path: Path) -> None:
     """Write a file by torch.save, whole or not at all, also where several ranks write it. A link of
-    its name is replaced, and not written through. Raises: OSError."""
+    its name is replaced, and not written through. Raises: OSError, or torch's RuntimeError for a
+    write that failed; then nothing is left of it."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with open_new(partial) as file:
-        torch.save(value, file)
-    partial.replace(path)
+    file = open_new(partial)
+    try:
+        with file:
+            torch.save(value, file)
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def save_weights(

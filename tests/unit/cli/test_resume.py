@@ -10,11 +10,13 @@ import itertools
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,9 @@ from safetensors.torch import load_file  # noqa: E402
 
 from infinity._src import engine  # noqa: E402
 from infinity._src.bench.swap import SwapTask, measure_swap  # noqa: E402
-from infinity._src.checkpoint import run_fill  # noqa: E402
+from infinity._src.checkpoint import run_fill, save  # noqa: E402
 from infinity._src.checkpoint.directory import (  # noqa: E402
+    DirectoryLock,
     file_name,
     newest_generation,
     write_attachment,
@@ -42,7 +45,7 @@ from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E402
 from infinity.aio import Fault, Seam  # noqa: E402
-from infinity.errors import AioError  # noqa: E402
+from infinity.errors import AioError, StepUndone  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
 from tests.places import place_in  # noqa: E402
 from tests.reading import Counted  # noqa: E402
@@ -299,8 +302,8 @@ def test_a_save_that_is_the_first_to_meet_damage_takes_the_step_again(
     drive.mkdir()
     begin = command._Run._begin_save
 
-    def ended(run: Any) -> None:
-        begin(run)
+    def ended(run: Any, step: int) -> None:
+        begin(run, step)
         # In a longer pass it has read all before the next step writes.
         run.save._ended.wait()
 
@@ -329,8 +332,8 @@ def test_a_save_that_fails_is_told_of_and_made_up_for_or_ends_the_command_badly(
     drive.mkdir()
     begin = command._Run._begin_save
 
-    def ended(run: Any) -> None:
-        begin(run)
+    def ended(run: Any, step: int) -> None:
+        begin(run, step)
         run.save._ended.wait()
         if calls == [2]:
             run.handle.parts.tiers.executor.set_seam(Seam())
@@ -354,6 +357,242 @@ def test_a_save_that_fails_is_told_of_and_made_up_for_or_ends_the_command_badly(
     assert newest_generation(out / "checkpoint")[0].step == 4
     weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@contextlib.contextmanager
+def no_file_grows() -> Iterator[None]:
+    """Have every write fail as on a full drive: EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@contextlib.contextmanager
+def no_thread_starts() -> Iterator[None]:
+    """Have the system give a save no thread."""
+    start = threading.Thread.start
+
+    def started(thread: threading.Thread) -> None:
+        if thread.name == "infinity-save":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started)
+        yield
+
+
+@contextlib.contextmanager
+def no_memory_is_left() -> Iterator[None]:
+    """Have the thread of a save get no buffers."""
+
+    def refused(*_given: Any, **_more: Any) -> Any:
+        raise MemoryError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "slab_buffers", refused)
+        yield
+
+
+def saves_fail(
+    monkeypatch: pytest.MonkeyPatch, calls: Collection[int], fault: Any
+) -> list[tuple[int, int]]:
+    """Let saves of the command fail that begin for the so manieth time. Returns a list to which
+    each adds its number and its step."""
+    begin, begun = command._Run._begin_save, list[tuple[int, int]]()
+
+    def ended(run: Any, step: int) -> None:
+        # What is committed now is not the save's.
+        run.handle.flush()
+        begun.append((len(begun) + 1, step))
+        with fault(run) if len(begun) in calls else contextlib.nullcontext():
+            begin(run, step)
+            if run.save is not None:
+                run.save._ended.wait()
+
+    monkeypatch.setattr(command._Run, "_begin_save", ended)
+    return begun
+
+
+def end_again(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Let the end meet a fault, in the so manieth sample of the text."""
+    original, count = command._Run._continue, itertools.count(1)
+
+    def met(run: Any) -> str:
+        if next(count) == call:
+            undone = StepUndone("an optimizer update failed; take the step's batches again")
+            raise undone from AioError("a drive had a fault")
+        return original(run)
+
+    monkeypatch.setattr(command._Run, "_continue", met)
+
+
+@pytest.mark.parametrize("succeeds", [True, False])
+def test_a_last_save_that_failed_is_not_forgotten_where_the_end_is_made_again(
+    place: Path, tmp_path: Path, succeeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [*common(place), "--out", str(tmp_path), "--save-every", "2"]
+    failing = [3, 4] if succeeds else [3, 4, 5]
+    begun = saves_fail(monkeypatch, failing, lambda _run: no_file_grows())
+    end_again(monkeypatch, 2)
+    status, shown = train(arguments)
+    assert [step for _, step in begun] == [2, 4, STEPS, STEPS, STEPS]
+    assert re.search(r"the end is made again: a drive had a fault\s*\n", shown)
+    assert status == (0 if succeeds else 1), shown
+    assert newest_generation(tmp_path / "checkpoint")[0].step == (STEPS if succeeds else 4)
+    is_whole(place, tmp_path)
+
+
+def locked(run: Any) -> contextlib.AbstractContextManager[object]:
+    """Have another save hold the directory."""
+    directory = command.save_directory(run.options)
+    directory.mkdir(parents=True, exist_ok=True)
+    stack = contextlib.ExitStack()
+    stack.callback(DirectoryLock(directory).release)
+    return stack
+
+
+OBSTACLES = {
+    "a lock": (locked, [2], "another save into this directory is under way"),
+    "no thread": (lambda _run: no_thread_starts(), [2], "can't start new thread"),
+    "no memory": (lambda _run: no_memory_is_left(), [3, 4], "MemoryError"),
+    "a lock at the end": (locked, [3, 4], "another save into this directory is under way"),
+}
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_whatever_stops_a_save_training_goes_on(
+    place: Path, tmp_path: Path, obstacle: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    fault, calls, text = OBSTACLES[obstacle]
+    begun = saves_fail(monkeypatch, calls, fault)
+    status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "2"])
+    last = calls[-1] == 4
+    step = STEPS if last else 4
+    assert caplog.text.count(f"no checkpoint of step {step} was written: {text}") == len(calls)
+    assert [step for _, step in begun] == [2, 4, STEPS, *([STEPS] if last else [])]
+    assert status == (1 if last else 0), shown
+    assert not last or f"error: {'' if 'lock' in obstacle else 'no checkpoint'}" in shown
+    assert newest_generation(tmp_path / "checkpoint")[0].step == (4 if last else STEPS)
+    is_whole(place, tmp_path)
+
+
+def test_a_first_save_that_cannot_begin_ends_the_command(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves_fail(monkeypatch, [1], locked)
+    status, shown = train([*common(place), "--out", str(tmp_path), "--save-every", "1"])
+    assert status == 1
+    assert "error: another save into this directory is under way" in shown
+    assert [row["step"] for row in records(tmp_path, "step")] == [1]
+
+
+def test_an_error_before_the_first_step_is_told_as_it_is(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_given: Any, **_more: Any) -> Any:
+        raise AioError("a drive had a fault")
+
+    monkeypatch.setattr(command.inf, "AdamW", refused)
+    status, shown = train([*common(place), "--out", str(tmp_path)])
+    assert status == 1
+    assert "error: a drive had a fault" in shown
+
+
+def test_a_read_that_fails_in_saves_alone_undoes_their_step_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+
+    @contextlib.contextmanager
+    def unreadable(run: Any) -> Iterator[None]:
+        executor = run.handle.parts.tiers.executor
+        found = place_in(run.handle, 2, unit=3)
+        start, stop = found.offset, found.offset + 4096
+        executor.set_seam(Seam(fault=Fault("read", 0, persistent=True, start=start, stop=stop)))
+        yield
+        executor.set_seam(Seam())
+
+    begun = saves_fail(monkeypatch, [2, 3], unreadable)
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min --generations 2".split()
+    status, shown = train([*common(place), "--out", str(out), *on_nvme, "--save-every", "2"])
+    assert status == 0, shown
+    assert [step for _, step in begun] == [2, 4, 4, STEPS]
+    assert re.findall(r"step (\d) is taken again", shown) == ["4"]
+    assert caplog.text.count("no checkpoint of step 4 was written: chunk ") == 2
+    is_whole(place, out)
+
+
+def test_a_durable_run_that_had_ended_makes_up_for_its_last_save_and_keeps_its_records(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    durable = f"--durable --params nvme --optim nvme --nvme {drive} --ram min".split()
+    arguments = [*common(place), "--out", str(out), *durable, "--save-every", "2"]
+    with monkeypatch.context() as patch:
+        saves_fail(patch, [3, 4], lambda _run: no_file_grows())
+        status, shown = train(arguments)
+    assert status == 1, shown
+    assert newest_generation(out / "checkpoint")[0].step == 4
+    before = [records(out, kind) for kind in ("step", "held_out", "summary")]
+    assert [len(rows) for rows in before] == [STEPS, 3, 1]
+    # The text before is known: the first sample is that of the end.
+    end_again(monkeypatch, 1)
+    begun = saves_fail(monkeypatch, [], None)
+    for again in (1, 0):
+        status, shown = train([*arguments, "--resume"])
+        assert status == 0, shown
+        assert shown.count("the end is made again: a drive had a fault") == again
+        assert f"all {STEPS} steps had been taken already" in shown
+        assert [records(out, kind) for kind in ("step", "held_out", "summary")] == before
+        # The second finds it.
+        assert begun == [(1, STEPS)]
+        assert newest_generation(out / "checkpoint")[0].step == STEPS
+    is_whole(place, out)
+    # It is one to go on from.
+    shutil.rmtree(drive / "infinity-run")
+    status, shown = train([*arguments, "--resume"])
+    assert status == 0, shown
+    assert f"going on after step {STEPS}, from {out / 'checkpoint'}" in shown
+
+
+LIMITED = (
+    "import resource, runpy, sys; sys.modules['plotly'] = None; "
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
+    "runpy.run_module('infinity', run_name='__main__')"
+)
+"""The command where no file can be longer than 1 MiB: the exported weights are shorter, states in
+a checkpoint are not. Nor is the page of a run, which has the whole of plotly."""
+
+
+def test_a_drive_that_is_full_for_the_last_saves_is_told_of_on_stderr(
+    place: Path, tmp_path: Path
+) -> None:
+    arguments = [*common(place), "--out", str(tmp_path), "--params=cpu", "--optim=cpu"]
+    arguments += ["--save-every", "2"]
+    killed(train_until_killed, arguments)
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, "train", *arguments, "--resume"],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "400"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    # The save of step 4 may have been under way.
+    found = re.search(r"going on after step ([24]), from ", done.stdout)
+    assert found, done.stdout
+    assert done.stderr.count(f"no checkpoint of step {STEPS} was written: no room for a ") == 2
+    assert "error: no room for a checkpoint of" in done.stdout
+    assert newest_generation(tmp_path / "checkpoint")[0].step == int(found[1])
+    is_whole(place, tmp_path)
 
 
 def test_a_damaged_commit_is_passed_over_on_request(place: Path, tmp_path: Path) -> None:
