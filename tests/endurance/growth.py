@@ -132,7 +132,8 @@ def train(mode: str, place: Path, steps: int, rank: int) -> Iterator[dict[str, i
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if "saves" in mode and index % SAVE_EVERY == 0:
+        # Not before a look: a save that has just ended holds a file more than one of a while ago.
+        if "saves" in mode and index % SAVE_EVERY == 0 and index not in looks:
             if save is not None:
                 save.wait()
             save = inf.save(model, optimizer, place / "saved")
