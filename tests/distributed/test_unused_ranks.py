@@ -457,4 +457,5 @@ def test_a_step_costs_the_same_for_each_unit_however_many_there_are(tmp_path: Pa
         # A gather and a reduction of each unit.
         assert some[0] - few[0] == 2 * 8
         assert many[0] - some[0] == 2 * 16
-        assert many[1] - some[1] <= 1.1 * 2 * (some[1] - few[1]), found
+        # With room for the calls of waits, of which a busy machine makes more.
+        assert many[1] - some[1] <= 1.3 * 2 * (some[1] - few[1]), found
