@@ -3,6 +3,7 @@ is never written again."""
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 
 import infinity as inf
 from infinity._src.engine import offload
+from infinity.aio import SwapFile
 from tests import models
 from tests.marks import mostly_slow
 from tests.test_durable import STEPS, assert_same, made, policy, train, undisturbed, values_of
@@ -63,6 +65,20 @@ def test_every_checkpoint_stays_what_it_was_while_training_goes_on(tmp_path, fac
         assert [
             name for name, value in seen[step][1].items() if not torch.equal(value, again[1][name])
         ] == []
+
+
+def test_files_that_are_given_up_are_no_objects_any_more(tmp_path):
+    model, optimizer = made(tmp_path)
+    counts = []
+    for _ in range(3):
+        for _ in range(2):
+            inf.save(model, optimizer, tmp_path / "kept").wait()
+            train(model, optimizer, 0, 1)
+        inf.handle(model).flush()
+        gc.collect()
+        counts.append(sum(isinstance(each, SwapFile) for each in gc.get_objects()))
+    assert counts[1] == counts[2]
+    inf.handle(model).close()
 
 
 def test_files_come_and_go(tmp_path):

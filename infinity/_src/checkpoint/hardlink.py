@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from infinity._src.checkpoint.directory import remove, typed_errors
-from infinity._src.checkpoint.run_files import RunFiles, unlink_states
+from infinity._src.checkpoint.run_files import RunFiles
 from infinity._src.memory.swap_space import ExtentRequest, SwapSpace
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat
@@ -218,8 +218,7 @@ class PinnedLayers:
             for drive in range(len(files)):
                 self._executor.remove_file(drive, layer)
             self._space.remove_layer(layer)
-            # The run's name only: the checkpoint's keeps the bytes.
-            unlink_states(Path(file.path) for file in files)
+            self._files.give_up(files)
             self._layers.discard(layer)
 
 

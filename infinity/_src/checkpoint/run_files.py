@@ -109,6 +109,8 @@ class RunFiles:
         self.layers: dict[int, list[SwapFile]] = {}
         """The states files, by layer of the swap space and drive. Set with the layers."""
         self._made: list[list[SwapFile]] = []
+        # Of all that were made, also of those that are given up: each has a name of its own.
+        self._made_count = 0
         # By the first directory: on other drives several runs may share one infinity-run.
         self._sum = sum_of(self.home)
         self.copies = [copy_in(run, self.home) for run in self.directories[1:]]
@@ -146,8 +148,9 @@ class RunFiles:
     def add(self) -> list[SwapFile]:
         """Make new states files, one on each drive. Raises: AioError, SwapFullError."""
         self._made.append([])
+        self._made_count += 1
         for drive, directory in enumerate(self.directories):
-            name = f"states-{self._id}-{len(self._made)}.rank{self.rank}"
+            name = f"states-{self._id}-{self._made_count}.rank{self.rank}"
             self._made[-1].append(SwapFile.durable(directory, name))
             # `directory` may have been made just now: its own name must survive a crash, too.
             sync_directory(directory.parent)
@@ -156,6 +159,12 @@ class RunFiles:
                 here = self._links[drive - 1]
                 make_copy(self.copies[drive - 1], self.home, self._drives(), self.rank, here=here)
         return self._made[-1]
+
+    def give_up(self, files: Sequence[SwapFile]) -> None:
+        """Take the run's names from states files that are closed."""
+        # The run's names only: those that a checkpoint has keep the bytes.
+        unlink_states(Path(file.path) for file in files)
+        self._made = [made for made in self._made if made is not files]
 
     def check_place(self) -> None:
         """Raise AioError where the home is no longer the directory whose lock is held here: another
