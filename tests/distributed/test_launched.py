@@ -99,6 +99,7 @@ def test_torchrun_trains_one_model_or_none(first: str, tmp_path: Path) -> None:
 
 def group_since(rank: int, place: Path) -> list[str]:
     """Offload without a group, and go on when there is one. Returns the messages."""
+    dist.barrier()  # the other rank may still be joining the first
     dist.destroy_process_group()
     model, optimizer = make()
     train(model, optimizer, rank)
