@@ -125,7 +125,9 @@ def test_a_killed_run_is_restored_beside_its_committed_states_alone(
     assert states(*places).keys() & before.keys() == kept
     both = sum(before.values())
     beside = sum(before[path] for path in kept)
-    assert sum(states(*places).values()) == pytest.approx(both + beside, rel=0.01)
+    # Besides the bytes, a file system takes a block for the list of a file's extents.
+    now = states(*places)
+    assert sum(now.values()) == pytest.approx(both + beside, abs=4096 * len(now))
     committed = 2 if amid == "step" else 3
     assert inf.restore(model, optimizer, places[0]).step == committed
     assert sum(states(*places).values()) == pytest.approx(both, rel=0.05)

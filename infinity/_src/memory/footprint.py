@@ -21,8 +21,8 @@ SECOND_PLACE_BYTES = 220
 UNIT_BYTES = 16_000
 """A unit of one parameter and its optimizer's entry: modules, hooks, layouts, records."""
 
-STEP_CHUNK_BYTES = 776
-"""A chunk whose update is on its way: a job of the executor (736) and its segment. These are all
+STEP_CHUNK_BYTES = 840
+"""A chunk whose update is on its way: a job of the executor (800) and its segment. These are all
 chunks of the rank where `opt.step()` submits all updates; where backward uses up the gradients,
 those of a few units."""
 
