@@ -61,8 +61,11 @@ class _LastResort(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or logger.handlers != [self]:
             return
-        # The stream of now: programs and tests put others in its place.
-        print(self.format(record), file=sys.stderr, flush=True)
+        # A log that cannot be written (a full disk, a closed stream) ends no run: a warning may
+        # come amid the undo of a step. The stream of now: programs put others in its place.
+        with contextlib.suppress(OSError, ValueError):
+            if sys.stderr is not None:
+                print(self.format(record), file=sys.stderr, flush=True)
 
 
 def _last_resort() -> logging.Handler:

@@ -178,6 +178,18 @@ def test_warnings_are_printed_where_nobody_takes_them() -> None:
     assert printed(own + code) == ""
 
 
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_a_log_that_cannot_be_written_raises_nothing(stderr: str) -> None:
+    code = "from infinity._src.telemetry import logger; logger.warning('lost'); print('went on')"
+    if stderr == "closed":
+        code = f"import sys; sys.stderr.close(); {code}"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=True
+        )
+    assert done.stdout == "went on\n"
+
+
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
     code = (
         "from infinity._src.telemetry import configure_logging, logger; configure_logging(); "
