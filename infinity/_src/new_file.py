@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,3 +31,20 @@ def write_new(path: Path, data: bytes | str) -> None:
     """Write a new file of this name whole, text as UTF-8. Raises: as `open_new`."""
     with open_new(path) as file:
         file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file beside `path`, open to write, which takes the place of `path` when the block
+    has ended well; after an error nothing is left of it. Each process has a name of its own.
+    Raises: as `open_new`.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    file = open_new(partial)
+    try:
+        with file:
+            yield file
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import infinity as inf
-from infinity._src.new_file import open_new, write_new
+from infinity._src.new_file import replaced, write_new
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
@@ -219,15 +219,8 @@ def save_new(value: Any, path: Path) -> None:
     """Write a file by torch.save, whole or not at all, also where several ranks write it. A link of
     its name is replaced, and not written through. Raises: OSError, or torch's RuntimeError for a
     write that failed; then nothing is left of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    file = open_new(partial)
-    try:
-        with file:
-            torch.save(value, file)
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+    with replaced(path) as file:
+        torch.save(value, file)
 
 
 def save_weights(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob, group_units
-from infinity._src.new_file import write_new
+from infinity._src.new_file import replaced
 from infinity._src.progress import ProgressLine
 from infinity._src.sizes import parse_size
 from infinity.compat.deepspeed import comm
@@ -167,15 +167,11 @@ def _write(tensors: StateDict, path: Path, *, safe: bool) -> None:
         save_new(tensors, path)
         return
     # Whole or not at all, also where several ranks write it.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    # Made here: a link of that name would be written through.
-    write_new(partial, "")
-    save_file(tensors, partial, metadata={"format": "pt"})
-    partial.replace(path)
+    with replaced(path) as file:
+        save_file(tensors, file.name, metadata={"format": "pt"})
 
 
 def _write_index(path: Path, places: dict[str, str], size_bytes: int) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     found = {"metadata": {"total_size": size_bytes}, "weight_map": places}
-    write_new(partial, json.dumps(found, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    with replaced(path) as file:
+        file.write((json.dumps(found, indent=2, sort_keys=True) + "\n").encode())
