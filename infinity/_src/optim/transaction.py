@@ -209,12 +209,14 @@ class Transaction:
         self._executor.wait_all()
         older = self.repair.older_chunks
         misread = self.repair.misread([error])
-        # No step comes between, after which the drive would be asked again.
-        while not self.repair.mend(misread, of_step=False):
-            time.sleep(ASKED_AGAIN_S)
-        if self.repair.older_chunks > older:
+        try:
+            # No step comes between, after which the drive would be asked again.
+            while not self.repair.mend(misread, of_step=False):
+                time.sleep(ASKED_AGAIN_S)
+        finally:
             # Not where values are as they were: units in use would be filled anew under autograd.
-            self._unsharder.mark_stale(self._units)
+            if self.repair.older_chunks > older:
+                self._unsharder.mark_stale(self._units)
         # It can be read: no later fault is one more of these.
         self.repair.passed()
 

@@ -419,15 +419,13 @@ class StateStore:
         self._before_write()
         # A durable run compares it to learn whether there is anything to commit.
         self.writes += 1
-        # Read once: another thread may call `guard` meanwhile.
-        reader = self._reader
-        if reader is not None:
-            reader.before_write(flats)
+        self.wait_for_reader(flats)
 
     def wait_for_reader(self, flats: Sequence[Flat]) -> None:
         """Return when a save under way has read the states of these flats, whose live places are
         about to change. Blocks.
         """
+        # Read once: another thread may call `guard` meanwhile.
         reader = self._reader
         if reader is not None:
             reader.before_write(flats)
