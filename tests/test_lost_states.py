@@ -46,6 +46,14 @@ def step(model: Any, optimizer: Any, batch: Any) -> float:
     return loss.item()
 
 
+def taken_three(place: Path, **values: Any) -> tuple[Any, Any]:
+    """A model that has taken three steps."""
+    model, optimizer = made(place, **values)
+    for batch in models.token_batches(STEPS)[:3]:
+        step(model, optimizer, batch)
+    return model, optimizer
+
+
 def values_of(model: Any) -> Values:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -112,9 +120,7 @@ def test_a_bad_area_of_many_chunks_is_met_as_one(
     losses, values, _ = reference()
     batches = models.token_batches(STEPS)
     with slopes.tiny_chunks():
-        model, optimizer = made(tmp_path)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+        model, optimizer = taken_three(tmp_path)
     section = 0 if what == "parameters" else 2
     chunks = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
     assert len(chunks) > 3
@@ -143,9 +149,7 @@ def test_a_read_that_passes_by_the_time_of_the_undo_costs_no_place(
 ) -> None:
     losses, _, _ = reference()
     batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, optimizer = taken_three(tmp_path)
     (at, *_) = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
     error = AioError("read", errno=errno.EIO, path=str(tmp_path), op="read", chunk=at.id)
     with pytest.raises(StepUndone):
@@ -228,9 +232,7 @@ def test_an_undo_for_an_update_mends_what_a_gather_met_beside_it(
 ) -> None:
     losses, _, _ = reference()
     batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, optimizer = taken_three(tmp_path)
     spoil(model, place_of(model, 0))
     (at, *_) = inf.handle(model).parts.tiers.store.chunks_of(first_flat(model))
     of_update = AioError("write", errno=errno.EIO, path=str(tmp_path), op="write", chunk=0)
@@ -246,9 +248,7 @@ def test_states_that_are_nowhere_else_are_named_by_one_error_that_stays(
     tmp_path: Path, how: str
 ) -> None:
     batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, optimizer = taken_three(tmp_path)
     place = place_of(model, 2)
     if how == "spoilt":
         spoil(model, place)
@@ -279,9 +279,7 @@ def test_older_states_stand_for_those_that_are_lost(
 ) -> None:
     _, _, states = reference()
     batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path, damaged="from-older", durable=durable)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, optimizer = taken_three(tmp_path, damaged="from-older", durable=durable)
     place = place_of(model, 2)
     spoil(model, place)
     with caplog.at_level(logging.WARNING), pytest.raises(StepUndone):
@@ -368,10 +366,7 @@ def test_no_undo_goes_back_behind_a_restore(tmp_path: Path) -> None:
 
 def test_a_save_under_way_has_its_step_though_that_is_undone(tmp_path: Path) -> None:
     _, values, _ = reference()
-    batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path)
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, optimizer = taken_three(tmp_path)
     # A gather's fault undoes the third step while its save has read next to nothing.
     executor_of(model).set_seam(Seam(read_bytes_per_s=1e6))
     save = inf.save(model, optimizer, tmp_path / "save")
@@ -461,10 +456,7 @@ def test_older_states_want_two_generations_and_full_checks() -> None:
 def test_older_states_are_not_taken_while_the_last_can_be_read(tmp_path: Path) -> None:
     """Spilled gradients that cannot be read are no lost states."""
     _, _, states = reference()
-    batches = models.token_batches(STEPS)
-    model, optimizer = made(tmp_path, damaged="from-older")
-    for batch in batches[:3]:
-        step(model, optimizer, batch)
+    model, _held = taken_three(tmp_path, damaged="from-older")
     repair = inf.handle(model).pipeline.transaction.repair
     (flat, *_) = inf.handle(model).parts.split.units[1].flats
     chunk = int(inf.handle(model).parts.tiers.store[flat].ids[-1])

@@ -295,19 +295,26 @@ def test_a_fault_after_the_last_step_takes_it_again(
     is_whole(place, out)
 
 
+def wait_for_saves(monkeypatch: pytest.MonkeyPatch, *, good_again: bool = False) -> None:
+    """Let each save end before training goes on: in a longer pass it has read all before the next
+    step writes. good_again: nothing fails any more then."""
+    begin = command._Run._begin_save
+
+    def ended(run: Any, step: int) -> None:
+        begin(run, step)
+        run.save._ended.wait()
+        if good_again:
+            run.handle.parts.tiers.executor.set_seam(Seam())
+
+    monkeypatch.setattr(command._Run, "_begin_save", ended)
+
+
 def test_a_save_that_is_the_first_to_meet_damage_takes_the_step_again(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     out, drive = tmp_path / "out", tmp_path / "drive"
     drive.mkdir()
-    begin = command._Run._begin_save
-
-    def ended(run: Any, step: int) -> None:
-        begin(run, step)
-        # In a longer pass it has read all before the next step writes.
-        run.save._ended.wait()
-
-    monkeypatch.setattr(command._Run, "_begin_save", ended)
+    wait_for_saves(monkeypatch)
     on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min --generations 2".split()
     arguments = [*common(place), "--out", str(out), *on_nvme, "--save-every", "2"]
     # The saves of steps 2, 4, 4 again, 6 and 6 again. Moments, which no gather reads.
@@ -330,15 +337,7 @@ def test_a_save_that_fails_is_told_of_and_made_up_for_or_ends_the_command_badly(
     """With one generation no step is undone. Here the step after the save brings all values."""
     out, drive = tmp_path / "out", tmp_path / "drive"
     drive.mkdir()
-    begin = command._Run._begin_save
-
-    def ended(run: Any, step: int) -> None:
-        begin(run, step)
-        run.save._ended.wait()
-        if calls == [2]:
-            run.handle.parts.tiers.executor.set_seam(Seam())
-
-    monkeypatch.setattr(command._Run, "_begin_save", ended)
+    wait_for_saves(monkeypatch, good_again=calls == [2])
     on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
     arguments = [*common(place), "--out", str(out), *on_nvme, "--save-every", "2"]
     part = (command._Run, "_begin_save")
