@@ -185,9 +185,12 @@ def test_a_log_that_cannot_be_written_raises_nothing(stderr: str) -> None:
         code = f"import sys; sys.stderr.close(); {code}"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=full, text=True, check=True
-        )
+            [sys.executable, "-c", code],
+            stdout=subprocess.PIPE, stderr=full, text=True, check=False,
+        )  # fmt: skip
     assert done.stdout == "went on\n"
+    # 120: Python's own word that it could not flush the stream at its exit.
+    assert done.returncode in (0, 120)
 
 
 def test_infinity_log_prints_with_the_rank_in_front() -> None:
