@@ -25,6 +25,8 @@ SET_UP_FROM    := pyproject.toml setup.cfg $(PINS) $(NATIVE_SOURCES)
 export OMP_NUM_THREADS ?= 2
 # A waiting thread that turns in a loop holds a core that others want.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Without bytecode on disk, each process that a test starts compiles torch again: 6 s of a core.
+unexport PYTHONDONTWRITEBYTECODE
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
