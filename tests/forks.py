@@ -11,8 +11,11 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import subprocess
 import sys
 import tempfile
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -26,22 +29,51 @@ FORKSERVER.set_forkserver_preload(
 def in_a_fork(module: str, *arguments: object, **environment: str) -> str:
     """Standard output of `python -m module arguments`, which must succeed; for what must be alone
     in its process."""
+    done = _run(_run_module, module, arguments, environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -c code arguments`. What torch and transformers import is imported, and the exit
+    runs no `atexit`."""
+    return _run(_run_code, textwrap.dedent(code), arguments, environment)
+
+
+def _run(
+    run: Callable[[str], object],
+    what: str,
+    arguments: tuple[object, ...],
+    environment: dict[str, str],
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as place:
-        given = (module, list(map(str, arguments)), {**os.environ, **environment}, place)
-        process = FORKSERVER.Process(target=_main, args=given)
+        given = [what, *map(str, arguments)]
+        process = FORKSERVER.Process(
+            target=_main, args=(run, given, {**os.environ, **environment}, place)
+        )
         process.start()
         process.join(300)
         process.kill()  # if it has not ended by now
         process.join()
         output, errors = (Path(place, name).read_text() for name in ("output", "errors"))
-        assert process.exitcode == 0, errors[-4000:]
-        return output
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(given, process.exitcode, output, errors)
 
 
-def _main(module: str, arguments: list[str], environment: dict[str, str], place: str) -> None:
+def _run_module(name: str) -> None:
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _run_code(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+
+
+def _main(
+    run: Callable[[str], object], given: list[str], environment: dict[str, str], place: str
+) -> None:
     for name, number in (("output", 1), ("errors", 2)):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT), number)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    sys.argv = given
+    run(given[0])

@@ -9,8 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ from infinity._src.engine import offload
 from infinity.aio import Fault, Seam, Ticket
 from infinity.aio._handles import JobTicket
 from infinity.errors import AioError, ChecksumError, StateInvalid, SwapFullError
-from tests import models
+from tests import forks, models
 from tests.test_checkpoint import PLAIN, TIERS, Run, policy
 
 
@@ -317,15 +315,10 @@ inf.save(model, opt, place, extra={"save": 2}).wait()
 
 def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     survivors = {"before the commit": 1, "after the commit": 2}
-    running = {}
-    for when in survivors:  # beside each other: they start slowly
-        command = [sys.executable, "-c", KILLED, str(tmp_path / when), str(tmp_path), when]
-        root = Path(__file__).parents[1]
-        running[when] = subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True)
-    for when, process in running.items():
-        _, told = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, told
-        check_survivor(tmp_path / when, survivors[when])
+    for when, survives in survivors.items():
+        done = forks.run_code(KILLED, tmp_path / when, tmp_path, when)
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        check_survivor(tmp_path / when, survives)
 
 
 def check_survivor(place: Path, survives: int) -> None:

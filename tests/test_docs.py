@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import io
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +14,7 @@ import pytest
 
 import infinity as inf
 from infinity import errors
+from infinity._src.cli.main import main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -184,11 +185,11 @@ def test_the_guide_lists_every_error() -> None:
 
 
 def help_of(command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "infinity", *command.split(), "--help"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return done.stdout
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert not ended.value.code
+    return shown.getvalue()
 
 
 COMMANDS = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import infinity as inf
 from infinity._src.checkpoint.directory import newest_generation
 from infinity._src.engine import offload
 from infinity.errors import AioError
-from tests import models
+from tests import forks, models
 from tests.crashes import Net, digest, step
 from tests.test_durable_faults import close, die, made, run_files, wanted
 
@@ -115,9 +113,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
         "from tests.test_durable_faults import made; from pathlib import Path; "
         f"made(Path({str(tmp_path)!r}))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = forks.run_code(code)
     assert "AioError" in done.stderr, done.stderr
     assert "is held by" in done.stderr
     with pytest.raises(AioError) as caught:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint.deepspeed import Pieces, ShardedCheckpoint
+from tests import forks
 from tests.data.deepspeed import make
 from tests.test_interchange import assert_same, states_of
 
@@ -356,9 +355,7 @@ def test_a_few_tensors_are_in_memory_and_not_the_checkpoint(tmp_path: Path) -> N
     model["param_shapes"] = [{f"p.{at}": torch.Size(shape) for at, shape in enumerate(group)}]
     torch.save(model, path)
     size_bytes = sum(file.stat().st_size for file in tmp_path.iterdir())
-    done = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = forks.run_code(PEAK, tmp_path)
     assert done.returncode == 0, done.stderr
     largest = 4 << 20
     assert size_bytes > 30 * largest

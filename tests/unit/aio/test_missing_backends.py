@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.unit.aio.child import ROOT
+from tests import forks
 
 WITHOUT_LIBURING = (
     "import sys; sys.modules['liburing'] = None; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
@@ -16,21 +12,12 @@ WITHOUT_LIBURING = (
 ONE = "tests/unit/aio/test_executor_jobs.py::test_a_submission_of_nothing_is_done"
 
 
-def run_tests(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    clean = {key: value for key, value in os.environ.items() if not key.startswith("INFINITY_")}
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIBURING, "-q", "-p", "no:cacheprovider", ONE],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env={**clean, **environment},
-    )
-
-
 @pytest.mark.parametrize("accepted", ["", pytest.param("io_uring", marks=pytest.mark.slow)])
 def test_a_backend_that_is_not_tested_is_named_and_fails_the_run_unless_accepted(accepted):
-    done = run_tests({"INFINITY_REQUIRE_BACKENDS": "1", "INFINITY_WITHOUT_BACKENDS": accepted})
+    done = forks.run_code(
+        WITHOUT_LIBURING, "-q", "-p", "no:cacheprovider", ONE,
+        INFINITY_REQUIRE_BACKENDS="1", INFINITY_WITHOUT_BACKENDS=accepted,
+    )  # fmt: skip
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert "NOT TESTED: io_uring: the package liburing is not usable here" in done.stdout
     assert "NOT TESTED: threads" not in done.stdout

@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from infinity._src import native
 
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.slow
 def test_the_smoke_run_measures_every_case_and_prints_one_json_line() -> None:
     done = subprocess.run(
         [sys.executable, "bench/bench_wire.py", "--smoke", "--json"],

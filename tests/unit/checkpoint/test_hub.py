@@ -9,8 +9,6 @@ import functools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from infinity._src.checkpoint.hub_files import HubTensors
 from infinity._src.memory import ledger
 from infinity.aio._memory_limits import CgroupLimit
 from infinity.errors import AioError, MemoryLimitError, WeightsError
-from tests import hub_models, models
+from tests import forks, hub_models, models
 from tests.hub_models import assert_alike, on_meta, stored_names
 from tests.marks import alternating, mostly_slow
 
@@ -535,11 +533,7 @@ def watched_fill(family: str, place: Path, *exports: int) -> list[list[int]]:
     else:
         hub_models.write(kind, config, torch.bfloat16, place / "hub")
         hub_models.quantize_fp8(place / "hub")
-    arguments = [place / "hub", place, family, json.dumps(sizes), *map(str, exports)]
-    ran = subprocess.run(
-        [sys.executable, "-c", MEMORY, *arguments],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
+    ran = forks.run_code(MEMORY, place / "hub", place, family, json.dumps(sizes), *exports)
     assert ran.returncode == 0, ran.stderr
     return [list(map(int, line.split())) for line in ran.stdout.splitlines()]
 

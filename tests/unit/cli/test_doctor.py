@@ -14,7 +14,7 @@ from infinity._src.kernels import choice
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._file_system import DriveLimits
 from infinity.aio._probe import ExecutorProbe, probe_directory, probe_engine
-from tests.unit.aio.child import run_python
+from tests import forks
 from tests.unit.aio.disks import overlay_without_direct
 from tests.unit.aio.rig import BACKENDS
 
@@ -90,7 +90,7 @@ def test_memlock_is_compared_with_what_registration_takes(monkeypatch: pytest.Mo
 
 @pytest.mark.skipif("io_uring" not in BACKENDS, reason="no io_uring here")
 def test_without_the_wheel_doctor_says_what_takes_over_and_what_to_install(tmp_path: Path) -> None:
-    done = run_python(f"""
+    done = forks.run_code(f"""
         import sys
         sys.modules["liburing"] = None
         from infinity._src.cli.main import main

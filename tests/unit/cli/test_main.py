@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from rich.console import Console
 
 from infinity._src.cli import doctor
 from infinity._src.cli.main import main
+from tests import forks
 
 
 def shown_on(console: Console) -> str:
@@ -54,9 +53,7 @@ def test_doctor_says_aloud_when_the_native_extension_is_missing(tmp_path: Path) 
         "import sys; sys.modules['infinity._native'] = None; from infinity._src.cli.main import "
         "main; sys.exit(main(['doctor', '--dir', sys.argv[1]]))"
     )
-    environment = {"PATH": "", "COLUMNS": "200", "HOME": str(tmp_path)}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    done = forks.run_code(code, tmp_path, PATH="", COLUMNS="200", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "warning: kernels" in done.stdout
     assert (

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from infinity._src.kernels import comm_codec as wire
 from infinity._src.kernels.comm_codec import decode, decode_sum, encode, sum_in_order, wire_bytes
 from infinity._src.kernels.quantize import DTYPES, dequantize, quantize
 from infinity._src.kernels.rounding import rounding_key
+from tests import forks
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning:triton"
@@ -241,14 +239,7 @@ def test_without_the_extension_the_cpu_has_no_slow_way_but_an_import_error() -> 
         "from infinity._src.kernels.comm_codec import sum_in_order\n"
         "sum_in_order([torch.ones(3)], torch.empty(3))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forks.run_code(code)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("ImportError: infinity's C extension is missing")
 

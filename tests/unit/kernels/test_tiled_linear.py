@@ -6,8 +6,6 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ import infinity as inf
 from infinity._src.kernels.tiling.tiled_module import Grid, TiledModule, copy_tiles, whole_name
 from infinity.errors import ParameterReleased, SecondOrderUnsupported
 from infinity.ops import TiledEmbedding, TiledLinear
-from tests import models
+from tests import forks, models
 
 GRIDS = [1, 3, (1, 2), (3, 2), (5, 4)]
 EXACT = [torch.float32, torch.bfloat16, torch.float16]
@@ -412,7 +410,8 @@ def test_a_tiled_weight_freezes_its_tiles_and_refuses_what_needs_values_or_stora
 
 def test_the_operations_are_reached_from_the_package() -> None:
     code = "import infinity as inf; assert inf.ops.TiledLinear.__name__ == 'TiledLinear'"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forks.run_code(code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_embedding_in_tiles_refuses_indices_that_torchs_refuses() -> None:
