@@ -25,7 +25,6 @@ import concurrent.futures
 import hashlib
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -37,6 +36,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.campaign_life import PHASES, POLICIES, Case, Told, serve
+from tests.forks import FORKSERVER
 from tests.unit.aio.rig import BACKENDS
 
 SECONDS = 60.0
@@ -52,9 +52,6 @@ SPOILS = set(itertools.product(("bitflip", "stale", "misdirected"), ("write",)))
 FAULTS = [*sorted(PASSES), *sorted(SPOILS), ("EIO", "read"), ("EIO", "write"), ("ENOSPC", "write"),
           ("zero", "read"), ("zero", "write")]  # fmt: skip
 OUTCOMES = ("right", "retried", "undone", "ended", "refused", "named", "not met", "finding")
-
-CONTEXT: Any = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.campaign_server"])
 
 
 PROCESSES = threading.Lock()
@@ -86,9 +83,9 @@ def _lives(case: Case, place: Path, wanted: Any, bounds: tuple[int, int] | None)
     """Run one life. Returns what its ranks told; of one that hangs or dies a text that says so."""
     started = []
     for rank in range(case.ranks):
-        here, there = CONTEXT.Pipe(duplex=False)
+        here, there = FORKSERVER.Pipe(duplex=False)
         mine = None if wanted is None else wanted[case.ranks][rank]
-        process = CONTEXT.Process(
+        process = FORKSERVER.Process(
             target=serve, args=(there, case, rank, str(place), mine, bounds), daemon=True
         )
         with PROCESSES:

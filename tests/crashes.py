@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -28,6 +27,7 @@ from infinity._src.checkpoint.save import _SaveJob
 from infinity._src.checkpoint.verify import VerifyJob
 from infinity._src.engine import offload
 from infinity.aio import Seam
+from tests.forks import FORKSERVER
 
 STEPS = 50
 CALLS = ("fsync", "replace", "rename", "unlink", "write", "open", "posix_fallocate")
@@ -267,14 +267,11 @@ class Life:
 @contextlib.contextmanager
 def processes(jobs: list[Job]) -> Iterator[list[tuple[Any, Any]]]:
     """One process for each job, and the end of its pipe. Killed at the end."""
-    context = mp.get_context("forkserver")
-    # Which our hooks import when a model is offloaded, and that takes seconds.
-    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
     started = []
     try:
         for job in jobs:
-            here, there = context.Pipe(duplex=False)
-            process = context.Process(target=train, args=(job, there), daemon=True)
+            here, there = FORKSERVER.Pipe(duplex=False)
+            process = FORKSERVER.Process(target=train, args=(job, there), daemon=True)
             process.start()
             there.close()
             started.append((process, here))

@@ -1,5 +1,5 @@
-"""Processes of their own that begin in no time: forked from one that has imported torch and
-transformers, and nothing of ours.
+"""Processes of their own that begin in no time: forked from one that has imported torch,
+transformers and the engine, and has done nothing with them.
 
 It starts when it is first needed and ends with the process that started it. What the C library or
 the interpreter reads when a process begins is what it found then: see `harness.in_a_process` for
@@ -22,8 +22,11 @@ LLAMA = "transformers.models.llama.modeling_llama"
 FORKSERVER = multiprocessing.get_context("forkserver")
 METHOD = FORKSERVER.get_start_method()
 FORKSERVER.set_forkserver_preload(
-    ["peft", LLAMA, LLAMA.replace("llama", "gpt2"), LLAMA.replace("llama", "t5")]
-)
+    # The last one freezes what all have made.
+    ["peft", LLAMA, LLAMA.replace("llama", "gpt2"), LLAMA.replace("llama", "t5"),
+     "tests.fork_server"]
+)  # fmt: skip
+OURS = ("infinity", "liburing", "tests")
 
 
 def in_a_fork(module: str, *arguments: object, **environment: str) -> str:
@@ -35,7 +38,7 @@ def in_a_fork(module: str, *arguments: object, **environment: str) -> str:
 
 
 def run_code(code: str, *arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -c code arguments`. What torch and transformers import is imported, and the exit
+    """Run `python -c code arguments`; torch is imported then, and `infinity` is not yet. The exit
     runs no `atexit`."""
     return _run(_run_code, textwrap.dedent(code), arguments, environment)
 
@@ -65,6 +68,8 @@ def _run_module(name: str) -> None:
 
 
 def _run_code(code: str) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+        del sys.modules[name]
     exec(code, {"__name__": "__main__"})
 
 

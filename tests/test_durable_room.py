@@ -4,7 +4,6 @@ room itself, the states that no commit names, and no others."""
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing as mp
 import os
 import shutil
 import signal
@@ -22,6 +21,7 @@ from infinity._src.checkpoint.run_files import RunFiles
 from infinity.aio._swap_owner import lock
 from tests.crashes import digest, step
 from tests.durable_runs import close, made, undisturbed
+from tests.forks import FORKSERVER
 from tests.unit.checkpoint.test_manifest import manifest
 
 
@@ -74,10 +74,7 @@ def open_and_die(after: int, *places: Path) -> None:
 
 
 def killed(target: Any, *arguments: Any) -> None:
-    context = mp.get_context("forkserver")
-    # The same as in tests.crashes: there is one server.
-    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
-    process = context.Process(target=target, args=arguments)
+    process = FORKSERVER.Process(target=target, args=arguments)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL

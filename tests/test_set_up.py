@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing as mp
 import os
 import signal
 from pathlib import Path
@@ -21,6 +20,7 @@ from infinity.aio import Fault, Seam
 from infinity.errors import AioError, SwapFullError
 from tests.crashes import Net, digest, step
 from tests.durable_runs import close, die, made, undisturbed
+from tests.forks import FORKSERVER
 from tests.reading import Counted
 from tests.test_durable_faults import Failing
 from tests.unit.aio.disks import loop_ext4
@@ -246,10 +246,7 @@ def fill_and_die(
 
 def broken_off(place: Path, file: Path, end: str, *more: Path, seam: Seam | None = None) -> None:
     """Have a process break a fill off, in which more than half of it was written."""
-    context = mp.get_context("forkserver")
-    # The same as in tests.crashes: there is one server.
-    context.set_forkserver_preload(["torch._dynamo", "tests.crashes"])
-    process = context.Process(
+    process = FORKSERVER.Process(
         target=fill_and_die, args=(place, file, 9 << 18, end, *more), kwargs={"seam": seam}
     )
     process.start()

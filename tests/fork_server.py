@@ -1,5 +1,5 @@
-"""Memory of the server that the processes of the campaign are forked from: all that a life imports,
-so that none of them does so again."""
+"""Memory of the server that processes of tests are forked from: all that a training imports, so
+that none of them does so again."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ NAMES = (
     "infinity._src.checkpoint.restore",
     "infinity._src.checkpoint.saved_weights",
     "tests.campaign_life",
+    "tests.crashes",
+    "tests.harness",
 )
 
 for name in NAMES:
     importlib.import_module(name)
-# A collection in a life goes through its own objects, and its memory stays shared.
+# A collection in a process goes through its own objects, and its memory stays shared.
 gc.collect()
 gc.freeze()
