@@ -171,7 +171,7 @@ def test_the_cache_is_cleared_for_fp32_weights_alone(
         clear()
 
     monkeypatch.setattr(torch, "clear_autocast_cache", counted)
-    model = models.make(models.llama, dtype=dtype)
+    model = models.make(models.Small, dtype=dtype)
     offload(model, policy(tmp_path))
     batch = models.token_batches(1)[0]
     models.loss_of(model, batch)
@@ -187,7 +187,7 @@ def test_the_cache_is_cleared_for_fp32_weights_alone(
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["all", "plain", "reentrant"])
 def test_the_bits_are_those_of_a_plain_loop(checkpointing: bool | None, tmp_path: Path) -> None:
     training = harness.Training(
-        models.llama, dtype=torch.float32, autocast="cached", checkpointing=checkpointing
+        models.Small, dtype=torch.float32, autocast="cached", checkpointing=checkpointing
     )
     harness.assert_equal(
         harness.offloaded(training, policy(tmp_path, params="nvme", optim="nvme", ram="min")),
@@ -208,8 +208,8 @@ def test_a_layer_that_runs_several_times_adds_its_gradients_in_fp32(tmp_path: Pa
 def test_a_region_around_several_steps_computes_with_the_newest_weights(tmp_path: Path) -> None:
     """A plain loop computes with the copies of its first step there: torch's cache does not see
     that weights change."""
-    training = harness.Training(models.llama, dtype=torch.float32, autocast="cached", steps=2)
-    inside = harness.Training(models.llama, dtype=torch.float32, steps=2)
+    training = harness.Training(models.Small, dtype=torch.float32, autocast="cached", steps=2)
+    inside = harness.Training(models.Small, dtype=torch.float32, steps=2)
     with torch.autocast("cpu", torch.bfloat16):
         ours = harness.offloaded(inside, policy(tmp_path))
     harness.assert_equal(ours, harness.reference(training))

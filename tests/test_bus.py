@@ -38,7 +38,7 @@ def test_other_loops(
     optimizer: str, checkpointing: bool | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = harness.Training(
-        models.llama, optimizer=optimizer, lr=1e-3, checkpointing=checkpointing, scaler=(4.0, 2)
+        models.Small, optimizer=optimizer, lr=1e-3, checkpointing=checkpointing, scaler=(4.0, 2)
     )
     with watched() as bus, simulated(monkeypatch):
         train(training, {**NVME, "ram": "min"}, tmp_path)
@@ -47,7 +47,7 @@ def test_other_loops(
 
 def unheld(**given: Any) -> list[torch.Tensor]:
     """Sums of gradients before there is an optimizer, and the parameters after steps with one."""
-    model = inf.offload(models.make(models.llama), inf.Policy(**given))
+    model = inf.offload(models.make(models.Small), inf.Policy(**given))
     batches: Any = models.token_batches(4)
     with harness.one_thread():
         for batch in batches[:2]:

@@ -22,7 +22,7 @@ from tests.harness import Training, one_thread
 from tests.marks import alternating, every_second
 
 STEPS, AT = 5, 2
-PLAIN = Training(models.llama, steps=STEPS, accumulation=1)
+PLAIN = Training(models.Small, steps=STEPS, accumulation=1)
 
 TIERS: dict[str, dict[str, Any]] = {
     "cpu": {},
@@ -151,17 +151,17 @@ def test_another_tier_and_other_units_change_nothing(
     "training",
     every_second(
         Training(models.gpt2, steps=STEPS, accumulation=1),  # tied
-        Training(models.llama, steps=STEPS, accumulation=1, optimizer="Lion"),
+        Training(models.Small, steps=STEPS, accumulation=1, optimizer="Lion"),
         Training(models.lora, steps=STEPS, accumulation=1),  # frozen
         Training(
-            models.llama, steps=STEPS, accumulation=1, optimizer="SGD", options=(("momentum", 0.9),)
+            models.Small, steps=STEPS, accumulation=1, optimizer="SGD", options=(("momentum", 0.9),)
         ),
         Training(models.ListMoe, steps=STEPS, accumulation=1),  # experts without a gradient
-        Training(models.llama, steps=STEPS, accumulation=1, optimizer="Adagrad"),
-        Training(models.llama, steps=STEPS, accumulation=1, optimizer="NAdam"),
-        Training(models.llama, steps=STEPS, accumulation=1, dtype=torch.float32),
-        Training(models.llama, steps=STEPS, accumulation=1, groups=True),
-        Training(models.llama, steps=STEPS, accumulation=1, dtype=torch.float16),
+        Training(models.Small, steps=STEPS, accumulation=1, optimizer="Adagrad"),
+        Training(models.Small, steps=STEPS, accumulation=1, optimizer="NAdam"),
+        Training(models.Small, steps=STEPS, accumulation=1, dtype=torch.float32),
+        Training(models.Small, steps=STEPS, accumulation=1, groups=True),
+        Training(models.Small, steps=STEPS, accumulation=1, dtype=torch.float16),
     ),
     ids=["tied", "lion", "lora", "sgd", "moe", "adagrad", "nadam", "fp32", "groups", "fp16"],
 )
@@ -175,7 +175,7 @@ def test_models_and_optimizers(training: Training, tmp_path: Path) -> None:
 
 
 def test_updates_in_backward(tmp_path: Path) -> None:
-    training = Training(models.llama, steps=STEPS, accumulation=1, max_norm=None)
+    training = Training(models.Small, steps=STEPS, accumulation=1, max_norm=None)
     chosen = policy(tmp_path, update="backward", **TIERS["nvme"])
     with Run(training, chosen) as run:
         run.train(0, 1)
@@ -372,15 +372,15 @@ def test_what_does_not_fit_is_named_before_anything_is_written(tmp_path: Path) -
             run.save(file)
     for training, message in (
         (
-            Training(lambda: models.llama(layers=4)),
-            r"layers\.3\.\S+ \(\[\d+.*\], [\d,]+ bytes as bfloat16\), .* more missing in it",
+            Training(lambda: models.Small(layers=4)),
+            r"blocks\.3\.\S+ \(\[\d+.*\], [\d,]+ bytes as bfloat16\), .* more missing in it",
         ),
         (
-            Training(lambda: models.llama(layers=2)),
+            Training(lambda: models.Small(layers=2)),
             r"layers\.2\.\S+ \(data-\S+, [\d,]+ bytes as bfloat16\), .* more not in the model",
         ),
         (
-            Training(lambda: models.llama(hidden=64)),
+            Training(lambda: models.Small(hidden=64)),
             r"\(96, 32\) in .* \(data-\S+, 6,144 bytes .*wants \(96, 64\), 12,288 bytes",
         ),
         (

@@ -62,7 +62,7 @@ def alike(given: dict[str, Any]) -> harness.Training:
     without `no_sync`."""
     early = given.get("update") == "backward" and "generations" not in given
     options = {"max_norm": None, "accumulation": 1} if early else {}
-    return harness.Training(models.llama, steps=3, **options)
+    return harness.Training(models.Small, steps=3, **options)
 
 
 @pytest.mark.parametrize("name", alternating(POLICIES))
@@ -90,7 +90,7 @@ def test_activations_leave_the_device(
     from infinity._src.hooks import activation_offload as activations
 
     monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
-    training = harness.Training(lambda: models.llama(layers=6), steps=2, checkpointing=reentrant)
+    training = harness.Training(lambda: models.Small(layers=6), steps=2, checkpointing=reentrant)
     expected = train(training, {}, tmp_path)
     with simulated(monkeypatch) as device:
         monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
@@ -172,7 +172,7 @@ def test_the_threads_current_device_stays_what_it_is(
     hangs on it."""
     with simulated(monkeypatch) as device:
         device.current(2)
-        model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
+        model = inf.offload(models.make(models.Small), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
         assert device.current() == 2
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         models.loss_of(model, models.token_batches(1)[0]).backward()
@@ -203,7 +203,7 @@ def test_behind_a_collective_that_cannot_be_broken_off_nothing_is_freed_and_ever
     it."""
     with simulated(monkeypatch, late_us=1) as device:
         monkeypatch.setattr(setup, "Comm", StuckComm)
-        model = inf.offload(models.make(models.llama), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
+        model = inf.offload(models.make(models.Small), inf.Policy(**NVME, nvme=tmp_path, ram="min"))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         handle = inf.handle(model)
         batch = models.token_batches(1)[0]
@@ -235,9 +235,9 @@ def test_behind_a_collective_that_cannot_be_broken_off_nothing_is_freed_and_ever
 def thawed(**given: Any) -> list[torch.Tensor]:
     """Parameters after steps of a model that was frozen when it was offloaded, but for its last
     layer."""
-    model = models.make(models.llama)
+    model = models.make(models.Small)
     model.requires_grad_(False)
-    model.lm_head.requires_grad_(True)
+    model.head.requires_grad_(True)
     inf.offload(model, inf.Policy(**given))
     model.requires_grad_(True)
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
@@ -263,7 +263,7 @@ def test_a_gradient_that_the_loop_assigns_is_the_loops_to_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with simulated(monkeypatch, delay_us=200_000):
-        model = inf.offload(models.make(models.llama), inf.Policy())
+        model = inf.offload(models.make(models.Small), inf.Policy())
         inf.AdamW(model.parameters(), lr=1e-2)
         for param in list(model.parameters())[:4]:
             given = torch.ones(param.shape, dtype=param.dtype)
@@ -279,7 +279,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_may_be_tried_again(
     from infinity._src.memory.device import Device
 
     with simulated(monkeypatch):
-        model = inf.offload(models.make(models.llama), inf.Policy())
+        model = inf.offload(models.make(models.Small), inf.Policy())
         inf.AdamW(model.parameters(), lr=1e-2)
         pin, calls = Device.pin, []
 
@@ -304,7 +304,7 @@ def test_other_optimizers_are_updated_there(
 ) -> None:
     options = (("momentum", 0.9),) if optimizer == "SGD" else ()
     training = harness.Training(
-        models.llama, steps=3, optimizer=optimizer, options=options, lr=1e-3
+        models.Small, steps=3, optimizer=optimizer, options=options, lr=1e-3
     )
     given = {**NVME, "ram": "min"}
     expected = train(training, given, tmp_path)
@@ -319,22 +319,22 @@ def test_what_cannot_be_updated_there_is_refused(
     with pytest.raises(ValueError, match=r"inside opt\.step"):
         inf.Policy(update_on="device", update="backward")
     with pytest.raises(ValueError, match="computes on the CPU"):
-        inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+        inf.offload(models.make(models.Small), inf.Policy(update_on="device"))
     with simulated(monkeypatch):
-        model = inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+        model = inf.offload(models.make(models.Small), inf.Policy(update_on="device"))
         with pytest.raises(ValueError, match="AdamW, SGD and Lion"):
             inf.Elementwise(torch.optim.Adagrad, model.parameters(), lr=1e-2)
         inf.handle(model).close()
     with simulated(monkeypatch) as device:
         device.host_pointers(False)
         with pytest.raises(ValueError, match=r"CAN_USE_HOST_POINTER.*update_on='cpu'"):
-            inf.offload(models.make(models.llama), inf.Policy(update_on="device"))
+            inf.offload(models.make(models.Small), inf.Policy(update_on="device"))
         assert device.live() == (0, 0, 0)
-        inf.handle(inf.offload(models.make(models.llama), inf.Policy())).close()
+        inf.handle(inf.offload(models.make(models.Small), inf.Policy())).close()
 
 
 def test_a_device_that_is_not_there_is_a_users_error() -> None:
-    model = models.make(models.llama)
+    model = models.make(models.Small)
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             inf.offload(model, inf.Policy(device="cuda"))

@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 # Skips at 1 and 4, grows after two good steps: 512, 256, 256, 512, 256, 256, 512
 SCALED = Training(
-    models.llama,
+    models.Small,
     steps=7,
     dtype=torch.float16,
     lr=1e-3,
@@ -89,7 +89,7 @@ def test_variants_are_too(name: str, tmp_path: Path) -> None:
 def test_a_scale_that_overflows_fp16_backs_off_until_it_fits(tmp_path: Path) -> None:
     """No loss is infinite here; the gradients are, where they no longer fit fp16."""
     training = Training(
-        models.llama, steps=12, dtype=torch.float16, lr=1e-3, scaler=(2.0**24, 50), accumulation=1
+        models.Small, steps=12, dtype=torch.float16, lr=1e-3, scaler=(2.0**24, 50), accumulation=1
     )
     result = harness.offloaded(training, policy(tmp_path, **MIN))
     expected = harness.reference(training)
@@ -101,7 +101,7 @@ def test_a_scale_that_overflows_fp16_backs_off_until_it_fits(tmp_path: Path) -> 
 def test_without_a_scaler_an_overflow_is_raised_or_skipped(tmp_path: Path) -> None:
     for mode in ("raise", "skip"):
         model = inf.offload(
-            models.make(models.llama, dtype=torch.float16),
+            models.make(models.Small, dtype=torch.float16),
             policy(tmp_path, **MIN, on_nonfinite=mode),
         )
         optimizer = inf.AdamW(model.parameters())
@@ -123,7 +123,7 @@ def test_updates_in_backward_are_the_loops_bits_without_a_scaler(
     accumulation: int, place: str, tmp_path: Path
 ) -> None:
     training = Training(
-        models.llama,
+        models.Small,
         steps=4,
         dtype=torch.float16,
         lr=1e-3,
@@ -144,7 +144,7 @@ def test_a_loss_with_a_fixed_scale_may_be_updated_in_backward(
     """The learning rate is divided by the scale, instead of the gradients."""
     scale = 256.0
     training = Training(
-        models.llama,
+        models.Small,
         dtype=torch.float16,
         lr=0.5 / scale,
         weight_decay=0.0,
@@ -171,7 +171,7 @@ def test_a_scaler_is_refused_where_backward_updates_and_one_that_is_off_is_not(
     tmp_path: Path,
 ) -> None:
     model = inf.offload(
-        models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN, update="backward")
+        models.make(models.Small, dtype=torch.float16), policy(tmp_path, **MIN, update="backward")
     )
     optimizer = inf.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu", enabled=False)
@@ -188,7 +188,7 @@ def test_a_scaler_is_refused_where_backward_updates_and_one_that_is_off_is_not(
 
 
 def test_an_ordinary_fp16_tensor_may_be_a_gradient(tmp_path: Path) -> None:
-    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN))
+    model = inf.offload(models.make(models.Small, dtype=torch.float16), policy(tmp_path, **MIN))
     optimizer = inf.AdamW(model.parameters())
     for param in model.parameters():
         param.grad = torch.full(param.shape, 0.25, dtype=torch.float16)
@@ -201,7 +201,7 @@ def test_an_ordinary_fp16_tensor_may_be_a_gradient(tmp_path: Path) -> None:
 
 def test_masters_are_finer_than_fp16(tmp_path: Path) -> None:
     """Steps far below the last bit of fp16 add up."""
-    model = inf.offload(models.make(models.llama, dtype=torch.float16), policy(tmp_path, **MIN))
+    model = inf.offload(models.make(models.Small, dtype=torch.float16), policy(tmp_path, **MIN))
     optimizer = inf.SGD(model.parameters(), lr=1.0)
     handle = inf.handle(model)
     param = next(model.parameters())

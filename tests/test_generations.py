@@ -31,8 +31,8 @@ PLACEMENTS = {
     "device": {"params": "device", "optim": "nvme", "ram": "min"},
     "threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
 }
-LLAMA = Training(models.llama, steps=9, accumulation=1, max_norm=None)
-CLIPS = {"never": 1e6, "always": 0.05, "sometimes": 2.4}
+SMALL = Training(models.Small, steps=9, accumulation=1, max_norm=None)
+CLIPS = {"never": 1e6, "always": 0.05, "sometimes": 1.46}
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
@@ -45,15 +45,15 @@ def policy(tmp_path: Path, **values: Any) -> inf.Policy:
     ("update", "placement"), alternating(["deferred", "backward"], PLACEMENTS)
 )
 def test_the_bits_are_those_of_the_plain_loop(tmp_path, placement, update):
-    ours = harness.offloaded(LLAMA, policy(tmp_path, update=update, **PLACEMENTS[placement]))
-    harness.assert_equal(ours, harness.reference(LLAMA))
+    ours = harness.offloaded(SMALL, policy(tmp_path, update=update, **PLACEMENTS[placement]))
+    harness.assert_equal(ours, harness.reference(SMALL))
 
 
 @pytest.mark.parametrize(("clip", "accumulation"), alternating(CLIPS, [1, 2]))
 def test_speculation_changes_no_bit_however_often_clipping_forbids_it(tmp_path, clip, accumulation):
-    max_norm = CLIPS[clip] * (0.75 if clip == "sometimes" and accumulation == 2 else 1.0)
+    max_norm = CLIPS[clip] * (0.68 if clip == "sometimes" and accumulation == 2 else 1.0)
     training = dataclasses.replace(
-        LLAMA, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6
+        SMALL, max_norm=max_norm, accumulation=accumulation, steps=14 if clip == "sometimes" else 6
     )
     ours = harness.offloaded(
         training, policy(tmp_path, update="backward", **PLACEMENTS["nvme min"])
@@ -115,19 +115,19 @@ def test_a_backward_that_no_step_follows_is_remembered_as_in_vain(tmp_path, batc
 
 
 TRAININGS = {
-    "micro-batches that are marked": dataclasses.replace(LLAMA, steps=4, accumulation=3),
-    "frozen parameters": dataclasses.replace(LLAMA, factory=models.lora, steps=4, max_norm=1e6),
+    "micro-batches that are marked": dataclasses.replace(SMALL, steps=4, accumulation=3),
+    "frozen parameters": dataclasses.replace(SMALL, factory=models.lora, steps=4, max_norm=1e6),
     "experts without gradients": dataclasses.replace(
-        LLAMA, factory=models.mixtral, steps=4, max_norm=1e6
+        SMALL, factory=models.mixtral, steps=4, max_norm=1e6
     ),
-    "tied weights": dataclasses.replace(LLAMA, factory=models.gpt2, steps=4, max_norm=1e6),
-    "checkpointed": dataclasses.replace(LLAMA, steps=4, checkpointing=True, max_norm=1e6),
+    "tied weights": dataclasses.replace(SMALL, factory=models.gpt2, steps=4, max_norm=1e6),
+    "checkpointed": dataclasses.replace(SMALL, steps=4, checkpointing=True, max_norm=1e6),
     "fp32 gradients": dataclasses.replace(
-        LLAMA, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0
+        SMALL, steps=4, grad_dtype=torch.float32, accumulation=2, max_norm=1.0
     ),
-    "two groups": dataclasses.replace(LLAMA, steps=4, groups=True, max_norm=1e6),
-    "momentum": dataclasses.replace(LLAMA, steps=4, optimizer="SGD", options=(("momentum", 0.9),)),
-    "a class of torch": dataclasses.replace(LLAMA, steps=3, optimizer="Adagrad"),
+    "two groups": dataclasses.replace(SMALL, steps=4, groups=True, max_norm=1e6),
+    "momentum": dataclasses.replace(SMALL, steps=4, optimizer="SGD", options=(("momentum", 0.9),)),
+    "a class of torch": dataclasses.replace(SMALL, steps=3, optimizer="Adagrad"),
 }
 
 
@@ -144,7 +144,7 @@ def test_every_kind_of_training(tmp_path, name):
 
 @pytest.mark.parametrize("state", ["bf16", "compact"])
 def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, state):
-    training = dataclasses.replace(LLAMA, steps=8, max_norm=CLIPS["sometimes"])
+    training = dataclasses.replace(SMALL, steps=8, max_norm=CLIPS["sometimes"])
     found = [
         harness.offloaded(
             training,
@@ -162,7 +162,7 @@ def test_random_rounding_is_the_same_ahead_of_the_step_and_after_it(tmp_path, st
 
 def test_a_scaler_that_skips_steps(tmp_path):
     training = Training(
-        models.llama,
+        models.Small,
         steps=8,
         accumulation=1,
         dtype=torch.float16,
@@ -177,7 +177,7 @@ def test_a_scaler_that_skips_steps(tmp_path):
 
 
 def small() -> Any:
-    return models.make(models.llama)
+    return models.make(models.Small)
 
 
 def stepped(model: Any, optimizer: Any, batch: Any, *, clip: float | None = None) -> float:
@@ -323,7 +323,7 @@ def test_a_hook_inside_backward_sees_no_update_that_ran_ahead(tmp_path, batches,
     assert 0 < stats.updates_withdrawn <= 2 * stats.units
 
 
-@pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 7, 15]))
+@pytest.mark.parametrize(("update", "nth"), alternating(["deferred", "backward"], [0, 3, 7]))
 def test_a_step_that_a_fault_met_is_undone_and_training_goes_on(tmp_path, batches, update, nth):
     reference, its_optimizer = plain(tmp_path)
     wanted = [stepped(reference, its_optimizer, batch) for batch in batches[:5]]

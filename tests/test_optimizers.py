@@ -50,7 +50,7 @@ def training(name: str, **values: Any) -> Training:
     optimizer, options, lr = (ALGORITHMS | GENERIC)[name]
     values = {"steps": 4, "accumulation": 1, "lr": lr, "weight_decay": 0.01, **values}
     return Training(
-        values.pop("factory", models.llama),
+        values.pop("factory", models.Small),
         optimizer=optimizer,
         options=tuple(options.items()),
         **values,
@@ -123,7 +123,7 @@ def test_so_they_do_in_slices_and_other_dtypes(
     )
 
 
-@pytest.mark.parametrize("factory", mostly_slow([models.llama, wide_llama], models.llama))
+@pytest.mark.parametrize("factory", mostly_slow([models.Small, wide_llama], models.Small))
 def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: Path) -> None:
     values: dict[str, Any] = {"lr": 1e-3, "etas": (0.4, 1.3), "step_sizes": (1e-5, 0.1)}
     plain, model = models.make(factory), inf.offload(models.make(factory), policy(tmp_path, **MIN))
@@ -160,7 +160,7 @@ def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: P
 def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(
     tmp_path: Path,
 ) -> None:
-    chosen = Training(models.llama, steps=3, optimizer="Adam", options=(("amsgrad", True),))
+    chosen = Training(models.Small, steps=3, optimizer="Adam", options=(("amsgrad", True),))
     result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
     harness.assert_equal(result, harness.reference(chosen))
     with pytest.raises(ValueError, match=r"three moments.*optim='cpu'"):
@@ -239,7 +239,7 @@ class Centralised(torch.optim.SGD):
 def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(
     torch_class: Any, reason: str
 ) -> None:
-    model = inf.offload(models.make(models.llama))
+    model = inf.offload(models.make(models.Small))
     with pytest.raises(ValueError, match=reason):
         inf.Elementwise(torch_class, model.parameters(), lr=1e-3)
     inf.AdamW(model.parameters())  # nothing is held
@@ -250,7 +250,7 @@ def test_a_class_that_looks_further_than_an_element_is_refused_with_the_reason(
     "values", [{"state": "compact"}, {"update": "backward"}, {"update": "delayed"}], ids=str
 )
 def test_what_the_generic_path_does_not_do_is_refused(values: dict[str, Any]) -> None:
-    model = inf.offload(models.make(models.llama), inf.Policy(**values))
+    model = inf.offload(models.make(models.Small), inf.Policy(**values))
     with pytest.raises(ValueError, match=next(iter(values))):
         inf.Elementwise(torch.optim.Adagrad, model.parameters())
     inf.handle(model).close()
@@ -260,7 +260,7 @@ def test_what_the_generic_path_does_not_do_is_refused(values: dict[str, Any]) ->
 def test_a_fault_in_a_generic_step_is_raised_by_it_and_stays(op: str, tmp_path: Path) -> None:
     def begun(seam: Seam | None) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = offload(
-            models.make(models.llama), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam
+            models.make(models.Small), policy(tmp_path, **MIN, nvme=tmp_path), _seam=seam
         )
         optimizer = inf.Elementwise(torch.optim.Adagrad, model.parameters())
         models.loss_of(model, models.token_batches(1)[0]).backward()
@@ -363,14 +363,14 @@ def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Pat
             param for name, param in model.named_parameters() if ".layers." not in name
         ]
 
-    model = inf.offload(models.make(models.llama), policy(tmp_path, **MIN))
+    model = inf.offload(models.make(models.Small), policy(tmp_path, **MIN))
     first, second = halves(model)
     with pytest.raises(ValueError, match=r"another optimizer|different numbers of moments"):
         inf.SGD(first[:3], momentum=0.9), inf.AdamW(first[2:])
     optimizers = [inf.Lion(first, lr=1e-3), inf.AdamW(second, lr=1e-2)]
     with pytest.raises(ValueError, match="another optimizer"):
         inf.SGD(first[:1])
-    plain = models.make(models.llama)
+    plain = models.make(models.Small)
     theirs = [
         harness.ReferenceLion(
             [{"params": halves(plain)[0]}], lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0
@@ -390,7 +390,7 @@ def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Pat
 
 
 def test_optimizers_with_as_many_moments_share_a_unit_and_others_do_not(tmp_path: Path) -> None:
-    model = inf.offload(models.make(models.llama), policy(tmp_path, **MIN))
+    model = inf.offload(models.make(models.Small), policy(tmp_path, **MIN))
     layer = [param for name, param in model.named_parameters() if ".layers.0." in name]
     with pytest.raises(ValueError, match=r"different numbers of moments.*Policy\(units"):
         inf.SGD([{"params": layer[:3], "momentum": 0.9}, {"params": layer[3:]}])
@@ -422,14 +422,14 @@ def test_optimizers_with_as_many_moments_share_a_unit_and_others_do_not(tmp_path
     ],
 )
 def test_values_out_of_range_name_value_and_range(make: Any, match: str) -> None:
-    model = inf.offload(models.make(models.llama))
+    model = inf.offload(models.make(models.Small))
     with pytest.raises(ValueError, match=match):
         make(model.parameters())
     inf.handle(model).close()
 
 
 def test_momentum_cannot_begin_or_end_later() -> None:
-    model = inf.offload(models.make(models.llama))
+    model = inf.offload(models.make(models.Small))
     optimizer = inf.SGD(model.parameters(), momentum=0.9)
     optimizer.param_groups[0]["momentum"] = 0.5
     batch = models.token_batches(1)[0]
@@ -474,7 +474,7 @@ def test_manifests_schedulers_groups_and_copies(name: str) -> None:
 
 
 def test_a_group_that_is_added_later_gets_its_states_then() -> None:
-    model = inf.offload(models.make(models.llama))
+    model = inf.offload(models.make(models.Small))
     params = list(model.parameters())
     optimizer = inf.Lion(params[:1], lr=1e-3)
     optimizer.add_param_group({"params": params[1:], "lr": 1e-4})

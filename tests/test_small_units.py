@@ -50,9 +50,9 @@ def trained(training: Training, chosen: inf.Policy) -> harness.Result:
 
 
 FAMILIES = {
-    "llama": Training(models.llama),
-    "checkpoints": Training(models.llama, checkpointing=False),
-    "reentrant": Training(models.llama, checkpointing=True, accumulation=1),
+    "llama": Training(models.Small),
+    "checkpoints": Training(models.Small, checkpointing=False),
+    "reentrant": Training(models.Small, checkpointing=True, accumulation=1),
     "gpt2": Training(models.gpt2),
     "t5": Training(models.t5),
     "mixtral": Training(models.mixtral),
@@ -66,7 +66,7 @@ def test_every_model_has_the_bits_of_the_plain_loop(name: str, tmp_path: Path) -
     harness.assert_equal(trained(training, policy(tmp_path)), harness.reference(training))
 
 
-ONE = Training(models.llama, accumulation=1, max_norm=None)
+ONE = Training(models.Small, accumulation=1, max_norm=None)
 WAYS: dict[str, dict[str, Any]] = {
     "in RAM": {"params": "cpu", "optim": "cpu"},
     "backward": {"update": "backward"},

@@ -30,7 +30,7 @@ PLACEMENTS = {
     "small units": {"params": "nvme", "optim": "nvme", "ram": "min", "unit_bytes_max": 8192},
     "threads": {"params": "nvme", "optim": "nvme", "ram": "min", "io_backend": "threads"},
 }
-LLAMA = Training(models.llama, steps=6, accumulation=1, max_norm=None)
+SMALL = Training(models.Small, steps=6, accumulation=1, max_norm=None)
 
 
 def policy(tmp_path: Path, **values: Any) -> inf.Policy:
@@ -126,8 +126,8 @@ def offloaded(training: Training, chosen: inf.Policy, seam: Seam | None = None) 
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 def test_updates_in_backward_are_the_reference_loops_bits(name: str, tmp_path: Path) -> None:
-    result = offloaded(LLAMA, policy(tmp_path, update="backward", **PLACEMENTS[name]))
-    harness.assert_equal(result, reference(LLAMA))
+    result = offloaded(SMALL, policy(tmp_path, update="backward", **PLACEMENTS[name]))
+    harness.assert_equal(result, reference(SMALL))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -139,21 +139,21 @@ def test_delays_change_no_bits_of_updates_in_backward(
         tmp_path, params="nvme", optim="nvme", ram="min", update="backward", io_backend=backend
     )
     harness.assert_equal(
-        offloaded(LLAMA, chosen, Seam(delay_us_max=2000, seed=seed)), reference(LLAMA)
+        offloaded(SMALL, chosen, Seam(delay_us_max=2000, seed=seed)), reference(SMALL)
     )
 
 
 VARIANTS = {
-    "accumulation": Training(models.llama, steps=3, accumulation=3, max_norm=None),
+    "accumulation": Training(models.Small, steps=3, accumulation=3, max_norm=None),
     "gradients in fp32": Training(
-        models.llama, steps=3, accumulation=2, max_norm=None, grad_dtype=torch.float32
+        models.Small, steps=3, accumulation=2, max_norm=None, grad_dtype=torch.float32
     ),
-    "fp32": Training(models.llama, steps=3, accumulation=1, max_norm=None, dtype=torch.float32),
+    "fp32": Training(models.Small, steps=3, accumulation=1, max_norm=None, dtype=torch.float32),
     "tied": Training(models.gpt2, steps=3, accumulation=2, max_norm=None, groups=False),
     "checkpointing": Training(
-        models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=False
+        models.Small, steps=3, accumulation=2, max_norm=None, checkpointing=False
     ),
-    "reentrant": Training(models.llama, steps=3, accumulation=2, max_norm=None, checkpointing=True),
+    "reentrant": Training(models.Small, steps=3, accumulation=2, max_norm=None, checkpointing=True),
     "shared blocks": Training(models.albert, steps=3, accumulation=1, max_norm=None),
     "encoder and decoder": Training(models.t5, steps=3, accumulation=1, max_norm=None),
     "experts": Training(models.mixtral, steps=3, accumulation=1, max_norm=None),
@@ -181,7 +181,7 @@ def small(tmp_path: Path, update: str = "backward", **values: Any) -> tuple[nn.M
     chosen = inf.Policy(
         params="nvme", optim="nvme", nvme=tmp_path, ram="min", update=update, **values
     )
-    model = inf.offload(models.llama(layers=4).bfloat16(), chosen)
+    model = inf.offload(models.Small(layers=4).bfloat16(), chosen)
     return model, inf.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -252,7 +252,7 @@ def test_a_backward_that_breaks_off_half_way_is_not_silent(tmp_path: Path) -> No
     def stop(_grad: torch.Tensor) -> None:
         raise KeyboardInterrupt
 
-    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    embedding = model.embed.weight  # type: ignore[operator]
     handle = embedding.register_hook(stop)
     with pytest.raises(KeyboardInterrupt):
         loss_of(model).backward()
@@ -268,13 +268,13 @@ def test_a_backward_that_breaks_off_half_way_is_not_silent(tmp_path: Path) -> No
 def test_a_fault_in_an_early_update_is_sticky(tmp_path: Path) -> None:
     torch.manual_seed(0)
     chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update="backward")
-    model = inf.offload(models.llama(layers=4).bfloat16(), chosen)
+    model = inf.offload(models.Small(layers=4).bfloat16(), chosen)
     inf.AdamW(model.parameters())
     set_up = inf.handle(model).parts.tiers.executor.stats().drives[0].writes
     inf.handle(model).close()
     torch.manual_seed(0)
     seam = Seam(fault=Fault("write", set_up + 2, persistent=True))
-    model = offload(models.llama(layers=4).bfloat16(), chosen, _seam=seam)
+    model = offload(models.Small(layers=4).bfloat16(), chosen, _seam=seam)
     optimizer = inf.AdamW(model.parameters())
     with pytest.raises(StateInvalid):
         for _ in range(3):
@@ -313,13 +313,13 @@ def test_no_sync_wants_room_for_gradients(tmp_path: Path) -> None:
 def test_the_delayed_update_is_the_delayed_reference_loops_bits(
     name: str, warmup: int, tmp_path: Path
 ) -> None:
-    training = Training(models.llama, steps=6, accumulation=2)
+    training = Training(models.Small, steps=6, accumulation=2)
     chosen = policy(tmp_path, update="delayed", delayed_warmup=warmup, **PLACEMENTS[name])
     harness.assert_equal(offloaded(training, chosen), reference(training, warmup=warmup))
 
 
 def test_clipping_by_value_keeps_the_bits_of_the_delayed_update(tmp_path: Path) -> None:
-    training = Training(models.llama, steps=5, accumulation=2, max_value=0.003)
+    training = Training(models.Small, steps=5, accumulation=2, max_value=0.003)
     chosen = policy(
         tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
     )
@@ -328,7 +328,7 @@ def test_clipping_by_value_keeps_the_bits_of_the_delayed_update(tmp_path: Path) 
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_delays_change_no_bits_of_the_delayed_update(seed: int, tmp_path: Path) -> None:
-    training = Training(models.llama, steps=6, accumulation=2)
+    training = Training(models.Small, steps=6, accumulation=2)
     chosen = policy(
         tmp_path, params="nvme", optim="nvme", ram="min", update="delayed", delayed_warmup=1
     )
@@ -372,7 +372,7 @@ def test_evaluation_sees_what_an_export_would_write_and_changes_no_bits(tmp_path
             if evaluates:
                 with torch.no_grad():
                     seen = loss_of(model).item()
-                plain = models.llama(layers=4).bfloat16()
+                plain = models.Small(layers=4).bfloat16()
                 plain.load_state_dict(model.state_dict())
                 with torch.no_grad():
                     assert loss_of(plain).item() == seen
@@ -388,13 +388,13 @@ def test_a_write_is_kept_by_the_delayed_update(tmp_path: Path) -> None:
         loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-    weight = model.get_input_embeddings().weight  # type: ignore[operator]
+    weight = model.embed.weight  # type: ignore[operator]
     with handle.gather(weight), torch.no_grad():
         weight.fill_(0.5)
     with torch.no_grad():
         seen = loss_of(model).item()
     assert torch.equal(
-        model.state_dict()["model.embed_tokens.weight"], torch.full(weight.shape, 0.5).bfloat16()
+        model.state_dict()["embed.weight"], torch.full(weight.shape, 0.5).bfloat16()
     )
     with handle.gather(weight), torch.no_grad():
         weight.fill_(0.25)
@@ -406,7 +406,7 @@ def test_a_write_is_kept_by_the_delayed_update(tmp_path: Path) -> None:
 def test_a_second_optimizer_is_refused_by_the_delayed_update(tmp_path: Path) -> None:
     torch.manual_seed(0)
     chosen = inf.Policy(params="nvme", optim="nvme", nvme=tmp_path, ram="min", update="delayed")
-    model = inf.offload(models.llama(layers=4).bfloat16(), chosen)
+    model = inf.offload(models.Small(layers=4).bfloat16(), chosen)
     params = list(model.parameters())
     inf_a = inf.AdamW(params[:3])
     with pytest.raises(ValueError, match="one optimizer"):
