@@ -275,7 +275,7 @@ class SmallBlock(nn.Module):
 
 class Small(nn.Module):
     """Blocks of plain modules between an embedding and a head: for tests in which the family does
-    not matter. A step takes a third of the time of a Llama's."""
+    not matter."""
 
     def __init__(self, layers: int = 3, hidden: int = 32) -> None:
         super().__init__()
