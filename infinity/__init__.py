@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity._src.config import Policy
     from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
-    from infinity._src.engine import Handle, handle, is_offloaded, offload, offloaded_modules
+    from infinity._src.engine import (
+        Handle,
+        forward_methods,
+        handle,
+        is_offloaded,
+        offload,
+        offloaded_modules,
+    )
     from infinity._src.interchange import (
         export_dcp,
         export_safetensors,
@@ -39,6 +46,7 @@ _HOMES = {
     "read_deepspeed": "infinity._src.deepspeed_config",
     "offload": "infinity._src.engine",
     "offloaded_modules": "infinity._src.engine",
+    "forward_methods": "infinity._src.engine",
     "handle": "infinity._src.engine",
     "is_offloaded": "infinity._src.engine",
     "Handle": "infinity._src.engine",
@@ -79,6 +87,7 @@ __all__ = [
     "__version__",
     "export_dcp",
     "export_safetensors",
+    "forward_methods",
     "handle",
     "is_offloaded",
     "load_dcp",

@@ -31,6 +31,11 @@ class WeightWritten(InfinityError, RuntimeError):
     belongs."""
 
 
+class ReleasedInBackward(InfinityError, RuntimeError):
+    """Backward came to a released parameter past all hooks: a tensor has left a call unseen. The
+    message names the parameter and what to do; the gradients of this backward are incomplete."""
+
+
 class SecondOrderUnsupported(InfinityError, RuntimeError):
     """`create_graph=True`: the graph of a gradient would need parameters that are released by then.
     """

@@ -61,6 +61,7 @@ STATE = {
     "Boundary",
     "PendingUnshard",
     "BackwardUse",
+    "GraphCall",
     "StateReader",  # a save that still reads
     "AccumulatorReader",  # an update that still reads
     "Unit",  # nouns of the model, which point to each other, as the next two

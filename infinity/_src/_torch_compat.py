@@ -35,6 +35,13 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
                                                                     wrong gradients
     version_of                   Tensor._version                    weights written in forward are
                                                                     lost unseen
+    version_found_by             the text of autograd's error of    a released parameter that
+                                 a saved tensor's version           backward needs is not named
+    tensor_refs, storage_refs    Tensor._use_count,                 calls whose graphs are gone are
+                                 _C._storage_Use_Count              kept
+    watch_backward               autograd._engine_run_backward,     results that leave a module
+                                 autograd.graph, the same name      other than by its return value
+                                                                    are not found
     queue_callback               Variable._execution_engine.        units whose uses never finish in
                                  queue_callback                     a backward stay gathered
     register_post_accumulate     Tensor.register_post_              gradients given to a parameter
@@ -98,6 +105,8 @@ KeyboardInterrupt; saving and loading iterate `Module._parameters` once.
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import sys
 import threading
 import weakref
@@ -237,6 +246,64 @@ def version_of(tensor: torch.Tensor) -> int:
     return int(tensor._version)
 
 
+def version_found_by(error: RuntimeError) -> int | None:
+    """The version of a saved tensor by which autograd has refused it; None for another error."""
+    found = re.search(r"is at version (\d+); expected version", str(error))
+    return int(found[1]) if found else None
+
+
+def tensor_refs(tensor: torch.Tensor) -> int:
+    """References to the tensor from C++: by graphs, views and its Python object."""
+    return int(cast("Any", tensor)._use_count())
+
+
+def storage_refs(tensor: torch.Tensor) -> int:
+    """Tensors that share the storage of `tensor`, this one included."""
+    return int(_C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class BackwardWatcher(Protocol):
+    """Listener to backwards."""
+
+    def hook_exits(self, roots: Sequence[Any]) -> None:
+        """A backward from these nodes begins, in this thread."""
+
+    def failed(self, error: RuntimeError) -> None:
+        """A backward has raised; may raise another error in its place."""
+
+
+_backward_watchers: weakref.WeakSet[BackwardWatcher] = weakref.WeakSet()
+
+
+def watch_backward(watcher: BackwardWatcher) -> None:
+    """Tell `watcher`, while it lives, of each call of `Tensor.backward`, `torch.autograd.backward`
+    and `torch.autograd.grad`, nested ones included. torch is changed once, by the first watcher.
+    """
+    _backward_watchers.add(watcher)
+    plain_run = torch.autograd.graph._engine_run_backward
+    if getattr(plain_run, "tells_watchers", False):
+        return
+
+    @functools.wraps(plain_run)
+    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        watchers = tuple(_backward_watchers)
+        # A root is a tensor or a GradientEdge.
+        nodes = [out.grad_fn if isinstance(out, torch.Tensor) else out.node for out in outputs]
+        roots = [node for node in nodes if node is not None]
+        for each in watchers:
+            each.hook_exits(roots)
+        try:
+            return plain_run(outputs, *args, **kwargs)
+        except RuntimeError as error:
+            for each in watchers:
+                each.failed(error)
+            raise
+
+    run.tells_watchers = True  # type: ignore[attr-defined]
+    for module in (torch.autograd, torch.autograd.graph):
+        cast("Any", module)._engine_run_backward = run
+
+
 def queue_callback(callback: Callable[[], None]) -> None:
     """Run `callback` once when the backward of this thread has ended well; never if it raises."""
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
@@ -341,10 +408,10 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def dynamo_disable(function: F) -> F:
-    """`function`, never traced by torch.compile, nor anything that it calls."""
+def dynamo_disable(function: F, *, recursive: bool = True) -> F:
+    """`function`, never traced by torch.compile, nor (if `recursive`) anything that it calls."""
     disable: Any = torch.compiler.disable
-    return cast("F", disable(function))
+    return cast("F", disable(function, recursive=recursive))
 
 
 def calling_module_frame() -> FrameType | None:

@@ -136,6 +136,39 @@ def handle(model: torch.nn.Module) -> Handle:
     return found
 
 
+def forward_methods(module: torch.nn.Module, *names: str) -> None:
+    """Let methods of an offloaded model, or of a module in it, use parameters as `forward` may.
+
+    A call of `module.encode_image(...)` then gathers what it uses and releases it, and the backward
+    over its result gathers it again. The hooks of the module do not run. Holds until the engine
+    closes. The counterpart of FSDP2's `register_fsdp_forward_method`.
+
+    Raises: ValueError for a module that has no offloaded parameters, and for a name that is no
+    method of it.
+    """
+    engines = {
+        parameter.infinity_link.param.unit.engine
+        for parameter in module.parameters()
+        if isinstance(parameter, ShardedParameter)
+    }
+    kind = type(module).__name__
+    if len(engines) != 1:
+        raise ValueError(
+            f"forward_methods(): {kind} has parameters of {len(engines)} offloaded models; call it "
+            "after `inf.offload`, with the model or a module in it"
+        )
+    wrong = [name for name in names if not callable(getattr(module, name, None))]
+    if wrong or not names:
+        raise ValueError(
+            f"forward_methods(): {kind} has no method {wrong[0]!r}"
+            if wrong
+            else "forward_methods() got no names: forward_methods(model, 'encode_image')"
+        )
+    (engine,) = engines
+    for name in names:
+        engine.parts.lifecycle.hook_method(module, name)
+
+
 def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the modules in `model`, itself among them, that are offloaded and not closed, in the
     order of `model.modules()`: each has a handle. A wrapper (PEFT's, a compiled module's, a

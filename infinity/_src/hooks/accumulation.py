@@ -70,6 +70,7 @@ class Accumulation:
             self._say(*odd)
         # All ranks run as many backwards.
         if not self._on_any_rank(odd is not None):
+            self._lifecycle.hook_before_renumbering(losses)
             reorder_backward(losses, passed.nodes, end)
             self._lifecycle.reorder_calls(passed.calls)
             torch.autograd.backward(losses)

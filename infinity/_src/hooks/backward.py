@@ -1,10 +1,11 @@
 """Backward: gather and release the units that each hooked forward call needs again.
 
-A hooked call that made a graph leaves a `BackwardUse`. It *starts* when backward reaches the node
-that made one of the call's outputs (a prehook on the node: a hook on the tensor is lost when the
-output is modified in place). It *finishes* when the gradient of one of the call's inputs is
-complete (a hook on that tensor): the engine runs nodes made later first, so by then every node of
-the call has run. A use without such inputs never finishes by itself, and ends with the backward.
+A hooked call that made a graph leaves a `BackwardUse`. It *starts* when backward reaches a node
+that made one of the call's results (a prehook on the node: a hook on the tensor is lost when the
+result is modified in place). Forward hooks the nodes of the call's output; `graph_calls` hooks
+those of all other results when a backward begins. It *finishes* when the gradient of one of the
+call's inputs is complete (a hook on that tensor): the engine runs nodes made later first, so by
+then every node of the call has run. A use without such inputs ends with the backward.
 
 Node prehooks run after tensor hooks, so block i is released before block i-1 is gathered. Uses are
 keyed by graph task: nested backwards (reentrant checkpointing) have their own, and their own end.
@@ -14,30 +15,37 @@ The recomputing forward makes the outer task known, so that these are all parts 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from infinity._src._torch_compat import graph_task_id, node_sequence_number, queue_callback
+from infinity._src._torch_compat import (
+    NO_TASK,
+    graph_task_id,
+    node_sequence_number,
+    queue_callback,
+    sequence_number,
+    version_found_by,
+    watch_backward,
+)
+from infinity._src.hooks.graph_calls import GraphCall, GraphCalls
 from infinity._src.hooks.unit_refs import UnitRefs
-from infinity._src.params.unit import GradientsInterface, Param, UnsharderInterface
-from infinity.errors import EngineClosed, SecondOrderUnsupported
+from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
+from infinity.errors import EngineClosed, ReleasedInBackward, SecondOrderUnsupported
+
+WINDOW = -1
+"""Number, in place of a module's, of a call that is a window of `gather()`."""
 
 
-class BackwardUse:
-    """Units that one hooked forward call needs again in backward. Holds no tensors, so it makes no
-    cycles.
+class BackwardUse(GraphCall):
+    """Use of units by backward, on behalf of one hooked forward call."""
 
-    idle: units that get gradients from the call and are not read for them, so that they are not
-    gathered (`Tile`).
-    """
+    __slots__ = ("active", "backward", "task")
 
-    __slots__ = ("active", "backward", "held", "idle", "task")
-
-    def __init__(self, backward: Backward) -> None:
+    def __init__(self, backward: Backward, module: int, first: int) -> None:
+        super().__init__(module, first)
         self.backward = backward
-        self.held: tuple[UnitRefs, ...] = ()  # set when the call has returned, as is `idle`
-        self.idle: tuple[UnitRefs, ...] = ()
         self.active = False
         self.task = -1  # the graph task in which it is, or was last, active
 
@@ -64,28 +72,24 @@ class BackwardUse:
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
                 tensor.register_hook(self.finish)
+                self.ends_at_inputs = True
 
-    def hook_outputs(self, outputs: list[torch.Tensor], first_node: int) -> None:
+    def hook_outputs(self, outputs: list[torch.Tensor]) -> None:
         """Start when backward reaches one of `outputs`.
 
-        first_node: sequence number when the call began. Outputs with an earlier node were inputs
-        that the call passed through: starting at them would gather the units again after their use.
+        Outputs with a node from before the call were inputs that the call passed through: starting
+        at them would gather the units again after their use.
         """
         for tensor in outputs:
-            node = tensor.grad_fn
-            if node is None:
-                continue
-            if node_sequence_number(node) >= first_node:
-                node.register_prehook(self.start)  # type: ignore[arg-type]
             # Modifying a view in place takes its node out of the graph, but not that of its base.
-            base = tensor._base
-            base_node = base.grad_fn if base is not None else None
-            if (
-                base_node is not None
-                and base_node is not node
-                and node_sequence_number(base_node) >= first_node
-            ):
-                base_node.register_prehook(self.start)  # type: ignore[arg-type]
+            for shown in (tensor, tensor._base):
+                node = shown.grad_fn if shown is not None else None
+                if node is None:
+                    continue
+                number = node_sequence_number(node)
+                if number >= self.first and number not in self.exits:
+                    self.exits.add(number)
+                    node.register_prehook(self.start)  # type: ignore[arg-type]
 
 
 class Backward:
@@ -93,20 +97,96 @@ class Backward:
 
     def __init__(
         self,
+        units: Sequence[Unit],
         unsharder: UnsharderInterface,
         gradients: GradientsInterface,
         lock: threading.RLock,
     ) -> None:
+        self._units = units
         self._unsharder = unsharder
         self._gradients = gradients
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
+        # By thread, whose nodes are numbered; calls that recompute are part of a backward, and go
+        # with it.
+        self._calls: dict[int, GraphCalls] = {}
+        self._recomputed: dict[int, GraphCalls] = {}
         self.closed = False
+        watch_backward(self)
 
     @property
     def running(self) -> bool:
         """True when a backward runs, or was left by an exception."""
         return bool(self._tasks)
+
+    # -- calls in the graph ------------------------------------------------------------------------
+
+    def call_begins(self, module: int) -> BackwardUse:
+        """Note a call that makes a graph; module: its number."""
+        use = BackwardUse(self, module, sequence_number())
+        calls = self._calls if graph_task_id() == NO_TASK else self._recomputed
+        thread = threading.get_ident()
+        if thread not in calls:
+            calls[thread] = GraphCalls()
+        calls[thread].begin(use)
+        return use
+
+    def call_ends(
+        self,
+        use: BackwardUse,
+        held: list[UnitRefs],
+        idle: list[UnitRefs],
+        outputs: list[torch.Tensor],
+    ) -> None:
+        """Note the end of a call, its units (those that were gathered on demand inside of it are
+        among them) and the tensors found in its output."""
+        use.held, use.idle, use.end = tuple(held), tuple(idle), sequence_number()
+        if use.end > use.first:
+            use.hook_outputs(outputs)
+        else:
+            calls = self._calls if graph_task_id() == NO_TASK else self._recomputed
+            calls[threading.get_ident()].made_no_graph(use)
+
+    def prune_calls(self) -> None:
+        """Forget the calls whose graphs are gone. Not to be called while one runs."""
+        for calls in self._calls.values():
+            calls.prune()
+
+    def hook_exits(self, roots: Sequence[Any]) -> None:
+        """Have a backward from these nodes find the units of every call that it enters."""
+        with self._lock:
+            if graph_task_id() == NO_TASK:
+                for calls in self._calls.values():
+                    calls.hook_exits(roots)
+            elif (inner := self._recomputed.get(threading.get_ident())) is not None:
+                inner.hook_exits(roots)
+
+    def renumbers(self, roots: Sequence[Any]) -> None:
+        """Hook the exits of a graph whose nodes are about to get other numbers."""
+        self.hook_exits(roots)
+        for calls in self._calls.values():
+            calls.forget()
+
+    def failed(self, error: RuntimeError) -> None:
+        """Raise `ReleasedInBackward` if the error is autograd's, of a parameter that was evicted.
+        """
+        version = version_found_by(error)
+        params = (param for unit in self._units for param in unit.params)
+        param = next((each for each in params if each.evicted_version == version), None)
+        if param is None:
+            return
+        for calls in self._calls.values():
+            calls.walk_always()
+        module = type(param.sites[0][0]).__name__
+        raise ReleasedInBackward(
+            f"backward needs {param.name}, which was released: it entered a call of this "
+            f"{module} through a tensor that the engine has not seen leave the call. Take the step "
+            "again from its forward: from now on the engine searches the whole graph of this model "
+            "for such tensors before each backward, which costs about a microsecond per node. Or "
+            "return the tensor from the forward of its module"
+        ) from error
+
+    # -- uses --------------------------------------------------------------------------------------
 
     def start(self, use: BackwardUse) -> None:
         """Hold the units of `use` until it finishes, in the graph task that runs now. Blocks until
@@ -171,6 +251,7 @@ class Backward:
     def reset(self) -> None:
         """Release the units that a broken-off backward has left in use."""
         with self._lock:
+            self._recomputed.clear()
             tasks, self._tasks = self._tasks, {}
             for uses in tasks.values():
                 for use in uses:
@@ -187,7 +268,11 @@ class Backward:
             while uses:
                 self._end_use(uses.pop())
             # A nested task that ends is no end of the backward around it.
-            if not self._tasks.keys() - {task}:
+            if self._tasks.keys() - {task}:
+                if (inner := self._recomputed.get(threading.get_ident())) is not None:
+                    inner.forget()
+            else:
+                self._recomputed.clear()
                 self._unsharder.backward_end()
             self._tasks.pop(task, None)
 

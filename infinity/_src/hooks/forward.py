@@ -15,9 +15,10 @@ References to a unit are active uses, active frames and open windows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -66,12 +67,11 @@ class Frame:
     module: torch.nn.Module
     caller: FrameType | None  # the Python frame of its __call__; tells whether it still runs
     thread: int
-    first_node: int  # sequence number of the first autograd node that it can make
     outermost: bool
     held: list[UnitRefs] = dataclasses.field(default_factory=list)
     # Units of the module that this call does not read, and so does not hold.
     idle: list[UnitRefs] = dataclasses.field(default_factory=list)
-    use: BackwardUse | None = None
+    use: BackwardUse | None = None  # None: the call failed before it began
     # Handled when it began: an exception that leaves the frame is another one.
     handled: BaseException | None = dataclasses.field(default_factory=lambda: sys.exc_info()[1])
 
@@ -126,6 +126,38 @@ class Hook(EngineHook):
         return next(param.at_rest for unit in self._units for param in unit.params)
 
 
+class HookedMethod:
+    """A method of a module that gathers as the module's forward does. It takes the method's place
+    in the object, until `remove`."""
+
+    def __init__(self, lifecycle: Lifecycle, module: torch.nn.Module, name: str) -> None:
+        self._module, self._name = module, name
+        # What the object has under this name, in place of its class's.
+        self._own = module.__dict__.get(name)
+        method = getattr(module, name)
+        begin = dynamo_disable(lifecycle.pre_forward)
+        end = dynamo_disable(lifecycle.post_forward)
+
+        @functools.wraps(method)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            frame, results = sys._getframe(), None
+            try:
+                begin(module, args, kwargs, frame)
+                results = method(*args, **kwargs)
+            finally:
+                end(module, (args, kwargs) if results is None else results, frame)
+            return results
+
+        module.__dict__[name] = dynamo_disable(hooked, recursive=False)
+
+    def remove(self) -> None:
+        """Put the plain method back."""
+        if self._own is not None:
+            self._module.__dict__[self._name] = self._own
+        else:
+            del self._module.__dict__[self._name]
+
+
 class Lifecycle:
     """Life cycle of one model's offloaded parameters. Made by `attach`."""
 
@@ -159,7 +191,7 @@ class Lifecycle:
         # Autograd runs hooks of a device in a thread of its own.
         self._lock = threading.RLock()
         self._frames = frames if frames is not None else FrameStack()
-        self._backward = Backward(unsharder, gradients, self._lock)
+        self.backward = Backward(units, unsharder, gradients, self._lock)
         self._log = BlockLog()
         self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(
@@ -183,6 +215,7 @@ class Lifecycle:
                 for hook in self._installed.post_accumulate.get(param, ()):
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
+        self._methods: dict[tuple[torch.nn.Module, str], HookedMethod] = {}
         self._attributes: dict[torch.nn.Module, tensors.AttributeWatch] = {}
         exclude_from_compile(model)
         self._handles: list[RemovableHandle] = self._hook_modules()
@@ -215,7 +248,7 @@ class Lifecycle:
     def recover(self) -> None:
         """Release the units that a broken-off forward or backward has left. Does nothing while one
         runs."""
-        left = not self._frames[-1].alive if self._frames else self._backward.running
+        left = not self._frames[-1].alive if self._frames else self.backward.running
         # Inside a backward the uses belong to it, and are not left over.
         if left and graph_task_id() == NO_TASK:
             self.reset()
@@ -237,8 +270,11 @@ class Lifecycle:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        for method in self._methods.values():
+            method.remove()
+        self._methods.clear()
         uninstall(self._installed)
-        self.closed = self._backward.closed = True
+        self.closed = self.backward.closed = True
 
     @contextmanager
     def noting(self, blocks: frozenset[torch.nn.Module]) -> Iterator[BlockLog]:
@@ -275,6 +311,11 @@ class Lifecycle:
         """References to `unit`."""
         return self._refs[unit]
 
+    def uses_left(self, units: Iterable[UnitRefs]) -> None:
+        """Count the units of a call that has made a graph: backward will use them."""
+        for refs in units:
+            self._passes.use_left(refs.unit)
+
     def hook_window(self, window: WeightWindow) -> None:
         """Accumulate gradients that reach an open window; refuse them where training computes with
         other values than the window shows."""
@@ -282,12 +323,12 @@ class Lifecycle:
 
         def check(_grad: torch.Tensor) -> None:
             with self._lock:
-                self._backward.task()  # a backward runs, also where it has met no unit yet
+                self.backward.task()  # a backward runs, also where it has met no unit yet
                 refs.check_version(window=False)
 
         # The check comes first: it runs before autograd accumulates.
         window.tensor.register_hook(check)
-        window.tensor.register_post_accumulate_grad_hook(self._backward.grad_hook(window.param))
+        window.tensor.register_post_accumulate_grad_hook(self.backward.grad_hook(window.param))
 
     # -- Host of the at-rest parameters ------------------------------------------------------------
 
@@ -378,6 +419,10 @@ class Lifecycle:
 
     # -- forward -----------------------------------------------------------------------------------
 
+    def hook_before_renumbering(self, losses: Sequence[torch.Tensor]) -> None:
+        """Hook the graphs of `losses` for one backward, whose nodes get other numbers now."""
+        self.backward.renumbers([loss.grad_fn for loss in losses])
+
     def _hook_modules(self) -> list[RemovableHandle]:
         """Hook the modules of units, and all modules above them. The frame of a parent holds the
         parameters that the parent looks up itself."""
@@ -393,6 +438,7 @@ class Lifecycle:
             for depth in range(len(parts)):
                 self._hooked.setdefault(named[".".join(parts[:depth])], [])
         self._hooked.setdefault(self.model, [])
+        self._numbers = {module: number for number, module in enumerate(self._hooked)}
         before = Hook(self._before_forward, self.units)
         after = Hook(self._after_forward, self.units)
         handles = []
@@ -414,31 +460,50 @@ class Lifecycle:
         """Return the tiles of experts that all ranks gather."""
         return self.unsharder.chosen(used)
 
+    def hook_method(self, module: torch.nn.Module, name: str) -> None:
+        """Treat calls of a method of `module` as its forward is treated, until the engine closes.
+        """
+        self._require_open("forward_methods()")
+        if (module, name) not in self._methods:
+            self._methods[module, name] = HookedMethod(self, module, name)
+
     def _before_forward(
         self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        self.pre_forward(module, args, kwargs, calling_module_frame())
+
+    def pre_forward(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        caller: FrameType | None,
+    ) -> None:
+        """Begin a call of `module`: gather the units that it holds. caller: the Python frame that
+        runs for as long as the call."""
         with self._lock:
             outermost = self._find_place()
-            frame = Frame(
-                module, calling_module_frame(), threading.get_ident(), sequence_number(), outermost
-            )
+            frame = Frame(module, caller, threading.get_ident(), outermost)
             # Before anything can raise: the post hook is always called, and pops it.
             self._frames.append(frame)
             if self._activations is not None:
                 self._activations.module_entered(module, args, kwargs)
             if is_idle_call(module, kwargs):
-                for refs in self._hooked[module]:
+                for refs in self._hooked.get(module, ()):
                     refs.lend()
                     frame.idle.append(refs)
             else:
-                for refs in self._hooked[module]:
+                for refs in self._hooked.get(module, ()):
                     refs.acquire()
                     # One by one: if a later unit fails, the post hook releases those before it.
                     frame.held.append(refs)
+            # Also without gradients, which forward may enable.
+            frame.use = self.backward.call_begins(
+                self._numbers.setdefault(module, len(self._numbers))
+            )
             if torch.is_grad_enabled():
                 # Before forward, which may modify its inputs in place: hooks would then miss their
                 # gradients.
-                frame.use = BackwardUse(self._backward)
                 frame.use.hook_inputs(tensors.in_arguments(args, kwargs), self._device)
 
     def _find_place(self) -> bool:
@@ -451,9 +516,10 @@ class Lifecycle:
             return False
         if in_backward:  # recompute
             # Also of a reentrant checkpoint, whose backward inside is only a part of this one.
-            self._backward.task()
+            self.backward.task()
             return False
-        if self._frames or self._backward.running:
+        self.backward.prune_calls()
+        if self._frames or self.backward.running:
             # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
         self.unsharder.forward_start()
@@ -467,19 +533,26 @@ class Lifecycle:
             )
 
     def _after_forward(
-        self, module: torch.nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
+        # A module that returns nothing may have written its result into an argument.
+        results = (args, kwargs) if output is None else output
+        self.post_forward(module, results, calling_module_frame())
+
+    def post_forward(
+        self, module: torch.nn.Module, results: Any, caller: FrameType | None
+    ) -> None:
+        """End a call of `module`: let backward find its graph, and release its units."""
         with self._lock:
             # Popped before anything can raise: the frame must not stay on the stack.
-            frame = self._pop(module)
+            frame = self._pop(module, caller)
             if frame is None:
                 return
             if self._log.noting and module in self._log.blocks:
                 self._note_block(module)
             try:
-                # No output, when forward raised: there is no graph to hook.
-                if (frame.held or frame.idle) and output is not None:
-                    self._hook_backward(frame, output)
+                if frame.use is not None:
+                    self._hook_backward(frame, frame.use, results)
             finally:
                 try:
                     try:
@@ -513,10 +586,9 @@ class Lifecycle:
         if any(flat.dtype is torch.float32 for flat in flats):
             clear_autocast_cache(self._device.type)
 
-    def _pop(self, module: torch.nn.Module) -> Frame | None:
+    def _pop(self, module: torch.nn.Module, caller: FrameType | None) -> Frame | None:
         """Return the frame of this call, and remove frames above it that an exception left. None:
         the call never got one."""
-        caller = calling_module_frame()
         for index in range(len(self._frames) - 1, -1, -1):
             frame = self._frames[index]
             # A module may call itself: the Python frame of the call tells its frames apart.
@@ -529,20 +601,22 @@ class Lifecycle:
                 return frame
         return None
 
-    def _hook_backward(self, frame: Frame, output: Any) -> None:
+    def _hook_backward(self, frame: Frame, use: BackwardUse, results: Any) -> None:
         """Let backward gather the frame's units again. Units that the output still shows stay
         gathered for the frame above."""
-        found = tensors.in_output(output)
+        if not (frame.held or frame.idle):
+            self.backward.call_ends(use, [], [], [])
+            return
+        found = tensors.in_output(results)
         # Outputs that forward leaves in attributes, as MoE layers do with `self.aux_loss`.
         watch = self._attributes.get(frame.module)
         if watch is not None:
             found += watch.found()
-        use = frame.use or BackwardUse(self._backward)
-        # Units that were gathered on demand inside the call are among these.
-        use.held, use.idle = tuple(frame.held), tuple(frame.idle)
-        for refs in (*use.held, *use.idle):
-            self._passes.use_left(refs.unit)
-        use.hook_outputs(found, frame.first_node)
+        # No backward is expected of a forward that raised. It may come: a tensor that a hook has
+        # taken from it has a graph.
+        if frame.raised is None:
+            self.uses_left((*frame.held, *frame.idle))
+        self.backward.call_ends(use, frame.held, frame.idle, found)
         for tensor in found:
             param = self._param_shown_by(tensor, frame)
             if param is None:
@@ -577,6 +651,8 @@ class Lifecycle:
         """Release the units of a frame. All are released even when a check raises; the first error
         is raised."""
         failure: Exception | None = None
+        if frame.use is not None:
+            frame.use.abandon()
         while frame.idle:
             frame.idle.pop().take_back()
         while frame.held:
@@ -589,13 +665,13 @@ class Lifecycle:
 
     def _reset(self) -> None:
         # Other ranks may wait in a collective for what this one has broken off.
-        if self._frames or self._backward.running:
+        if self._frames or self.backward.running:
             self.unsharder.broke("forward or backward", RuntimeError("it was interrupted"))
         frames = list(self._frames)
         self._frames.clear()  # not a new list: activations look at this one
         for frame in reversed(frames):
             self._release_units(frame, check=False)
-        self._backward.reset()
+        self.backward.reset()
         self.unsharder.reset()
 
     def _hook_grad(self, param: Param) -> None:
@@ -603,7 +679,7 @@ class Lifecycle:
         if param.gathered.requires_grad and param not in self._grad_hooked:
             self._grad_hooked.add(param)
             param.flat.learns = True
-            hook = self._backward.grad_hook(param)
+            hook = self.backward.grad_hook(param)
             param.gathered.register_post_accumulate_grad_hook(hook)
             # A custom autograd Function that was handed the sharded parameter gives its gradient to
             # that leaf.

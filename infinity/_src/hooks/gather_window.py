@@ -1,4 +1,9 @@
-"""`gather()`: parameters that are readable and writable for a while, outside of forward."""
+"""`gather()`: parameters that are readable and writable for a while, outside of forward.
+
+A window is a call like that of a module: what is computed from its parameters inside makes a graph,
+whose backward may run inside, or later. Then it gathers the units again. The graph ends with the
+window if training computes with other values than `gather()` shows.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from infinity._src._torch_compat import bump_version
-from infinity._src.hooks.unit_refs import WeightWindow
+from infinity._src._torch_compat import tensor_refs
+from infinity._src.hooks.backward import WINDOW, BackwardUse
+from infinity._src.hooks.unit_refs import UnitRefs, WeightWindow
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
 from infinity.errors import RankFailed, StepUndone
@@ -56,9 +62,10 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
     # In one order on all ranks: gathering is a collective.
     params.sort(key=lambda param: (param.unit.index, param.flat.index, param.param_index))
     units = list({param.unit: None for param in params})
-    held = []
+    held: list[UnitRefs] = []
     opened: list[WeightWindow] = []
     well = False
+    call = lifecycle.backward.call_begins(WINDOW)
     try:
         for unit in units:
             refs = lifecycle.refs_of(unit)
@@ -81,8 +88,22 @@ def open_windows(lifecycle: Lifecycle, what: Gatherable) -> Iterator[None]:
             # for them.
             _close(lifecycle, opened, together=well)
         finally:
+            _end_call(lifecycle, call, opened)
             for refs in reversed(held):
                 refs.drop_ref()
+
+
+def _end_call(lifecycle: Lifecycle, call: BackwardUse, opened: list[WeightWindow]) -> None:
+    """Let backward gather the units again whose windows are in a graph. Every window must be
+    closed, and its writes stored."""
+    used: dict[UnitRefs, None] = {}
+    for window in opened:
+        # The Python object holds it, and nothing else, where no graph does.
+        if tensor_refs(window.tensor) > 1:
+            used[lifecycle.refs_of(window.param.unit)] = None
+            window.closes(outlives=lifecycle.unsharder.trains_on_rest(window.param.unit))
+    lifecycle.uses_left(used)
+    lifecycle.backward.call_ends(call, list(used), [], [])
 
 
 def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) -> None:
@@ -97,8 +118,6 @@ def _close(lifecycle: Lifecycle, opened: list[WeightWindow], *, together: bool) 
         refs.note_window_writes()
         refs.windows.remove(window)
         del lifecycle.windows[window.param]
-        # A graph made from the window must raise in backward: its values are released by then.
-        bump_version(window.tensor)
     failure: Exception | None = None
     written = [window.written for window in opened]
     try:

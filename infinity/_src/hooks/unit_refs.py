@@ -14,13 +14,22 @@ eviction.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
-from infinity._src._torch_compat import bump_version, separate_version, version_of
+from infinity._src._torch_compat import (
+    bump_version,
+    separate_version,
+    set_versions,
+    storage_refs,
+    tensor_refs,
+    version_of,
+)
 from infinity._src.hooks.module_params import ModuleParameters, look, put
 from infinity._src.params import unsharded_param as gathered
 from infinity._src.params.sharded_param import ShardedParameter
-from infinity._src.params.unit import UNSHARDED, Param, Unit, UnsharderInterface
+from infinity._src.params.unit import UNSHARDED, ClosedWindow, Param, Unit, UnsharderInterface
 from infinity.errors import ReplacedOutsideEngine, WeightWritten
 
 
@@ -28,8 +37,7 @@ class WeightWindow:
     """Parameter inside of `gather()`: a leaf on the gathered storage with a version counter of its
     own.
 
-    The counter shows writes. Closing bumps it, so that backward raises for a graph made from the
-    window: the values that the graph saved are released by then.
+    The counter shows writes.
     """
 
     def __init__(self, param: Param) -> None:
@@ -40,6 +48,22 @@ class WeightWindow:
             )
         self.written = False
         self._seen_version = version_of(self.tensor)
+
+    def closes(self, *, outlives: bool) -> None:
+        """Keep the version counter right for a graph that holds the window, which ends now.
+
+        outlives: whether backward may run later; else it raises.
+        """
+        param, unit = self.param, self.param.unit
+        if not outlives:
+            set_versions([self.tensor], [param.evicted_version])
+            return
+        closed = ClosedWindow(
+            param, weakref.ref(self.tensor), version_of(self.tensor), unit.generation
+        )
+        unit.closed_windows = [
+            *(window for window in unit.closed_windows if window.tensor() is not None), closed
+        ]  # fmt: skip
 
     def poll_write(self) -> bool:
         """Return whether it was written to since the last call."""
@@ -65,16 +89,27 @@ class UnitRefs:
         self._unsharder = unsharder
         self._acquired = 0  # frames and uses among the references
         self._versions: list[int] = []
-        self._stamped_generation: int | None = None
         self._spoilt = False
         self._gathered = [param.gathered for param in unit.params]
         self._modules = [(module.__dict__, parameters) for module, parameters in modules]
+        # Without a graph: windows come later, and pass.
+        self._refs_at_rest = self._count_refs()
         found = dict(modules)
         self._sites: list[tuple[ModuleParameters, str, ShardedParameter, torch.nn.Parameter]] = [
             (found[module], attr, param.at_rest, param.gathered)
             for param in unit.params
             for module, attr in param.sites
         ]
+
+    def _count_refs(self) -> int:
+        return sum(map(tensor_refs, self._gathered)) + sum(
+            storage_refs(flat.tensor) for flat in self.unit.flats
+        )
+
+    @property
+    def in_graph(self) -> bool:
+        """True when a graph refers to parameters of the unit, or a view of one is held."""
+        return self._count_refs() > self._refs_at_rest
 
     @property
     def acquired(self) -> bool:
@@ -91,9 +126,8 @@ class UnitRefs:
         else:
             self.check_version(window=False)
         # Counters belong to values: they change with the generation, not with each gather.
-        if self._stamped_generation != unit.generation:
+        if unit.stamped_generation != unit.generation:
             self._versions = gathered.stamp(unit)
-            self._stamped_generation = unit.generation
         if self.windows:
             self.note_window_writes()
         # Last: an error above must leave the count as it was.
@@ -155,7 +189,7 @@ class UnitRefs:
                     if now != then
                 ]
                 self._spoilt = True
-                self._stamped_generation = None
+                self.unit.stamped_generation = None
         # Before the error: it must not leave the unit in use.
         self.drop_ref()
         if written and check:

@@ -189,7 +189,8 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
         )
     raise ParameterReleased(
         f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
-        "Gather it: `with inf.handle(model).gather(parameter): ...` (writes inside are kept). If a "
+        "To train through another method than forward: `inf.forward_methods(model, \"method\")`. "
+        "To read or write it: `with inf.handle(model).gather(parameter): ...`. If a "
         f"trainer does this (DistributedDataParallel, an optimizer of torch): {TRAINERS}; "
         "infinity.integrations.peft.merge(model) merges adapters"
     )

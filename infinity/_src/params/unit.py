@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -91,6 +92,8 @@ class Param:
     # `hooks.module_params.install` sets both, when the values are on their tier.
     at_rest: ShardedParameter = dataclasses.field(init=False)
     gathered: UnshardedParameter = dataclasses.field(init=False)
+    # Version counter of `gathered` while it has no memory; set with it. No generation is as high.
+    evicted_version: int = dataclasses.field(init=False)
     # None until `GradReducer.slot` is first asked for it.
     grad: GradAccumulator | None = None
 
@@ -128,6 +131,16 @@ def keys_of(names: Iterable[str], place: TilePlace | None) -> tuple[str, ...]:
     """
     # A name that is no tile's is a key as it is.
     return tuple(names) if place is None else tuple(whole_name(name) or name for name in names)
+
+
+class ClosedWindow(NamedTuple):
+    """A leaf on a parameter's gathered storage that `gather()` has shown, and that a graph may
+    hold. version: its version counter while the unit has the values of `generation`."""
+
+    param: Param
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    generation: int
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -183,6 +196,9 @@ class Unit:
     # A collective that does not return may still write to its memory, which is never freed.
     stuck: bool = False
     generation: int = 0  # counts the optimizer steps and writes that changed its values
+    # The generation that the version counters of its gathered parameters show, if any.
+    stamped_generation: int | None = None
+    closed_windows: list[ClosedWindow] = dataclasses.field(default_factory=list)
     engine: Any = None  # the handle that owns it; layers below pass it on and never look inside
 
     def __repr__(self) -> str:
@@ -232,6 +248,9 @@ class UnsharderInterface(Protocol):
         """True when a unit in use holds another version than this pass computes with; with
         `window`: another version than `gather()` shows.
         """
+
+    def trains_on_rest(self, unit: Unit) -> bool:
+        """True when training computes with the values at rest, which `gather()` shows."""
 
     def release(self, unit: Unit) -> None:
         """Let the unit, whose reference count fell to 0, be evicted, now or later."""

@@ -217,6 +217,10 @@ class Unsharder:
             return version != AT_REST
         return self._passes.trains and version != self._trained(unit)
 
+    def trains_on_rest(self, unit: Unit) -> bool:
+        """True when training computes with the values at rest, which `gather()` shows."""
+        return self._trained(unit) == AT_REST
+
     def shows_newest(self, unit: Unit) -> bool:
         """True when the unit holds values at rest although training computes with delayed ones."""
         if unit.state is SHARDED:

@@ -7,12 +7,15 @@ Autograd saves the unsharded parameters (and views of them) by their storage, so
 memory although the graph lives on, and filling the same storage again is all that backward needs.
 
 Version counters: each unsharded parameter has its own, set to the generation of its unit at the
-first use after a change. Filling never counts as a modification. An optimizer step or a write
-raises the generation. A graph from before it then gets torch's own "modified by an inplace
-operation" error instead of new values.
+first use after a gather or a change. Filling never counts as a modification. An optimizer step or a
+write raises the generation. A graph from before it then gets torch's own "modified by an inplace
+operation" error instead of new values. While a parameter is evicted it has a version that no graph
+has saved.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 
@@ -28,6 +31,9 @@ from infinity._src.memory.device import Device
 from infinity._src.memory.layout import FlatLayout
 from infinity._src.params.unit import SHARDED, STALE, Flat, Param, Unit
 from infinity.errors import WeightWritten
+
+_EVICTED_VERSIONS = itertools.count(0xC000_0000)
+"""Version counters, which have 32 bits; a process has fewer parameters than are left above this."""
 
 
 class UnshardedParameter(torch.nn.Parameter):
@@ -78,6 +84,7 @@ def bind(unit: Unit, *, requires_grad: dict[Param, bool]) -> None:
                 separate_version(view), requires_grad=requires_grad[param]
             )
             param.gathered.infinity_name = param.name
+            param.evicted_version = next(_EVICTED_VERSIONS)
     if was_evicted:
         _free(unit)
 
@@ -138,6 +145,16 @@ def evict(unit: Unit, device: Device | None = None) -> None:
         if device is not None:
             note_use(unit, device)
         unit.move_to(SHARDED)
+        # Autograd compares versions before it reads a saved tensor: a backward that meets the
+        # parameter without its memory raises, and does not read freed memory.
+        unit.stamped_generation = None
+        set_versions(
+            [param.gathered for param in unit.params],
+            [param.evicted_version for param in unit.params],
+        )
+        for window in unit.closed_windows:
+            if (tensor := window.tensor()) is not None:
+                set_versions([tensor], [window.param.evicted_version])
         _free(unit)
     else:
         # Given up for the books alone: a collective may still write to this memory.
@@ -171,6 +188,25 @@ def stamp(unit: Unit) -> list[int]:
     them.
     """
     # By generation: a unit that is gathered again with the same values must not look modified.
+    if unit.closed_windows:
+        _stamp_windows(unit)
     versions = [unit.generation] * len(unit.params)
     set_versions([param.gathered for param in unit.params], versions)
+    unit.stamped_generation = unit.generation
     return versions
+
+
+def _stamp_windows(unit: Unit) -> None:
+    """Set the version counters of leaves that `gather()` has shown: as they were while the unit has
+    these values, and forget the others, whose graphs must look modified.
+    """
+    kept = []
+    for window in unit.closed_windows:
+        tensor = window.tensor()
+        if tensor is None:
+            continue
+        current = window.generation == unit.generation
+        set_versions([tensor], [window.version + (not current)])
+        if current:
+            kept.append(window)
+    unit.closed_windows = kept

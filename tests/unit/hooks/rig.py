@@ -72,6 +72,9 @@ class RamUnsharder:
     def mixes(self, unit: Unit, *, window: bool) -> bool:
         return False
 
+    def trains_on_rest(self, unit: Unit) -> bool:
+        return True
+
     def release(self, unit: Unit) -> None:
         self.events.append(f"idle {unit.name}")
         if self.eager:

@@ -158,10 +158,30 @@ def test_a_regulariser_made_inside_has_gradients_there(rig: Rig) -> None:
     assert rig.unsharder.events[-3:].count("backward_end") == 1
 
 
-def test_a_graph_made_inside_raises_when_it_runs_backward_outside(rig: Rig) -> None:
+def test_a_graph_made_inside_runs_backward_outside(rig: Rig) -> None:
+    """Its memory is gathered again, after other passes, too."""
+    p = at_rest(rig.model, NAME)
+    with rig.lifecycle.gather(p):
+        with torch.no_grad():
+            p.mul_(0.5)
+        penalty = p.square().sum()
+    models.stack_loss(rig.model, 0).backward()
+    penalty.backward()
+    with torch.no_grad():
+        plain(rig).mul_(0.5)
+    models.stack_loss(rig.plain, 0).backward()
+    plain(rig).square().sum().backward()
+    rig.check_grads()
+    rig.check_idle()
+
+
+def test_a_graph_made_inside_raises_what_torch_raises_after_a_step(rig: Rig) -> None:
     p = at_rest(rig.model, NAME)
     with rig.lifecycle.gather(p):
         penalty = p.square().sum()
+    for model in (rig.plain, rig.model):
+        models.stack_loss(model, 0).backward()
+    rig.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
 

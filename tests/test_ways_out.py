@@ -1,0 +1,329 @@
+"""A result may leave a block in any way: returned, in the batch, in an attribute, an object, a
+closure, an exception, through a hook on an inner layer. Numbers are those of the plain loop, in
+every update mode, with more blocks than fit in memory at a time."""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity as inf
+from infinity._src.hooks import graph_calls
+from infinity.errors import ReleasedInBackward
+from tests.harness import one_thread, values_of
+from tests.reference import ReferenceAdamW
+
+WIDTH = 8
+Result = tuple[torch.Tensor, torch.Tensor]  # a block's output and its part of the loss
+
+
+class Done(Exception):
+    """Ends a forward early, with its result."""
+
+
+class Slots:
+    """An object without a `__dict__`."""
+
+    __slots__ = ("value",)
+
+
+class Carrier:
+    """Holds what blocks do not return."""
+
+    def __init__(self, rows: int, blocks: int) -> None:
+        self.batch: dict[str, Any] = {}
+        self.queue: deque[Result] = deque()
+        self.nested: list[Any] = [[[[]]]]
+        self.slots = Slots()
+        self.namespace = types.SimpleNamespace()
+        self.buffer = torch.zeros(blocks, rows, WIDTH, dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, way: str) -> None:
+        super().__init__()
+        self.index, self.way = index, way
+        self.norm, self.lin = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: torch.Tensor, carrier: Carrier) -> Any:
+        return WAYS[self.way][0](self, carrier, (y := self.compute(x), y.square().mean()))
+
+    def compute(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + torch.tanh(self.lin(x) @ self.lin.weight.t())) * self.scale
+
+
+class Net(nn.Module):
+    def __init__(self, ways: tuple[str, ...]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(index, way) for index, way in enumerate(ways))
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        carrier, parts = Carrier(len(x), len(self.blocks)), []
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x, part = WAYS[block.way][1](block, carrier, x)
+            parts.append(part)
+        return [x.float().square().mean(), *parts]
+
+
+def _return(_block: Block, _carrier: Carrier, result: Result) -> Any:
+    return result
+
+
+def _called(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    return block(x, carrier)
+
+
+def _put(name: str) -> tuple[Callable[..., None], Callable[..., Any]]:
+    """A way by an attribute of the carrier's parts, or of the block."""
+
+    def where(block: Block, carrier: Carrier) -> Any:
+        return block if name == "own" else getattr(carrier, name)
+
+    def put(block: Block, carrier: Carrier, result: Result) -> None:
+        where(block, carrier).value = result
+
+    def take(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+        assert block(x, carrier) is None
+        result, where(block, carrier).value = where(block, carrier).value, None
+        return result
+
+    return put, take
+
+
+def _in_batch(_block: Block, carrier: Carrier, result: Result) -> None:
+    carrier.batch["h"], carrier.batch["part"] = result
+
+
+def _from_batch(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    block(x, carrier)
+    return carrier.batch.pop("h"), carrier.batch.pop("part")
+
+
+def _in_queue(_block: Block, carrier: Carrier, result: Result) -> None:
+    carrier.queue.append(result)
+
+
+def _from_queue(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    block(x, carrier)
+    return carrier.queue.popleft()
+
+
+def _in_nested(_block: Block, carrier: Carrier, result: Result) -> None:
+    carrier.nested[0][0][0].append(result)
+
+
+def _from_nested(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    block(x, carrier)
+    return carrier.nested[0][0][0].pop()
+
+
+def _closure(_block: Block, _carrier: Carrier, result: Result) -> Callable[[], Result]:
+    return lambda: result
+
+
+def _call_closure(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    return block(x, carrier)()
+
+
+def _generator(_block: Block, _carrier: Carrier, result: Result) -> Iterator[torch.Tensor]:
+    yield from result
+
+
+def _exhaust(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    return tuple(block(x, carrier))
+
+
+def _raise(_block: Block, _carrier: Carrier, result: Result) -> None:
+    raise Done(result)
+
+
+def _catch(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    try:
+        block(x, carrier)
+    except Done as done:
+        return done.args[0]
+    raise AssertionError("the block has returned")
+
+
+def _in_buffer(block: Block, carrier: Carrier, result: Result) -> torch.Tensor:
+    carrier.buffer[block.index] = result[0]
+    return result[1]
+
+
+def _from_buffer(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    part = block(x, carrier)
+    return carrier.buffer[block.index].clone(), part
+
+
+def _hooked(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    """The features of an inner layer are the block's part of the loss."""
+    features: list[torch.Tensor] = []
+    handle = block.lin.register_forward_hook(lambda _module, _args, out: features.append(out))
+    y, _ = block(x, carrier)
+    handle.remove()
+    return y, features[0].float().square().mean()
+
+
+def _only_hooked(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    """A hook on an inner layer takes what goes on; the block's own output is dropped."""
+    outputs: list[torch.Tensor] = []
+    handle = block.norm.register_forward_hook(lambda _module, _args, out: outputs.append(out))
+    block(x, carrier)
+    handle.remove()
+    return outputs[0], outputs[0].square().mean()
+
+
+def _modified(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+    y, _ = block(x, carrier)
+    y += 1  # in place: another node has made it now
+    return y, y.square().mean()
+
+
+def _checkpointed(reentrant: bool) -> Callable[..., Any]:
+    def call(block: Block, carrier: Carrier, x: torch.Tensor) -> Any:
+        return checkpoint(block, x, carrier, use_reentrant=reentrant)
+
+    return call
+
+
+WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "returned": (_return, _called),
+    "batch": (_in_batch, _from_batch),
+    "queue": (_in_queue, _from_queue),
+    "nested list": (_in_nested, _from_nested),
+    "namespace": _put("namespace"),
+    "slots": _put("slots"),
+    "attribute": _put("own"),
+    "closure": (_closure, _call_closure),
+    "generator": (_generator, _exhaust),
+    "exception": (_raise, _catch),
+    "buffer": (_in_buffer, _from_buffer),
+    "inner hook": (_return, _hooked),
+    "inner hook alone": (_return, _only_hooked),
+    "modified": (_return, _modified),
+    "checkpoint": (_return, _checkpointed(reentrant=False)),
+    "reentrant checkpoint": (_return, _checkpointed(reentrant=True)),
+}
+
+MODES: dict[str, dict[str, Any]] = {
+    "deferred": {},
+    "backward": {"update": "backward"},
+    "speculative": {"update": "backward", "generations": 2},
+    "delayed": {"update": "delayed"},
+}
+
+
+def make(ways: tuple[str, ...]) -> Net:
+    torch.manual_seed(0)
+    return Net(ways).to(torch.bfloat16)
+
+
+def train(model: nn.Module, optimizer: Any) -> list[float]:
+    """Three steps."""
+    losses = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(2, WIDTH, dtype=torch.bfloat16)
+        loss = sum(model(x.requires_grad_()), torch.zeros(()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def freeze(model: Net) -> None:
+    """Leave the first block, the last, and the norms to learn."""
+    for block in model.blocks[1:-1]:
+        assert isinstance(block, Block)
+        block.lin.requires_grad_(False)
+        block.scale.requires_grad_(False)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def reference(ways: tuple[str, ...], *, frozen: bool) -> tuple[list[float], dict[str, Any]]:
+    model = make(ways)
+    if frozen:
+        freeze(model)
+    optimizer = ReferenceAdamW([{"params": trained(model)}], lr=1e-2)
+    return train(model, optimizer), values_of(model)
+
+
+def offloaded(
+    ways: tuple[str, ...], directory: Path, *, mode: str, frozen: bool, ram: str = "min"
+) -> tuple[list[float], dict[str, Any]]:
+    model = make(ways)
+    if frozen:
+        freeze(model)
+    places = {"params": "nvme", "optim": "nvme"} if ram == "min" else {}
+    policy = inf.Policy(nvme=[str(directory)], ram=ram, **places, **MODES[mode])
+    inf.offload(model, policy)
+    try:
+        optimizer = inf.AdamW(trained(model), lr=1e-2)
+        losses = train(model, optimizer)
+        return losses, values_of(model)
+    finally:
+        inf.handle(model).close()
+
+
+def check(ways: tuple[str, ...], directory: Path, *, mode: str, frozen: bool) -> None:
+    with one_thread():
+        got = offloaded(ways, directory, mode=mode, frozen=frozen)
+        if mode == "delayed":  # another algorithm than the plain loop's
+            want = offloaded(ways, directory, mode=mode, frozen=frozen, ram="1GiB")
+        else:
+            want = reference(ways, frozen=frozen)
+    assert got[0] == want[0]
+    assert [name for name, value in want[1].items() if not torch.equal(got[1][name], value)] == []
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_out_of_a_block_has_the_bits_of_the_plain_loop(way: str, tmp_path: Path) -> None:
+    check((way,) * 10, tmp_path, mode="deferred", frozen=False)
+
+
+@given(
+    ways=st.lists(st.sampled_from(sorted(WAYS)), min_size=8, max_size=40).map(tuple),
+    mode=st.sampled_from(sorted(MODES)),
+    frozen=st.booleans(),
+)
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+def test_ways_drawn_at_random_have_the_bits_of_the_plain_loop(
+    tmp_path_factory: pytest.TempPathFactory, ways: tuple[str, ...], mode: str, frozen: bool
+) -> None:
+    check(ways, tmp_path_factory.mktemp("ways"), mode=mode, frozen=frozen)
+
+
+def test_a_backward_that_no_walk_has_prepared_is_a_named_error_and_the_next_one_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The net below the walk: freed memory is never read."""
+    ways = ("queue",) * 10
+    walk = graph_calls._walk
+    monkeypatch.setattr(graph_calls, "_walk", lambda _roots, _calls: 0)
+    with one_thread():
+        model = make(ways)
+        inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=[str(tmp_path)], ram="min"))
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        with pytest.raises(ReleasedInBackward, match=r"blocks\.\d\..* of this \w+ .*again"):
+            train(model, optimizer)
+        monkeypatch.setattr(graph_calls, "_walk", walk)
+        optimizer.zero_grad()
+        losses = train(model, optimizer)
+        assert losses == reference(ways, frozen=False)[0]
+        inf.handle(model).close()
