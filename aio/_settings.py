@@ -154,7 +154,7 @@ def _read_json(path: str | os.PathLike[str]) -> Any:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{os.fspath(path)!r} cannot be read ({error.strerror}); {how}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{os.fspath(path)!r} is not JSON ({error}); {how}") from error
 
 

@@ -1,10 +1,10 @@
-"""`python -m infinity.bench [swap ...]`."""
+"""`python -m infinity.bench [swap ...]`: `infinity bench`."""
 
 from __future__ import annotations
 
 import sys
 
-from infinity._src.bench.command import main
+from infinity._src.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -33,6 +33,19 @@ def write_new(path: Path, data: bytes | str) -> None:
         file.write(data.encode() if isinstance(data, str) else data)
 
 
+def write_named(path: Path, data: bytes | str) -> None:
+    """Write a file that a user has named for a result, whole or not at all. A device or a pipe, as
+    /dev/stdout, is written to, and stays. Raises: OSError naming the path.
+    """
+    stays = path.exists() and not path.is_file()
+    try:
+        with path.open("wb") if stays else replaced(path) as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        # A write knows no name, and the name of a partial file says less.
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """Yield a new file beside `path`, open to write, which takes the place of `path` when the block

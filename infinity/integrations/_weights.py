@@ -133,7 +133,7 @@ def _shapes(directory: Path) -> dict[str, torch.Tensor]:
     """Return tensors without values in place of those in the files."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         files = [directory / name for name in names]
     else:
         one = directory / "model.safetensors"

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -295,6 +296,54 @@ def test_a_save_that_one_rank_cannot_make_is_a_failed_one_on_both(
             assert line.startswith(f"no checkpoint of step {step} was written: {text}")
     heads = newest_generation(tmp_path / "checkpoint")
     assert [head.step for head in heads] == [3, 3]
+
+
+def stopping(rank: int, directory: Path, given: list[str], *, at: str = "", call: int = 0) -> int:
+    """Run the command in this process. at: the part in whose so manieth call a signal reaches the
+    second rank alone; "" lets none come. Returns the exit status."""
+    options = build_parser().parse_args(given)
+    ranks = Joined(rank, 2, rank, "cpu", dist.distributed_c10d._get_default_store())
+    count = itertools.count(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command._Run, "_measure_drives", lambda _run: None)
+        if at:
+            original = getattr(command._Run, at)
+
+            def called(*values: Any) -> Any:
+                if next(count) == call and rank == 1:
+                    os.kill(os.getpid(), signal.SIGUSR1)
+                return original(*values)
+
+            patch.setattr(command._Run, at, called)
+        return command._train(options, Console(file=io.StringIO()), ranks)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("at", "call"),
+    [
+        ("_passes", 2),
+        # The ranks have met for the last time in this step, and stop after the next.
+        ("_keep", 1),
+    ],
+)
+def test_a_signal_that_reaches_one_rank_stops_both_after_the_same_step(
+    place: Path, tmp_path: Path, at: str, call: int
+) -> None:
+    outs = [tmp_path / "whole", tmp_path / "stopped"]
+    for out in outs:
+        given = arguments(place, out, "--batch=1", "--save-every=4", "--steps=4", "--resume")
+        if out.name == "stopped":
+            job = functools.partial(stopping, given=given, at=at, call=call)
+            assert on_ranks(job, tmp_path / "ranks", 2) == [128 + signal.SIGUSR1] * 2
+            assert [head.step for head in newest_generation(out / "checkpoint")] == [2, 2]
+        job = functools.partial(stopping, given=given)
+        assert on_ranks(job, tmp_path / f"ranks-{out.name}", 2) == [0, 0]
+    for kind in ("step", "held_out"):
+        whole, stopped = ([row["loss"] for row in records(out, kind)] for out in outs)
+        assert stopped == whole
+    weights = [load_file(out / "model.safetensors") for out in outs]
+    assert all(torch.equal(weights[1][name], value) for name, value in weights[0].items())
 
 
 # -- the places of ranks ---------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -51,8 +50,9 @@ from infinity._src.bench.adam import AdamFigures
 from infinity._src.bench.device_copy import CopyFigures
 from infinity._src.bench.swap import KINDS, SwapFigures
 from infinity._src.bench.sweep import SweepFigures
-from infinity._src.new_file import write_new
+from infinity._src.new_file import write_named
 from infinity._src.sizes import format_size
+from infinity._src.standard_streams import write_to_stdout
 
 # -- JSON ------------------------------------------------------------------------------------------
 
@@ -129,15 +129,9 @@ def write_record(record: Mapping[str, Any], path: Path | None) -> None:
         return
     text = json.dumps(record, indent=2) + "\n"
     if str(path) == "-":
-        sys.stdout.write(text)
+        write_to_stdout(text)
         return
-    # In the same directory: a file is replaced in one step on one file system only.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        write_new(partial, text)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_named(path, text)
 
 
 # -- Tables ----------------------------------------------------------------------------------------

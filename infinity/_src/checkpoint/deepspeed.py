@@ -564,7 +564,7 @@ def folder_of(directory: Path, tag: str | None) -> Path:
                 f"{directory} has no file `latest`, and no optimizer states: pass "
                 "tag='global_step...'"
             )
-        tag = latest.read_text().strip()
+        tag = latest.read_text(encoding="utf-8").strip()
     if tag is None:
         return directory
     # `latest` is a file from elsewhere too: it must not lead out of the directory.

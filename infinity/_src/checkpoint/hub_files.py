@@ -477,7 +477,7 @@ def _quantization(model: Any, path: Path) -> Any:
     if held is not None or not beside.is_file():
         return held
     try:
-        return dict(json.loads(beside.read_text())).get("quantization_config")
+        return dict(json.loads(beside.read_text(encoding="utf-8"))).get("quantization_config")
     except (ValueError, TypeError) as error:
         raise WeightsError(
             f"{beside} cannot be read ({error}), and may say that the weights are quantized; copy "

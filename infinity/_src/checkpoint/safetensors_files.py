@@ -334,7 +334,8 @@ def _weight_map(index: Path) -> dict[str, str]:
     refused.
     """
     try:
-        weight_map: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        found = json.loads(index.read_text(encoding="utf-8"))
+        weight_map: dict[str, str] = dict(found["weight_map"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsError(
             f"{index} is no index of safetensors: it has no readable weight_map ({error!r})",

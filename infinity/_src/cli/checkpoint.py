@@ -8,7 +8,6 @@ import argparse
 import dataclasses
 import datetime
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +41,7 @@ from infinity._src.checkpoint.verify import (
     list_generations,
 )
 from infinity._src.sizes import format_size, parse_size
+from infinity._src.standard_streams import write_to_stdout
 from infinity._src.wording import listed
 from infinity.errors import InfinityError
 
@@ -232,7 +232,7 @@ def _bar(console: Console, title: str, total: int) -> Iterator[Callable[[int], o
 
 
 def _write_json(record: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(record, indent=2, default=str) + "\n")
+    write_to_stdout(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def _rate(verb: str, size_bytes: int, seconds: float) -> str:

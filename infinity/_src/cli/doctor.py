@@ -292,7 +292,7 @@ def _model(model: Path, drives: Sequence[DirectoryProbe]) -> Finding:
         from infinity._src.cli.model_here import describe_model
 
         return Finding("model", *describe_model(model, drives))
-    except (ImportError, ValueError) as error:
+    except (ImportError, ValueError, OSError) as error:
         return Finding("model", str(model), str(error))
 
 

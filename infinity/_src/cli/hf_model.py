@@ -8,15 +8,18 @@ Code that comes with a model is never run (`trust_remote_code` stays off).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import infinity as inf
+from infinity._src._torch_compat import is_out_of_memory
 from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
 from infinity._src.params.materialize import Faults, FileTensors
 from infinity._src.params.source_files import SourceFiles
@@ -51,6 +54,7 @@ def find_pretrained(path: Path) -> Pretrained:
             files = sorted(file.name for file in path.glob("*.gguf"))
             hint = f"; for a GGUF file name the file: {path / files[0]}" if files else ""
             raise ValueError(f"{path} has no config.json, so it is no Hugging Face model{hint}")
+        check_config(path / "config.json")
     elif path.is_file() and path.suffix == ".gguf":
         directory, gguf = path.parent, path.name
     else:
@@ -58,10 +62,36 @@ def find_pretrained(path: Path) -> Pretrained:
             f"{path} is neither a model directory nor a GGUF file; models are read from disk only"
         )
     extra = {"gguf_file": gguf} if gguf else {}
-    tokenizer = transformers.AutoTokenizer.from_pretrained(
-        directory, trust_remote_code=False, **extra
-    )
+    with read_by_transformers(path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, **extra
+        )
     return Pretrained(directory, gguf, tokenizer)
+
+
+def check_config(file: Path) -> None:
+    """Raise ValueError for a config.json that is none."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no JSON file, so no model's configuration: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file} holds no JSON object, so it is no model's configuration")
+
+
+@contextlib.contextmanager
+def read_by_transformers(path: Path) -> Iterator[None]:
+    """Turn what transformers raises of the files at `path`, which may be any error, into a
+    ValueError of one line that names them.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        # The second often says what the first announces.
+        raise ValueError(f"{path}: {' '.join(lines[:2]) or type(error).__name__}") from error
 
 
 def model_on_meta(
@@ -178,16 +208,19 @@ def _prepare(model: Any, checkpointing: bool) -> None:
 def _on_meta(source: Pretrained, dtype: torch.dtype) -> Any:
     transformers = quiet_transformers()
     extra = {"gguf_file": source.gguf} if source.gguf else {}
-    config = transformers.AutoConfig.from_pretrained(
-        source.directory, trust_remote_code=False, **extra
-    )
-    # No memory yet: `inf.offload` fills the module unit by unit.
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=False
+    with read_by_transformers(source.directory):
+        config = transformers.AutoConfig.from_pretrained(
+            source.directory, trust_remote_code=False, **extra
         )
-    if (source.directory / "generation_config.json").is_file():
-        model.generation_config = transformers.GenerationConfig.from_pretrained(source.directory)
+        # No memory yet: `inf.offload` fills the module unit by unit.
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=dtype, trust_remote_code=False
+            )
+        if (source.directory / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(
+                source.directory
+            )
     return model
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from infinity._src.cli.run_history import Point, RunHistory, read_run, runs_of
-from infinity._src.new_file import write_new
+from infinity._src.new_file import write_named
 from infinity._src.perf.roofline import EXAMPLE_TBW
 from infinity._src.sizes import format_size
 from infinity._src.step_timeline import Bar, StepTimeline
@@ -107,15 +107,9 @@ def write_report(directories: Sequence[Path], out: Path, *, rated_tb: float | No
         raise ValueError(
             f"{', '.join(map(str, directories))}: no step was recorded yet; make the page later"
         )
-    text = page(runs, rated_tb)
-    # Renamed when it is whole: a browser never loads half of it.
-    partial = out.with_name(f".{out.name}.partial")
-    try:
-        data = text.encode("utf-8")
-        write_new(partial, data)
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
+    # A directory's name may hold bytes that are no letters.
+    data = page(runs, rated_tb).encode(errors="replace")
+    write_named(out, data)
     return len(data)
 
 

@@ -14,6 +14,8 @@ from infinity import __version__
 from infinity._src.bench import command as bench
 from infinity._src.cli import arguments
 from infinity._src.openmp import wait_passively
+from infinity._src.standard_streams import with_safe_streams
+from infinity.errors import InfinityError
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -67,8 +69,41 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status. No error of a file or a value, and none of standard
+    output, ends it without a message and a status: 2 for a mistake, 1 for a fault, 130 after
+    Ctrl-C.
+    """
     given = list(sys.argv[1:] if argv is None else argv)
+    return with_safe_streams(lambda: _told(given))
+
+
+def _told(given: Sequence[str]) -> int:
+    """Run a command, and tell in one line the errors that it leaves to its caller."""
+    try:
+        return _run(given)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if not _is_foreseen(error):
+            raise
+        text = str(error).partition("\n")[0] or type(error).__name__
+        print(f"error: {text}", file=sys.stderr)
+        return 2 if isinstance(error, ValueError) else 1
+
+
+def _is_foreseen(error: Exception) -> bool:
+    if isinstance(error, (OSError, ValueError, MemoryError, InfinityError)):
+        return True
+    # Torch has an error of its own where memory is short. What does without it raises none of them.
+    if "torch" not in sys.modules:
+        return False
+    from infinity._src._torch_compat import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _run(given: Sequence[str]) -> int:
     # Before the parser, which would refuse the arguments of bench.
     if given[:1] == ["bench"]:
         return bench.main(given[1:])

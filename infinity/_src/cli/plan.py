@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import infinity as inf
+from infinity._src.bench.report import check_target, write_record
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
@@ -67,6 +66,7 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
     to_stdout = options.json is not None and str(options.json) == "-"
     console = console or Console(stderr=to_stdout)
     try:
+        check_target(options.json, "--json")
         machine = read_machine(options)
         run = read_ds_config(options, machine)
         # On one rank the engine also finds nested units; on several it does not.
@@ -81,22 +81,15 @@ def run_plan(options: argparse.Namespace, console: Console | None = None) -> int
         faster = None if options.no_changes else faster_update(shape, prediction)
         sides = where_updates_run(shape, prediction)
         ranks = stages(shape, machine, job) if machine.world > 1 else []
-    except ValueError as error:
+        if options.json is not None:
+            record = as_record(shape, prediction, changes, sides, ranks, faster=faster)
+            record |= {"deepspeed": None if run is None else deepspeed_record(run)}
+            write_record(record, options.json)
+    except (ValueError, OSError) as error:
         console.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
         return 2
-    if options.json is not None:
-        record = as_record(shape, prediction, changes, sides, ranks, faster=faster)
-        record |= {"deepspeed": None if run is None else deepspeed_record(run)}
-        text = json.dumps(record, indent=2) + "\n"
-        if to_stdout:
-            sys.stdout.write(text)
-            return 0 if prediction.fits else 1
-        try:
-            options.json.write_text(text, encoding="utf-8")
-        except OSError as error:
-            text = f"--json {escape(str(options.json))}: {error.strerror}"
-            console.print(f"[red]error:[/red] {text}", highlight=False, soft_wrap=True)
-            return 2
+    if to_stdout:
+        return 0 if prediction.fits else 1
     if run is not None:
         console.print(deepspeed_table(run, options.ds_config))
     show_plan(console, shape, prediction, changes, sides, ranks, faster=faster)
@@ -116,10 +109,9 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
             "from disk only"
         )
     transformers = hf_model.quiet_transformers()
-    try:
+    hf_model.check_config(file)
+    with hf_model.read_by_transformers(file):
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except Exception as error:  # noqa: BLE001 - configurations raise what they like
-        raise ValueError(f"{file}: {_first_line(error)}") from None
     found = [
         auto
         for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
@@ -131,11 +123,8 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
         )
     # Quantized weights cannot be trained, so a plan is of the unquantized model.
     config.quantization_config = None
-    try:
-        with torch.device("meta"):
-            model = found[0].from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, RuntimeError, AttributeError, TypeError, ImportError) as error:
-        raise ValueError(f"{file}: the model cannot be built: {error}") from error
+    with hf_model.read_by_transformers(file), torch.device("meta"):
+        model = found[0].from_config(config, dtype=dtype, trust_remote_code=False)
     if file.name == "config.json":
         # Every configuration has the same file name; its directory has the model's.
         name = file.absolute().parent.name
@@ -319,12 +308,6 @@ def _size(text: str | None, option: str) -> float | None:
     if not size:
         raise ValueError(f"{option} {text}: give a size above 0, such as '64GiB'")
     return size
-
-
-def _first_line(error: Exception) -> str:
-    """Format an exception in one line; its type too where the text alone does not tell."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:2]) if lines else type(error).__name__
 
 
 def _rate(text: str | None, option: str) -> float | None:

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from infinity._src._torch_compat import is_out_of_memory
-from infinity.errors import AioError
+from infinity._src.cli.stop_signals import Stopped, StopSignals
+from infinity.errors import AioError, RankFailed
 
-_STOPPED = "infinity train/stopped"  # in the group's store: the rank whose error is told
+# In the group's store: the rank whose error is told, and the number of the signal that ended it.
+_STOPPED = "infinity train/stopped"
 _PATIENCE_S = 3.0
 """Wait of a rank that may only have lost another one, for that one to tell why."""
 _JOIN_S = 300.0
@@ -32,7 +34,7 @@ _JOIN_S = 300.0
 @dataclasses.dataclass(frozen=True)
 class Joined:
     """Place of this process among the ranks that train together. device: the one it computes on.
-    store: the group's; None for one rank.
+    store: the group's; None for one rank. signals: those that reach this process.
     """
 
     rank: int = 0
@@ -40,6 +42,9 @@ class Joined:
     local_rank: int = 0
     device: str = "cpu"
     store: Any = None
+    signals: StopSignals = dataclasses.field(default_factory=StopSignals, compare=False)
+    # One number: the signal that all ranks have heard of.
+    _heard: list[int] = dataclasses.field(default_factory=lambda: [0], compare=False)
 
     @property
     def first(self) -> bool:
@@ -47,19 +52,27 @@ class Joined:
         return self.rank == 0
 
     def sums(self, *values: float) -> list[float]:
-        """Return the sum of each value over all ranks, in double, in the order of ranks.
-        Collective.
+        """Return the sum of each value over all ranks, in double, in the order of ranks. Ranks hear
+        of each other's signals by it. Collective.
         """
         if self.world == 1:
             return list(values)
-        mine = torch.tensor(values, dtype=torch.float64)
+        mine = torch.tensor([*values, self.signals.number], dtype=torch.float64)
         # No all_reduce: the order of its sum, and so its bits, depend on the backend.
         everyone = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(everyone, mine)
         total = torch.zeros_like(mine)
         for each in everyone:
             total += each
-        return [float(value) for value in total]
+        self._heard[0] = int(max(each[-1] for each in everyone))
+        return [float(value) for value in total[:-1]]
+
+    @property
+    def signal(self) -> int:
+        """The number of a signal that has reached a rank, alike on all that have called `sums` as
+        often; 0 without one.
+        """
+        return self.signals.number if self.world == 1 else self._heard[0]
 
     def together(self) -> None:
         """Wait for all ranks."""
@@ -79,13 +92,26 @@ class Joined:
                 deadline = time.monotonic() + _PATIENCE_S
                 while time.monotonic() < deadline and not self.store.check([_STOPPED]):
                     time.sleep(0.05)
+            number = error.number if isinstance(error, Stopped) else 0
+            mine = f"{self.rank} {number}"
             # The first that sets the key tells; the store compares and sets in one operation.
-            return bool(
-                self.store.compare_set(_STOPPED, "", str(self.rank)) == str(self.rank).encode()
-            )
+            return bool(self.store.compare_set(_STOPPED, "", mine) == mine.encode())
         except (RuntimeError, OSError):
             # The store went with its node, so nobody else can be asked.
             return True
+
+    def ended_by(self) -> int:
+        """Return the signal that has ended another rank at once, and this one by that; 0 where it
+        was none.
+        """
+        if self.world == 1:
+            return 0
+        try:
+            if not self.store.check([_STOPPED]):
+                return 0
+            return int(self.store.get(_STOPPED).split()[1])
+        except (RuntimeError, OSError):
+            return 0
 
 
 @contextlib.contextmanager
@@ -96,9 +122,10 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
     device: as the user wrote it; None or "cuda": the GPU with this rank's number in its node, if
     there is a GPU.
     Raises: ValueError for an environment that is not torchrun's, and a device that all ranks of a
-    node would share.
+    node would share; RankFailed where the ranks cannot meet.
     """
-    found = place_of(device, os.environ if environment is None else environment)
+    environment = os.environ if environment is None else environment
+    found = place_of(device, environment)
     if found.world == 1:
         yield found
         return
@@ -107,9 +134,18 @@ def joined(device: str | None, environment: Mapping[str, str] | None = None) -> 
         # NCCL takes the current device, which would be GPU 0 on every rank.
         torch.cuda.set_device(torch.device(found.device))
     # NCCL moves no CPU tensors, and `sums` and names of collectives are such.
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S)
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=_JOIN_S)
+        )
+    except (RuntimeError, OSError) as error:
+        place = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+        raise RankFailed(
+            f"rank {found.rank} cannot join the {found.world} ranks at {place}: "
+            f"{str(error).partition(chr(10))[0]}. Start all of them, with one MASTER_ADDR and "
+            "MASTER_PORT",
+            rank=found.rank,
+        ) from error
     try:
         yield dataclasses.replace(found, store=dist.distributed_c10d._get_default_store())
     finally:

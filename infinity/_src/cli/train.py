@@ -69,6 +69,7 @@ from infinity._src.cli.resume import (
     save_directory,
     value_of,
 )
+from infinity._src.cli.stop_signals import Stopped, name_of, status_of
 from infinity._src.cli.torchrun import Joined, joined
 from infinity._src.memory.planner import state_format
 from infinity._src.metrics_file import FILE_NAME, SCHEMA, MetricsFile, read_rows
@@ -111,7 +112,8 @@ enough to be warm.
 
 
 def run_train(options: argparse.Namespace, console: Console | None = None) -> int:
-    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 130 after Ctrl-C.
+    """Train as `options` say. Exit status: 0, 1 for a fault, 2 for a mistake, 128 + n after the
+    signal n (`infinity._src.cli.stop_signals`).
 
     On several ranks one of them prints what stopped it, and all have a status that is not 0.
     """
@@ -133,27 +135,31 @@ def _train(options: argparse.Namespace, console: Console, ranks: Joined) -> int:
     reported = False
     # torch.distributed raises it where another rank has gone.
     lost = (RuntimeError,) if ranks.world > 1 else ()
+    shown = console if ranks.first else Console(quiet=True)
     try:
-        with ExitStack() as stack:
-            try:
-                return _Run(
-                    options, console if ranks.first else Console(quiet=True), stack, ranks
-                ).run()
-            except (KeyboardInterrupt, Exception) as error:
-                # Before anything is closed, so that those who lose this rank by that know whose
-                # error it is.
-                reported, tells = True, ranks.tells(error)
-                if tells:
-                    _say_error(console, error, options, ranks)
-                raise
-    except KeyboardInterrupt:
-        return 130
+        with ranks.signals:
+            with ExitStack() as stack:
+                try:
+                    status = _Run(options, shown, stack, ranks).run()
+                except (KeyboardInterrupt, Exception) as error:
+                    # Before anything is closed, so that those who lose this rank by that know whose
+                    # error it is.
+                    reported, tells = True, ranks.tells(error)
+                    if tells:
+                        _say_error(console, error, options, ranks)
+                    raise
+            # Together, since torchrun ends the ranks that are left where one has ended; and alike.
+            ranks.sums()
+            return 128 + ranks.signal if ranks.signal else status
+    except KeyboardInterrupt as error:
+        return status_of(error)
     except Exception as error:
         if not isinstance(error, lost) and not _is_foreseen(error):
             raise
         if not reported and ranks.tells(error):
             _say_error(console, error, options, ranks)
-        return 2 if isinstance(error, ValueError) else 1
+        number = ranks.ended_by()
+        return 128 + number if number else 2 if isinstance(error, ValueError) else 1
 
 
 def _say_error(
@@ -167,7 +173,12 @@ def _say_error(
     """
     if isinstance(error, KeyboardInterrupt):
         assert options is not None
-        console.print("interrupted; what was measured so far is in " + str(options.out))
+        console.print(
+            f"{error}: stopped at once; what was measured so far is in {options.out}"
+            if isinstance(error, Stopped)
+            else f"interrupted; what was measured so far is in {options.out}",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
         return
     several = ranks is not None and ranks.world > 1
     if not _is_foreseen(error):
@@ -229,9 +240,9 @@ def _check(options: argparse.Namespace) -> None:
             )
     check_tiles(options)
     for name in ("lr", "clip", "weight_decay", "warmup", "eval_every", "seed", "save_every"):
-        if getattr(options, name) < 0:
+        if not 0 <= getattr(options, name) < math.inf:
             raise ValueError(
-                f"--{name.replace('_', '-')} {getattr(options, name)} must not be negative"
+                f"--{name.replace('_', '-')} {getattr(options, name)} must be a number, 0 or more"
             )
 
     if options.update == "backward" and options.clip and options.generations == 1:
@@ -346,6 +357,8 @@ class _Run:
     unsaved: Exception | None = None
     # True once a save of this process has begun.
     saves = False
+    # The step of the newest save that was tried.
+    saved_step: int | None = None
     # The step whose save last met a bad read.
     misread: int | None = None
 
@@ -359,7 +372,7 @@ class _Run:
         self.pretrained = hf_model.find_pretrained(options.model)
         self.corpus: Corpus = build_corpus(options, self.pretrained.tokenize, ranks=ranks.world)
         if ranks.first:
-            options.out.mkdir(parents=True, exist_ok=True)
+            _make_out(options.out)
         self.directories = resolve_directories(
             self.policy.directories, rank=ranks.rank, local_rank=ranks.local_rank
         )
@@ -424,6 +437,7 @@ class _Run:
     def run(self) -> int:
         """Measure, train, measure, save, report."""
         options = self.options
+        self.ranks.signals.defer()
         self.metrics.add("run", self._description())
         several = (
             f" on {self.ranks.world} ranks, ZeRO stage {self.policy.zero}"
@@ -443,6 +457,9 @@ class _Run:
             # What an interrupted run keeps, too.
             self._leave_files()
             raise
+        if text_after is None:
+            self._tell_of_stop()
+            return 0
         if not options.no_save:
             self._say(f"the trained model is in {options.out}")
         if self.records:
@@ -451,8 +468,23 @@ class _Run:
             show_summary(self.console, summary)
         else:
             self._say(f"all {options.steps} steps had been taken already")
-        self._check_saved()
+        self._check_saved(options.steps)
         return 0
+
+    def _tell_of_stop(self) -> None:
+        """Say where a run that a signal has stopped can go on. Raises the error of its save."""
+        options, step = self.options, self.handle.stats().step_count
+        self._check_saved(step)
+        goes_on = "; the same command with --resume goes on"
+        if not step:
+            kept = "no step was taken"
+        elif options.durable:
+            kept = f"the durable run in {self.directories[0]} has it{goes_on}"
+        elif options.save_every:
+            kept = f"it is saved in {save_directory(options)}{goes_on}"
+        else:
+            kept = "nothing was saved, as neither --save-every nor --durable was given"
+        self._say(f"{name_of(self.ranks.signal)}: stopped after step {step}; {kept}")
 
     def _make_model(self) -> Any:
         """Make the model without values. Raises: ValueError for one that cannot train so."""
@@ -538,6 +570,7 @@ class _Run:
         """
         # Faults of updates are none of the save.
         self.handle.flush()
+        self.saved_step = step
         try:
             self.save = inf.save(self.model, self.optimizer, save_directory(self.options))
         # Other ranks have an AioError where one has another: all have to go on alike.
@@ -600,20 +633,20 @@ class _Run:
         (lacks,) = self.ranks.sums(float(step < self.earlier.step))
         return bool(lacks)
 
-    def _check_saved(self) -> None:
-        """Raise the error of the last save, where it failed."""
+    def _check_saved(self, step: int) -> None:
+        """Raise the error of the last save, of `step`, where it failed."""
         error = self.unsaved
         if isinstance(error, AioError):
             raise error
         if error is not None:
             # In one line, whatever it is.
             raise AioError(
-                f"no checkpoint of step {self.options.steps} was written: {_text(error)}"
+                f"no checkpoint of step {step} was written: {_text(error)}"
             ) from error
 
-    def _train(self, display: StepDisplay) -> str:
+    def _train(self, display: StepDisplay) -> str | None:
         """Measure, take the steps, measure, export, and again from where a fault has undone it.
-        Returns the prompt's continuation after training.
+        Returns the prompt's continuation after training; None where a signal has stopped it before.
         """
         first, steps = self.earlier.step, self.options.steps
         draws = self.ranks.first and not self.options.no_trace
@@ -629,7 +662,14 @@ class _Run:
             turns[step] = self._turn()
             turns.pop(step - self.options.durable_every - 1, None)
             try:
-                self._measure(step, meter, display)
+                # Before a measurement, and after one.
+                if not self._stops(step):
+                    self._measure(step, meter, display)
+                if self._stops(step):
+                    self._finish_saves(step, wanted=self._unsaved(step))
+                    # Also a run that is stopped keeps what it has.
+                    self._leave_files()
+                    return None
                 if step == steps:
                     return self._end()
                 self._take_step(step + 1, batches, meter, display)
@@ -673,12 +713,7 @@ class _Run:
         StepUndone.
         """
         # The last update belongs to the training, and to its peak.
-        self.handle.flush()
-        self._end_save()
-        if self.unsaved is not None or self._lacks_checkpoint():
-            # No later save makes up for this one.
-            self._begin_save(self.options.steps)
-            self._end_save()
+        self._finish_saves(self.options.steps, wanted=self._lacks_checkpoint())
         self.peak_training = peak_rss_bytes()
         self._measure_held_out(self.options.steps)
         # Before the spans of what follows take the room of the last steps'.
@@ -689,6 +724,29 @@ class _Run:
                 self.model, self.pretrained.tokenizer, self.options.out, first=self.ranks.first
             )
         return text
+
+    def _stops(self, step: int) -> bool:
+        """Return whether a signal stops training here. What comes after the last step is made: it
+        is the result.
+        """
+        return bool(self.ranks.signal) and step < self.options.steps
+
+    def _unsaved(self, step: int) -> bool:
+        """Return whether saves were asked for, and none of this step has begun."""
+        return bool(self.options.save_every) and step not in (self.earlier.step, self.saved_step)
+
+    def _finish_saves(self, step: int, *, wanted: bool) -> None:
+        """Finish the save under way, and make one of `step` where it is wanted. One that fails is
+        tried again: no later save makes up for it. Raises: StepUndone.
+        """
+        self.handle.flush()
+        self._end_save()
+        if wanted:
+            self._begin_save(step)
+            self._end_save()
+        if self.unsaved is not None:
+            self._begin_save(step)
+            self._end_save()
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
         """Return the micro-batches of this rank behind those of the first `step` steps."""
@@ -970,6 +1028,15 @@ class _Run:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, soft_wrap=True)
+
+
+def _make_out(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {out} cannot be made: {error.strerror}; name a directory of yours"
+        ) from error
 
 
 def _earlier_records(out: Path) -> list[StepRecord]:

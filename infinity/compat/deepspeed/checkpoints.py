@@ -117,7 +117,7 @@ def _check_tag(engine: Checkpointed, tag: str) -> None:
 def newest_tag(home: Path) -> str | None:
     """Return the tag that the file "latest" names; None where there is no such file."""
     newest = home / LATEST
-    return newest.read_text().strip() if newest.is_file() else None
+    return newest.read_text(encoding="utf-8").strip() if newest.is_file() else None
 
 
 def load(

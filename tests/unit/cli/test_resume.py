@@ -40,10 +40,12 @@ from infinity._src.checkpoint.directory import (  # noqa: E402
     write_attachment,
 )
 from infinity._src.checkpoint.safe_pickle import extra_bytes  # noqa: E402
+from infinity._src.cli import stop_signals  # noqa: E402
 from infinity._src.cli import train as command  # noqa: E402
 from infinity._src.cli.corpus import Corpus  # noqa: E402
 from infinity._src.cli.main import build_parser  # noqa: E402
 from infinity._src.cli.resume import SmallState, Source, find_source  # noqa: E402
+from infinity._src.cli.stop_signals import NUMBERS, name_of  # noqa: E402
 from infinity.aio import Fault, Seam  # noqa: E402
 from infinity.errors import AioError, StepUndone  # noqa: E402
 from tests.forks import FORKSERVER  # noqa: E402
@@ -951,6 +953,89 @@ def test_a_checkpoint_is_not_replaced_by_a_run_that_had_only_begun(
     both = (place / "whole", tmp_path / "out")
     weights = [load_file(each / "model.safetensors") for each in both]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+STOPS: list[tuple[tuple[Any, str], int, int, int]] = [
+    ((command.hf_model, "offload_pretrained"), 1, signal.SIGTERM, 0),
+    ((command._Run, "_continue"), 1, signal.SIGHUP, 0),
+    ((command._Run, "_passes"), 2, signal.SIGTERM, 2),
+    ((command.MetricsFile, "add"), 2, signal.SIGINT, 3),  # the first line describes the run
+    ((command._Run, "_measure_held_out"), 1, signal.SIGUSR1, 3),
+    ((command._Run, "_begin_save"), 1, signal.SIGUSR1, 4),
+    ((command.hf_model, "save_pretrained"), 1, signal.SIGTERM, STEPS),
+    ((command._Run, "_leave_page"), 1, signal.SIGTERM, STEPS),
+]
+"""Where signals come, the so manieth call; and the step after which the run stands then."""
+
+
+@pytest.mark.parametrize("kept", ["durable", "saved"])
+def test_a_run_that_signals_stop_again_and_again_has_the_same_bits(
+    place: Path, tmp_path: Path, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, drive = tmp_path / "out", tmp_path / "drive"
+    drive.mkdir()
+    on_nvme = f"--params nvme --optim nvme --nvme {drive} --ram min".split()
+    keeps = ["--durable", "--durable-every", "4", *on_nvme]
+    # Only one step is saved that no signal asks for.
+    keeps = keeps if kept == "durable" else ["--save-every", "4"]
+    arguments = [*common(place), "--out", str(out), *keeps, "--resume"]
+    before = [signal.getsignal(number) for number in NUMBERS]
+    for part, call, number, step in STOPS:
+        if kept == "durable" and part[1] == "_begin_save":
+            continue
+        with monkeypatch.context() as patch:
+            signalled(patch, part, call, number)
+            status, shown = train(arguments)
+        assert status == 128 + number, shown
+        assert [signal.getsignal(each) for each in NUMBERS] == before
+        if part[1] == "offload_pretrained":
+            assert f"{name_of(number)}: stopped at once" in shown
+        elif step < STEPS:
+            assert f"{name_of(number)}: stopped after step {step}; " in shown
+            assert ("the same command with --resume goes on" in shown) == (step > 0)
+        if (out / "metrics.jsonl").exists():
+            assert [row["step"] for row in records(out, "step")] == list(range(1, step + 1))
+        assert (out / "report.html").exists() == (step > 0)
+    status, shown = train(arguments)
+    assert status == 0, shown
+    assert f"all {STEPS} steps had been taken already" in shown
+    for kind, names in (("step", ("step", "loss", "lr", "grad_norm")), ("held_out", ("loss",))):
+        rows = [[row[name] for name in names] for row in records(out, kind)]
+        whole = [[row[name] for name in names] for row in records(place / "whole", kind)]
+        assert rows == whole
+    weights = [load_file(each / "model.safetensors") for each in (place / "whole", out)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def signalled(
+    patch: pytest.MonkeyPatch, part: tuple[Any, str], call: int, *numbers: int
+) -> None:
+    """Let signals come when a part of the command begins for the so manieth time."""
+    original, count = getattr(*part), itertools.count(1)
+
+    def called(*given: Any, **more: Any) -> Any:
+        if next(count) == call:
+            for number in numbers:
+                os.kill(os.getpid(), number)
+        return original(*given, **more)
+
+    patch.setattr(*part, called)
+
+
+def test_a_second_signal_ends_a_run_at_once(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was saved before it is there, and two signals of two kinds are no second one."""
+    monkeypatch.setattr(stop_signals, "TWICE_S", 0)
+    arguments = [*common(place), "--out", str(tmp_path), "--save-every", "1"]
+    twice = signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1
+    with monkeypatch.context() as patch:
+        signalled(patch, (command._Run, "_passes"), 2, *twice)
+        status, shown = train(arguments)
+    assert status == 128 + signal.SIGUSR1, shown
+    assert "SIGUSR1: stopped at once; what was measured so far is in" in shown
+    assert [row["step"] for row in records(tmp_path, "step")] == [1]
+    assert newest_generation(tmp_path / "checkpoint")[0].step == 1
 
 
 def test_saves_are_of_the_run_that_writes_them(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def read_updates(path: Path) -> dict[str, float]:
         ]
         rates = {row["state"]: row["gparam_per_s"] * 1e9 / record["threads"] for row in rows}
         states = [row["state"] for row in rows]
-    except (ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} is no record of updates ({error}); write it with: "
             "python -m infinity.bench adam --json FILE"
