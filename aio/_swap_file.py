@@ -33,6 +33,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import final
 
+from infinity._src.paths import absolute, check_link
 from infinity.aio._file_system import IN_MEMORY, direct_refusal, file_system_type, set_buffered
 from infinity.aio._swap_owner import Life, Owner, PrivateDirectory, clear_dead, lock
 from infinity.errors import AioError, DeviceFailedError, SwapFullError
@@ -103,7 +104,7 @@ class SwapFile:
         kept, and logged once. Raises ValueError for a missing directory or one in memory,
         SwapFullError when there is no room at all, AioError when the file cannot be made there.
         """
-        path = os.fspath(directory)
+        path = str(absolute(directory, "directory"))
         in_memory = _check_directory(path)
         try:
             # First: the files of dead processes take room that this one may need.
@@ -172,7 +173,7 @@ class SwapFile:
                 f"durable swap file {name!r}: a name is made of letters, digits, dots, dashes and "
                 "underscores"
             )
-        path = os.fspath(directory)
+        path = str(absolute(directory, "directory"))
         try:
             if create:
                 _make_private_directory(Path(path))
@@ -202,7 +203,7 @@ class SwapFile:
         Raises AioError (EEXIST where there is one), SwapFullError, DeviceFailedError.
         """
         # O_EXCL: an existing file is never overwritten.
-        return cls._ordinary(Path(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
+        return cls._ordinary(absolute(path, "path"), os.O_RDWR | os.O_CREAT | os.O_EXCL, direct)
 
     @classmethod
     def existing(cls, path: str | os.PathLike[str], *, direct: bool = True) -> SwapFile:
@@ -212,7 +213,7 @@ class SwapFile:
         Raises AioError (ENOENT where there is none, EINVAL for what is no regular file),
         DeviceFailedError.
         """
-        return cls._ordinary(Path(path), os.O_RDONLY, direct)
+        return cls._ordinary(absolute(path, "path"), os.O_RDONLY, direct)
 
     @classmethod
     def _ordinary(cls, path: Path, flags: int, direct: bool) -> SwapFile:
@@ -607,6 +608,7 @@ def _check_directory(path: str) -> str:
     """Raise ValueError unless `path` is a directory to swap in. Returns its file system's type
     where that is memory.
     """
+    check_link(Path(path))
     if not Path(path).is_dir():
         what = "is not a directory" if Path(path).exists() else "does not exist"
         raise ValueError(

@@ -259,11 +259,11 @@ def edited(
         ),
         (
             lambda t: t.update({"first.bias": torch.ones(4).long()}),
-            r"first\.bias is a tensor of whole numbers there",
+            r"first\.bias is torch\.int64 there",
         ),
         (
             lambda t: t.update({"count": torch.ones(2)}),
-            r"count is a tensor of floating numbers there",
+            r"count is torch\.float32 there",
         ),
     ],
 )

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,12 +33,14 @@ import xxhash
 from infinity._src.access import Background, EngineAccess
 from infinity._src.checkpoint.durable import DurableRun
 from infinity._src.checkpoint.hub_files import open_weights
+from infinity._src.checkpoint.metadata import persistent_buffers
 from infinity._src.checkpoint.run_fill import RunFill
 from infinity._src.checkpoint.save import Saver
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.setup import RankSetup
 from infinity._src.distributed.transport import Transport
+from infinity._src.dtypes import check_kept
 from infinity._src.grads.accumulator import GradRegistry
 from infinity._src.grads.buffers import GradBuffers
 from infinity._src.grads.proxy import GradProxy
@@ -267,8 +268,8 @@ def find_source(
     """Open the source of the model's values. Returns it, and whether all ranks read the same files,
     each its own part. Collective. Raises: ValueError for a source that does not fit the model.
     """
-    if isinstance(load, (str, os.PathLike)):
-        load = open_weights(model, Path(load))
+    if isinstance(load, Path):
+        load = open_weights(model, load)
     # Ranks build alike, and the first one tells of it.
     first = split.comm.rank == 0
     received = split.ranks.syncs_states and not first
@@ -306,6 +307,9 @@ def take_apart(
     specs = find_units(
         model, units=policy.units, unit_bytes_max=bytes_max, nested=not ranks.several
     )
+    if policy.durable:
+        # Before the run has files: its first commit could not keep them.
+        check_kept(persistent_buffers(model).items(), "a durable run")
     there = open_device(device, check=ranks.comm.check)
     passes = Passes(
         copies=there.copies,

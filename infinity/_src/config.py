@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
+from infinity._src.paths import absolute
 from infinity._src.sizes import parse_size
 from infinity.aio import IoSettings
 from infinity.aio._swap_file import check_directory_pattern, is_directory_pattern
@@ -596,9 +597,10 @@ class Policy:
                 f"nvme={self.nvme!r}: give a directory, or a list of directories, none of them "
                 "empty"
             )
-        paths = tuple(Path(path) for path in given)
-        for path in paths:
-            check_directory_pattern(path)
+        for path in given:
+            # As it is given: the directory around it may have braces in its name.
+            check_directory_pattern(Path(path))
+        paths = tuple(absolute(path, "nvme") for path in given)
         if self.durable and paths and is_directory_pattern(paths[0]):
             raise ValueError(
                 f"nvme={[str(path) for path in paths]}: a durable run keeps the manifests of all "

@@ -30,6 +30,7 @@ from infinity._src.cleanup import run_all
 from infinity._src.config import Policy
 from infinity._src.distributed.topology import check_launched
 from infinity._src.distributed.transport import Transport
+from infinity._src.dtypes import why_not_bits
 from infinity._src.hooks.accumulation import Accumulation
 from infinity._src.hooks.gather_window import chosen_params
 from infinity._src.hooks.module_params import detach_params
@@ -40,6 +41,7 @@ from infinity._src.optim.state_access import OptimizerState
 from infinity._src.params.materialize import NamedTensors, Source
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
+from infinity._src.paths import absolute
 from infinity._src.stats import Stats
 from infinity._src.telemetry import Timeline
 from infinity._src.wording import listed
@@ -103,9 +105,13 @@ def offload(
     # Before the model is touched, all that can be known of a mistake.
     check_launched()
     device = compute_device(model, (policy or Policy()).device)
+    if isinstance(load, (str, os.PathLike)):
+        load = absolute(load, "load")
     # Read now: parameters at rest have no strides of their own.
     strided = [
-        name for name, parameter in model.named_parameters() if not parameter.is_contiguous()
+        name
+        for name, parameter in model.named_parameters()
+        if not why_not_bits(parameter) and not parameter.is_contiguous()
     ]
     with hub_checkpoint(model, load) as source:
         handle_ = Handle(model, policy or Policy(), device, source, init, _seam, _transport)
@@ -400,8 +406,9 @@ class Handle:
         Tracks: phases, waits of training, units in use, gradients, reads, writes, updates, copies,
         with the names of the units; the newest of each are kept.
         """
+        target = absolute(path, "path")
         self.take_spans()
-        return self.timeline.write(path)
+        return self.timeline.write(target)
 
     def take_spans(self) -> None:
         """Take what the native threads noted since the last call into `timeline`."""

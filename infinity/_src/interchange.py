@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,7 +33,7 @@ from infinity._src.checkpoint.hub_conversion import is_hub_model
 from infinity._src.checkpoint.hub_export import hub_parts
 from infinity._src.checkpoint.hub_files import open_weights
 from infinity._src.checkpoint.load import Loaded, check_idle, match, take_in
-from infinity._src.checkpoint.metadata import buffers_of
+from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers
 from infinity._src.checkpoint.optimizer_states import (
     MASTER,
     Held,
@@ -49,10 +48,12 @@ from infinity._src.checkpoint.safetensors import (
     write_safetensors,
 )
 from infinity._src.distributed.rendezvous import Rendezvous
+from infinity._src.dtypes import check_kept, check_torch_saves
 from infinity._src.engine import Handle, handle
 from infinity._src.memory.planner import state_format
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
+from infinity._src.paths import absolute
 
 
 def export_safetensors(
@@ -86,14 +87,14 @@ def export_safetensors(
     """
     if not callable(names) and names not in ("hub", "modules"):
         raise ValueError(f"names={names!r}: give 'hub', 'modules', or a function of a name")
-    of = handle(model)
+    of, target = handle(model), absolute(directory, "directory")
     of.flush()
     if callable(names):
         parts = module_parts(model, of, masters=masters, rename=names)
     else:
         parts_of = hub_parts if names == "hub" and is_hub_model(model) else module_parts
         parts = parts_of(model, of, masters=masters)
-    write_safetensors(parts, of.comm, directory, shard_bytes_max=shard_bytes_max)
+    write_safetensors(parts, of.comm, target, shard_bytes_max=shard_bytes_max)
 
 
 def load_safetensors(
@@ -119,7 +120,8 @@ def load_safetensors(
     backward or gather(). After an OSError or AioError some parameters are loaded and others not:
     load again before going on.
     """
-    return _load(model, lambda: open_weights(model, Path(path)), strict=strict)
+    source = absolute(path, "path")
+    return _load(model, lambda: open_weights(model, source), strict=strict)
 
 
 def export_dcp(
@@ -151,11 +153,15 @@ def export_dcp(
         raise ValueError(
             f"keys={keys!r}: the model and its optimizer are written under two different names"
         )
-    of = handle(model)
+    of, target = handle(model), absolute(directory, "directory")
     comm = of.comm
     of.flush()
     every = {held.param: held for held in _held(of, opt)}
-    target = Path(directory)
+    buffers = persistent_buffers(model)
+    check_kept(buffers.items(), "a checkpoint of torch.distributed.checkpoint")
+    dtypes = [(name, buffer.dtype) for name, buffer in buffers.items()]
+    dtypes += [(param.name, param.dtype) for unit in of.units for param in unit.params]
+    check_torch_saves(dtypes, "a checkpoint of torch.distributed.checkpoint")
     with contextlib.ExitStack() as undo:
         writer: DCPWriter | None = None
         # Each part is a rendezvous: when one rank fails, all raise, and none waits for it.
@@ -213,13 +219,13 @@ def load_dcp(
     FileNotFoundError; RuntimeError inside forward, backward or gather(). After an error of reading
     or writing some values are loaded and others not.
     """
-    of = handle(model)
+    of, place = handle(model), absolute(directory, "directory")
     comm = of.comm
     of.flush()
     with contextlib.ExitStack() as undo:
-        with Rendezvous(comm, f"opening {directory}"):
+        with Rendezvous(comm, f"opening {place}"):
             check_idle(of.units)
-            files = DCPFiles(Path(directory))
+            files = DCPFiles(place)
             undo.callback(files.close)
             part = ModelPart(files, keys[0])
             # Everything is matched before anything is written, on all ranks.
@@ -230,7 +236,7 @@ def load_dcp(
                 if opt is not None
                 else None
             )
-        with Rendezvous(comm, f"loading {directory}"):
+        with Rendezvous(comm, f"loading {place}"):
             take_in(of, part, matched)
             if states is not None:
                 take_in_states(part_states, states)
@@ -270,13 +276,13 @@ def load_deepspeed(
     which DeepSpeed writes a part; RuntimeError inside forward, backward or gather(). After an error
     of reading or writing some values are loaded and others not.
     """
-    of = handle(model)
+    of, place = handle(model), absolute(directory, "directory")
     comm = of.comm
     of.flush()
     with contextlib.ExitStack() as undo:
-        with Rendezvous(comm, f"opening {directory}"):
+        with Rendezvous(comm, f"opening {place}"):
             check_idle(of.units)
-            source = open_deepspeed(Path(directory), tag)
+            source = open_deepspeed(place, tag)
             undo.callback(source.close)
             matched = match(model, of.units, source, strict=strict)
             missing, unexpected = matched.left_out

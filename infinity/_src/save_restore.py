@@ -16,6 +16,7 @@ from infinity._src.checkpoint.restore import Damaged, Restored, RestoreJob
 from infinity._src.checkpoint.run_copies import run_among
 from infinity._src.checkpoint.save import Save
 from infinity._src.engine import Handle, handle
+from infinity._src.paths import absolute
 from infinity._src.wording import listed
 
 log = logging.getLogger("infinity")
@@ -59,12 +60,12 @@ def save(
     directory; RuntimeError inside forward, backward and `gather()`; the error of the save before.
     Later errors are raised by `.wait()`, or else by the next call that meets the engine.
     """
-    of = handle(model)
+    of, target = handle(model), absolute(directory, "directory")
     # A save begins between steps: no update may be pending.
     of.flush()
     kept = extra if extra is not None else of.extra
     return of.saving.begin(
-        model, opt, directory, step=of.pipeline.steps, extra=kept, run=of.durable, frozen=frozen
+        model, opt, target, step=of.pipeline.steps, extra=kept, run=of.durable, frozen=frozen
     )
 
 
@@ -112,7 +113,8 @@ def restore(
     """
     if damaged not in get_args(Damaged):
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
-    several = [directory] if isinstance(directory, (str, os.PathLike)) else list(directory)
+    given = [directory] if isinstance(directory, (str, os.PathLike)) else directory
+    several = [absolute(each, "directory") for each in given]
     of = handle(model)
     of.flush()
     run = of.durable

@@ -23,6 +23,7 @@ import torch
 from infinity import __version__
 from infinity._src.engine import Handle, handle
 from infinity._src.metrics_file import FILE_NAME, SCHEMA, MetricsFile
+from infinity._src.paths import absolute, check_link
 from infinity._src.perf.step_report import known_bandwidths
 from infinity._src.stats import DriveFigures, Stats
 from infinity._src.step_timeline import FILE_NAME as TIMELINE_NAME
@@ -161,10 +162,11 @@ class StepLog(AbstractContextManager["StepLog"]):
     ) -> None:
         if after < 0:
             raise ValueError(f"after={after}: give the number of a step, or 0 to begin anew")
-        engine = handle(model)
+        engine, place = handle(model), absolute(directory, "directory")
         path = None
         if engine.rank == 0:
-            path = Path(directory) / FILE_NAME
+            path = place / FILE_NAME
+            check_link(place)
             path.parent.mkdir(parents=True, exist_ok=True)
         self._step = after
         self._file = MetricsFile(path, keeps=after > 0)

@@ -20,12 +20,12 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from infinity._src.new_file import write_new
+from infinity._src.paths import absolute
 
 logger: Final = logging.getLogger("infinity")
 
@@ -271,7 +271,7 @@ class Timeline:
             "otherData": {"origin_monotonic_ns": origin_ns, "dropped_spans": self.dropped},
             "traceEvents": events,
         }
-        target = Path(path)
+        target = absolute(path, "path")
         # Renamed when it is whole: a reader never sees half a trace.
         partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
         try:

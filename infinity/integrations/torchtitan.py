@@ -305,7 +305,8 @@ class InfinityCheckpoints(BaseCheckpointManager):
                 "InfinityOptimizers.Config)"
             )
         self.config = config
-        self.folder = Path(base_folder) / config.folder
+        # Absolute: a save ends, and older ones are removed, at a later step.
+        self.folder = (Path(base_folder) / config.folder).absolute()
         self.model = only_engine(model_parts[0], "InfinityCheckpoints")
         self.optimizers = list(optimizers)
         self.states = {**states, "lr_scheduler": lr_schedulers, "dataloader": dataloader}

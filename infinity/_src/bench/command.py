@@ -26,6 +26,7 @@ from infinity._src.bench.report import (
 from infinity._src.bench.streams import CHUNK_BYTES
 from infinity._src.bench.swap import CHECKSUMS, SwapTask, check_directories, measure_swap
 from infinity._src.openmp import wait_passively
+from infinity._src.paths import argument
 from infinity._src.sizes import GIB, parse_size
 from infinity._src.telemetry import configure_logging
 from infinity.aio import BACKENDS
@@ -47,13 +48,13 @@ _DESCRIPTION = (
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="also write the figures as JSON; - is standard output",
     )
     parser.add_argument(
         "--plot",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="also draw them (.png, .svg, .pdf); needs matplotlib",
     )
@@ -64,6 +65,7 @@ def _add_swap(parser: argparse.ArgumentParser) -> None:
     add(
         "--dir",
         action="append",
+        type=argument,
         metavar="DIR",
         help="directory on the drive; repeat for several drives "
         "(default: $INFINITY_NVME_DIR, else a directory of yours on a drive)",
@@ -155,18 +157,13 @@ def _add_copy(parser: argparse.ArgumentParser) -> None:
     _add_common(parser)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
-    wait_passively()
+def build_parser() -> argparse.ArgumentParser:
+    """Make the parser of all benchmarks."""
     parser = argparse.ArgumentParser(
         prog="infinity bench",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    # Without a name the arguments are those of swap. Help is of the whole command.
-    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
-        arguments.insert(0, "swap")
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="BENCHMARK")
     for name, add, text in (
         ("swap", _add_swap, "swap bandwidth (the default)"),
@@ -174,7 +171,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("copy", _add_copy, "copies to and from a device"),
     ):
         add(commands.add_parser(name, help=text, description=text))
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `python -m infinity.bench [swap|adam|copy] [options]`; returns the exit status."""
+    wait_passively()
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # Without a name the arguments are those of swap. Help is of the whole command.
+    if not arguments or (arguments[0].startswith("-") and arguments[0] not in ("-h", "--help")):
+        arguments.insert(0, "swap")
+    options = build_parser().parse_args(arguments)
     # With the name of the benchmark, so that a record says what ran.
     options.command = arguments
     return run(options)
@@ -209,9 +216,7 @@ def run(options: argparse.Namespace) -> int:
 
 def run_swap(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure, show, and return the record."""
-    directories = (
-        [Path(path) for path in options.dir] if options.dir else hardware.default_directories()
-    )
+    directories = options.dir or hardware.default_directories()
     # Before anybody asks for their free space.
     check_directories(directories)
     task = SwapTask(

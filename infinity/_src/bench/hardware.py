@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from infinity._src.paths import absolute
 from infinity.aio._file_system import file_system_type
 
 # Swap there would take the memory that it is meant to spare.
@@ -100,11 +101,11 @@ def default_directories(free_bytes_min: int = 1 << 28) -> list[Path]:
     """
     named = os.environ.get("INFINITY_NVME_DIR")
     if named:
-        return [Path(part) for part in named.split(os.pathsep) if part]
+        return [absolute(part, "$INFINITY_NVME_DIR") for part in named.split(os.pathsep) if part]
     # An empty variable counts as unset, as the XDG specification has it.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     temporary = Path("/var/tmp")  # noqa: S108 - swap files there are nameless and private
-    candidates = [cache, Path.cwd(), temporary]
+    candidates = [cache, absolute(".", "directory"), temporary]
     for candidate in candidates:
         if _suitable(candidate, free_bytes_min):
             return [candidate]

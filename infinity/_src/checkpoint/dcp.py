@@ -35,10 +35,12 @@ from infinity._src.checkpoint.directory import fsync_directory, publish
 from infinity._src.checkpoint.optimizer_states import MASTER, Held
 from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record, load_tensors
 from infinity._src.checkpoint.safetensors import Whole
+from infinity._src.dtypes import BY_NAME, kind_of
 from infinity._src.new_file import open_new, write_new
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.materialize import NamedTensors
 from infinity._src.params.unit import Param
+from infinity._src.paths import check_link
 
 METADATA = ".metadata"
 
@@ -64,11 +66,7 @@ _RECORDS = (
 _VALUES: dict[str, Any] = {
     "torch.Size": tuple,
     "collections.OrderedDict": dict,
-    **{
-        f"torch.{name}": value
-        for name, value in vars(torch).items()
-        if isinstance(value, torch.dtype)
-    },
+    **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
 }
 
 
@@ -116,6 +114,7 @@ class DCPFiles(NamedTensors):
         self._open: tuple[Path, BinaryIO] | None = None
         self.tensors: dict[str, Stored] = {}
         self.objects: dict[str, FileRange] = {}
+        check_link(directory)
         path = directory / METADATA
         if not path.is_file():
             raise FileNotFoundError(
@@ -145,9 +144,9 @@ class DCPFiles(NamedTensors):
         """Return the shape of a tensor."""
         return self.tensors[name].shape
 
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether a tensor is of a floating dtype."""
-        return self.tensors[name].dtype.is_floating_point
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a tensor."""
+        return self.tensors[name].dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor, put together from its boxes; they are in memory one at a time besides.
@@ -369,6 +368,7 @@ class DCPWriter:
     """
 
     def __init__(self, directory: Path) -> None:
+        check_link(directory)
         directory.mkdir(parents=True, exist_ok=True)
         if (directory / METADATA).exists():
             raise ValueError(
@@ -466,9 +466,9 @@ class ModelPart(NamedTensors):
         """Return the shape of one tensor."""
         return self._files.shape(self._prefix + name)
 
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether one tensor is of a floating dtype."""
-        return self._files.is_floating_point(self._prefix + name)
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of one tensor."""
+        return self._files.dtype(self._prefix + name)
 
     def read(self, name: str) -> torch.Tensor:
         """Read one tensor. Blocks. Raises: OSError, ValueError."""
@@ -507,9 +507,9 @@ class StatePart:
             return f"{name} is no tensor there" if shape is not None else ""
         if shape is None:
             return "" if files.shape(name) in ((), (1,)) else f"{name} is no number there"
-        if files.shape(name) == shape and files.is_floating_point(name):
+        there = files.dtype(name)
+        if files.shape(name) == shape and kind_of(there) == "floating":
             return ""
-        there = files.tensors[name].dtype
         return f"{name} is a {there} tensor of shape {files.shape(name)} there, and of {shape} here"
 
     def read(self, name: str) -> Any:

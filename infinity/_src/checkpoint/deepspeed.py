@@ -167,9 +167,9 @@ class DeepSpeedCheckpoint(NamedTensors):
         """Return the shape of a weight."""
         return self._found(name).shape
 
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether a weight is of a floating dtype."""
-        return self._found(name).dtype.is_floating_point
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a weight."""
+        return self._found(name).dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Read a weight. Blocks. Raises: OSError, ValueError."""

@@ -30,11 +30,12 @@ import torch
 from infinity._src.checkpoint.deepspeed import MASTERS, WHOLE_MODEL
 from infinity._src.checkpoint.deepspeed_universal import GLOBAL_STATE, ZERO
 from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
-from infinity._src.checkpoint.manifest import OptimizerEntry, dtype_of, from_json
+from infinity._src.checkpoint.manifest import OptimizerEntry, from_json
 from infinity._src.checkpoint.metadata import read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
 from infinity._src.checkpoint.saved_weights import SavedWeight, weights_by_name
+from infinity._src.dtypes import check_torch_saves, dtype_of, kind_of
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import whole_name
 from infinity._src.new_file import open_new, write_new
@@ -105,6 +106,19 @@ class UniversalExport:
                 "DeepSpeed counts once for all parameters, so its updates of one of them would be "
                 "wrong; export the weights alone (--to safetensors --masters)"
             )
+        data = checkpoint.attachment("buffers", 0)
+        self._buffers = read_buffers(data) if data is not None else {}
+        check_torch_saves(
+            [(name, value.dtype) for name, value in self._buffers.items()],
+            "a universal checkpoint of DeepSpeed",
+        )
+        for saved in checkpoint.params.values():
+            if kind_of(dtype_of(saved.flat.dtype)) not in ("floating", "whole"):
+                raise ValueError(
+                    f"{saved.entry.name} is {saved.flat.dtype}, and DeepSpeed's format has fp32: "
+                    "restore the checkpoint with inf.restore, or export from the model by "
+                    "inf.export_dcp"
+                )
         self.size_bytes = sum(weight.size_bytes for weight in self._weights)
         """Bytes of all tensors."""
 
@@ -202,8 +216,6 @@ class UniversalExport:
         inner = {"state": states, "param_groups": packed}
         common = {"ds_version": _FORMAT, "param_groups": packed}
         _save({**common, "optimizer_state_dict": inner}, folder / ZERO / GLOBAL_STATE)
-        data = self._checkpoint.attachment("buffers", 0)
-        buffers = read_buffers(data) if data is not None else {}
         shapes: list[dict[str, torch.Size]] = [{} for _ in groups]
         for index, group in enumerate(self._optimizer.groups):
             for name in group["params"]:
@@ -212,7 +224,7 @@ class UniversalExport:
                     shapes[index][weight.names[0]] = torch.Size(weight.saved.shape)
         steps = self._checkpoint.step
         model = {
-            "module": buffers, "buffer_names": list(buffers), "optimizer": None,
+            "module": self._buffers, "buffer_names": list(self._buffers), "optimizer": None,
             "param_shapes": shapes, "frozen_param_shapes": {}, "frozen_param_fragments": {},
             "shared_params": {
                 alias: weight.names[0] for weight in self._weights for alias in weight.names[1:]

@@ -33,6 +33,7 @@ from infinity._src.checkpoint.manifest import (
     check_manifest,
     manifest_name,
 )
+from infinity._src.paths import check_link
 from infinity.errors import AioError, ChecksumError, DeviceFailedError, SwapFullError
 
 log = logging.getLogger("infinity")
@@ -150,6 +151,7 @@ def readable_heads(directory: Path) -> list[Head] | None:
 
 
 def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_Kind]:
+    check_link(directory)
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
@@ -324,6 +326,7 @@ def make_directory(directory: Path) -> None:
     """Make the directory, and its name durable. Raises: ValueError for a path that is something
     else, AioError.
     """
+    check_link(directory)
     if directory.exists() and not directory.is_dir():
         raise ValueError(
             f"directory={str(directory)!r} is a file, and a checkpoint is a directory: name another"

@@ -102,10 +102,6 @@ class UnpackedGguf(StoredTensors):
         """Return the dtype that values are unpacked to."""
         return self._unpacked_to
 
-    def is_floating_point(self, name: str) -> bool:  # noqa: ARG002 - of the interface
-        """Return True: GGUF has weights only."""
-        return True
-
     def read(self, name: str) -> torch.Tensor:
         """Read and unpack one tensor."""
         from gguf import GGMLQuantizationType, dequantize

@@ -27,11 +27,13 @@ from infinity._src.checkpoint.safetensors import (
     Exporter,
     ExportPart,
     Whole,
+    check_written,
     module_parts,
     read_value,
     whole_bytes,
     wholes_of,
 )
+from infinity._src.dtypes import copied
 
 
 def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
@@ -47,14 +49,16 @@ def hub_parts(model: Any, of: Exporter, *, masters: bool) -> list[ExportPart]:
     readers: dict[str, Callable[[], torch.Tensor]] = {}
     sizes: dict[str, int] = {}
     read = functools.partial(read_value, of, masters=masters)
-    for whole in wholes_of(param for unit in of.units for param in unit.params):
+    wholes = wholes_of(param for unit in of.units for param in unit.params)
+    check_written(of, wholes, persistent_buffers(model), masters=masters)
+    for whole in wholes:
         name = _saved_name(model, whole)
         likes[name] = torch.empty(whole.shape, dtype=whole.params[0].dtype, device="meta")
         readers[name] = functools.partial(whole.merged, read)
         sizes[name] = whole_bytes(of, whole, masters=masters)
     for name, buffer in persistent_buffers(model).items():
         likes[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
-        readers[name] = functools.partial(_copied, buffer)
+        readers[name] = functools.partial(copied, buffer)
         sizes[name] = buffer.nbytes
     for name in model._keys_to_ignore_on_save or ():
         likes.pop(name, None)
@@ -76,10 +80,6 @@ def _converted(
     group: ReverseGroup, readers: Mapping[str, Callable[[], torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
     return group.convert(lambda name: readers[name]())
-
-
-def _copied(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer.detach().to("cpu", copy=True).contiguous()
 
 
 def _saved_name(model: Any, whole: Whole) -> str:

@@ -128,9 +128,9 @@ class HubTensors(FileTensors):
         """Return the shape after the conversion."""
         return tuple(self._like(name).shape)
 
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether the tensor is of a floating dtype after the conversion."""
-        return self._like(name).dtype.is_floating_point
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype after the conversion."""
+        return self._like(name).dtype
 
     def _like(self, name: str) -> torch.Tensor:
         group = self._opened.plan.groups.get(name)

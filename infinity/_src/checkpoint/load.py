@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from infinity._src.distributed.communicator import Comm
+from infinity._src.dtypes import converts, copy_
 from infinity._src.memory.heap import Heap
 from infinity._src.optim.state_access import States
 from infinity._src.params.materialize import NamedTensors, find_buffers
@@ -70,7 +71,7 @@ def match(
     wrong: list[str] = []
     expected: set[str] = set()
 
-    def found(names: Sequence[str], like: torch.Tensor | Param, *, is_floating: bool) -> str | None:
+    def found(names: Sequence[str], like: torch.Tensor | Param) -> str | None:
         expected.update(names)
         name = next((name for name in names if name in known), None)
         if name is None:
@@ -80,13 +81,12 @@ def match(
         shape = like.whole_shape if isinstance(like, Param) else tuple(like.shape)
         if source.shape(name) != shape:
             wrong.append(f"{name} has shape {source.shape(name)} there and {shape} here")
-        elif source.is_floating_point(name) not in (is_floating, None):
-            there = "whole" if is_floating else "floating"
-            wrong.append(f"{name} is a tensor of {there} numbers there, {like.dtype} here")
+        elif (there := source.dtype(name)) is not None and not converts(there, like.dtype):
+            wrong.append(f"{name} is {there} there, {like.dtype} here")
         return name
 
     for param in (param for unit in units for param in unit.params):
-        name = found(param.keys, param, is_floating=param.dtype.is_floating_point)
+        name = found(param.keys, param)
         if name is not None:
             params.append((param, name))
     # One buffer may be registered under several names; any of them is enough.
@@ -97,7 +97,7 @@ def match(
         else:
             expected.update(buffer.names)
     for value, names in persistent.values():
-        name = found(names, value, is_floating=value.is_floating_point())
+        name = found(names, value)
         if name is not None:
             buffers.append((value, name))
     unexpected = sorted(known - expected)
@@ -187,4 +187,4 @@ def take_in(of: Receiver, source: NamedTensors, matched: Matched) -> None:
             heap.freed()
             line.advance(sizes[param])
         for buffer, name in matched.buffers:
-            buffer.copy_(source.read(name))
+            copy_(buffer, source.read(name))

@@ -48,6 +48,7 @@ import torch
 import xxhash
 
 from infinity._src.checkpoint.rows import FOLDED, PADDED, ROW, TABLE, Marks, joined
+from infinity._src.dtypes import bytes_of, dtype_name, dtype_of, from_bytes
 from infinity._src.memory.layout import sections_of
 from infinity.aio import Format
 from infinity.aio._records import ALIGNMENT_BYTES, PIECE_NUMEL, SECTION_MAX, Section
@@ -620,8 +621,7 @@ def to_json(value: Any) -> Any:
         return {"dict": [[to_json(key), to_json(each)] for key, each in value.items()]}
     if isinstance(value, torch.Tensor) and value.nbytes <= TENSOR_BYTES_MAX:
         # Hexadecimal, not decimal: every bit comes back, NaNs too.
-        flat = value.detach().to("cpu").contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        data = bytes_of(value).cpu().numpy().tobytes()
         return {"tensor": dtype_name(value.dtype), "shape": list(value.shape), "hex": data.hex()}
     if isinstance(value, torch.Tensor):
         raise ValueError(
@@ -648,22 +648,7 @@ def from_json(value: Any) -> Any:
     if value.keys() == {"dict"}:
         return {from_json(key): from_json(each) for key, each in value["dict"]}
     if value.keys() == {"tensor", "shape", "hex"}:
-        data = bytearray.fromhex(value["hex"])
-        dtype = dtype_of(value["tensor"])
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-        # A copy: `frombuffer` shares the bytearray's memory.
-        return flat.clone().view(value["shape"])
+        return from_bytes(
+            bytearray.fromhex(value["hex"]), dtype_of(value["tensor"]), tuple(value["shape"])
+        )
     raise ValueError(f"a value with the keys {sorted(value)} is not known")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name: "bfloat16" of torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name: torch.bfloat16 of "bfloat16". Raises: ValueError."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r} is not known to this torch")
-    return found

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 
 from infinity._src.checkpoint.manifest import (
     FlatEntry,
@@ -16,10 +15,11 @@ from infinity._src.checkpoint.manifest import (
     LeftOutEntry,
     OptimizerEntry,
     ParamEntry,
-    dtype_name,
     to_json,
 )
+from infinity._src.checkpoint.safetensors_format import decode_tensors, encode_tensors
 from infinity._src.config import Policy
+from infinity._src.dtypes import check_kept, converts, copied, copy_, dtype_name
 from infinity._src.optim.base import Optimizer
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
@@ -154,18 +154,18 @@ def describe_optimizer(
 
 
 def buffer_bytes(model: torch.nn.Module) -> bytes | None:
-    """Encode the persistent buffers as safetensors; None where there are none."""
+    """Encode the persistent buffers as safetensors; None where there are none. Raises: ValueError
+    for one whose values are more than its shape and its bits.
+    """
+    check_kept(persistent_buffers(model).items(), "a checkpoint")
     found = buffers_of(model)
-    return save(found) if found else None
+    return encode_tensors(found) if found else None
 
 
 def buffers_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Copy the persistent buffers to the CPU, contiguous, by their first names."""
     # Copies: training goes on while the save writes.
-    return {
-        name: buffer.detach().to("cpu", copy=True).contiguous()
-        for name, buffer in persistent_buffers(model).items()
-    }
+    return {name: copied(buffer) for name, buffer in persistent_buffers(model).items()}
 
 
 def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -183,8 +183,11 @@ def persistent_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def read_buffers(data: bytes) -> dict[str, torch.Tensor]:
-    """Decode the bytes of `buffer_bytes`."""
-    return load(data)
+    """Decode the bytes of `buffer_bytes`. Raises: ValueError for what an engine did not write."""
+    try:
+        return decode_tensors(data)
+    except ValueError as error:
+        raise ValueError(f"the buffers of a checkpoint are refused: {error}") from error
 
 
 def check_buffers(
@@ -195,15 +198,23 @@ def check_buffers(
     """
     mine = persistent_buffers(model)
     alone = sorted(mine.keys() ^ saved.keys())
-    wrong = (alone if strict else []) or sorted(
-        name for name in mine.keys() & saved.keys() if mine[name].shape != saved[name].shape
-    )
+    both = sorted(mine.keys() & saved.keys())
+    wrong = (alone if strict else []) or [
+        name for name in both if mine[name].shape != saved[name].shape
+    ]
     if wrong:
         raise ValueError(
             f"the persistent buffers in {directory} are not those of the model: "
             f"{', '.join(wrong[:5])} {'is' if len(wrong) == 1 else 'are'} in one only, or of "
             "another shape"
         )
+    for name in both:
+        there, here = saved[name].dtype, mine[name].dtype
+        if not converts(there, here):
+            raise ValueError(
+                f"the buffer {name} is {there} in {directory}, and {here} in the model, and one is "
+                f"not taken as the other: register it in {there} before inf.offload"
+            )
     return [f"buffers in one only: {listed(alone)}"] if alone else []
 
 
@@ -213,4 +224,4 @@ def write_buffers(model: torch.nn.Module, saved: dict[str, torch.Tensor]) -> Non
         for name, buffer in persistent_buffers(model).items():
             # In place: several modules may share the tensor.
             if name in saved:
-                buffer.copy_(saved[name])
+                copy_(buffer, saved[name])

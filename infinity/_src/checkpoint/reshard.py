@@ -29,7 +29,7 @@ from infinity._src.checkpoint.directory import (
     make_directory,
     next_generation,
 )
-from infinity._src.checkpoint.manifest import FlatEntry, Layout, dtype_of, section_bytes
+from infinity._src.checkpoint.manifest import FlatEntry, Layout, section_bytes
 from infinity._src.checkpoint.reader import (
     Checkpoint,
     ChunkReader,
@@ -48,6 +48,7 @@ from infinity._src.checkpoint.writer import (
     remove_part,
     write_part,
 )
+from infinity._src.dtypes import dtype_of
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format

@@ -27,8 +27,6 @@ from infinity._src.checkpoint.directory import begun_commits, newest_generation,
 from infinity._src.checkpoint.manifest import (
     LeftOutEntry,
     OptimizerEntry,
-    dtype_name,
-    dtype_of,
     from_json,
 )
 from infinity._src.checkpoint.reader import (
@@ -44,6 +42,7 @@ from infinity._src.checkpoint.save import Saver
 from infinity._src.checkpoint.saved_weights import SavedRanges, SavedWeight, weights_by_name
 from infinity._src.config import Policy
 from infinity._src.distributed.communicator import Comm
+from infinity._src.dtypes import dtype_name, dtype_of
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.optim.base import Optimizer
 from infinity._src.optim.step import StepPipeline

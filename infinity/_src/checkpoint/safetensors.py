@@ -16,26 +16,28 @@ import errno
 import functools
 import itertools
 import json
-import math
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Protocol
 
-import numpy as np
 import torch
 
 from infinity._src.checkpoint.directory import fsync_directory, fsync_file, publish
 from infinity._src.checkpoint.load import has_master
-from infinity._src.checkpoint.manifest import dtype_of
 from infinity._src.checkpoint.metadata import buffers_of, persistent_buffers, read_buffers
 from infinity._src.checkpoint.reader import Checkpoint, ChunkReader, ChunkRef, SavedParam
 from infinity._src.checkpoint.reshard import CHUNKS_CACHED, LOOK_AHEAD, slice_of
-from infinity._src.checkpoint.safetensors_files import DTYPES
+from infinity._src.checkpoint.safetensors_format import (
+    FileTensor,
+    check_dtypes,
+    encode_header,
+    file_order,
+)
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
+from infinity._src.dtypes import bytes_of, check_kept, dtype_of, kind_of
 from infinity._src.kernels.state_codec import decode_sections
 from infinity._src.kernels.tiling.tiled_module import (
     tile_index,
@@ -48,16 +50,18 @@ from infinity._src.new_file import write_new
 from infinity._src.optim.state_access import States
 from infinity._src.params.chunk_pipeline import Bytes
 from infinity._src.params.unit import Param, Unit
+from infinity._src.paths import check_link
 from infinity._src.progress import ProgressLine
-from infinity._src.sizes import format_size, parse_size, round_up
+from infinity._src.sizes import format_size, parse_size
 from infinity.aio import Format
 from infinity.aio._records import Master, Moments
 
 INDEX = "model.safetensors.index.json"
+_WAY_OUT = "inf.save keeps it; for an export give the model another dtype"
+_LEAVE_OUT = "inf.export_safetensors of the restored model leaves out what its names= says"
 # Names that an export gives; nothing else in the directory is ever removed.
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
-_RANK_OF = {dtype: rank for rank, dtype in enumerate(DTYPES)}
 
 
 # -- tiles -----------------------------------------------------------------------------------------
@@ -111,34 +115,6 @@ def wholes_of(params: Iterable[Param]) -> list[Whole]:
 # -- writing a file --------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class FileTensor:
-    """One tensor of a file, as the header describes it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        """Its bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def check_dtypes(tensors: Iterable[FileTensor], *, way_out: str) -> None:
-    """Raise ValueError for a dtype that the format does not have."""
-    for tensor in tensors:
-        if tensor.dtype not in DTYPES:
-            raise ValueError(
-                f"{tensor.name} is {tensor.dtype}, which safetensors does not have; {way_out}"
-            )
-
-
-def file_order(tensor: FileTensor) -> tuple[int, str]:
-    """Return the sort key of tensors in a file, which is that of the format's own library."""
-    return _RANK_OF[tensor.dtype], tensor.name
-
-
 def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch.Tensor]) -> None:
     """Write one file. Blocks. Raises: OSError naming the path; any error of `values`.
 
@@ -147,7 +123,8 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
     try:
         # In parts, as they come: the file is never in memory as a whole.
         with path.open("wb") as out:
-            out.write(_header(tensors))
+            # As Hugging Face writes it; some releases of transformers refuse files without.
+            out.write(encode_header(tensors, {"format": "pt"}))
             for value in values:
                 _append(out, value)
     except OSError as error:
@@ -161,30 +138,9 @@ def write_file(path: Path, tensors: Sequence[FileTensor], values: Iterable[torch
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def _header(tensors: Sequence[FileTensor]) -> bytes:
-    # As Hugging Face writes it; some releases of transformers refuse files without.
-    described: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for tensor in tensors:
-        end = at + tensor.size_bytes
-        described[tensor.name] = {
-            "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
-    # Padded with blanks, so that the data is aligned.
-    text = text.ljust(round_up(len(text), 8))
-    # The format: the header's length, the header, the data.
-    return len(text).to_bytes(8, "little") + text
-
-
 def _append(out: IO[bytes], value: torch.Tensor) -> None:
     if value.numel():
-        # As bytes: numpy has no bfloat16.
-        data: Bytes = np.ascontiguousarray(value.contiguous().reshape(-1).view(torch.uint8).numpy())
-        out.write(data.data)
+        out.write(bytes_of(value).numpy().data)
 
 
 # -- the files of an export ------------------------------------------------------------------------
@@ -222,6 +178,7 @@ class WeightFiles:
         """Make the directory; remove what an export that was killed left. Raises: OSError."""
         if not self._writes:
             return
+        check_link(self._target)
         self._target.mkdir(parents=True, exist_ok=True)
         for path in self._target.glob("model*.partial"):
             # Only partial files of an export: the directory may hold anything else.
@@ -348,7 +305,7 @@ class ExportPart:
 def write_safetensors(
     parts: Sequence[ExportPart],
     comm: Comm,
-    directory: str | os.PathLike[str],
+    directory: Path,
     *,
     shard_bytes_max: int | str,
 ) -> None:
@@ -360,7 +317,7 @@ def write_safetensors(
     writes. Raises: MemoryError before anything is read; OSError naming the path, ValueError for a
     dtype that the format does not have, PeerFailed where another rank met an error.
     """
-    files = WeightFiles(Path(directory), writes=comm.rank == 0)
+    files = WeightFiles(directory, writes=comm.rank == 0)
     sizes = [part.size_bytes for part in parts]
     groups = group_units(sizes, parse_size(shard_bytes_max))
     # What training needs from step to step is of no use here.
@@ -427,6 +384,12 @@ def module_parts(
     names = {whole.params[0]: _renamed(whole.keys, rename) for whole in wholes}
     buffers = {name: rename(name) for name in persistent_buffers(model)}
     _check_names([*names.values(), *buffers.values()])
+    check_written(
+        of,
+        [whole for whole in wholes if names[whole.params[0]] is not None],
+        {name: held for name, held in persistent_buffers(model).items() if buffers[name]},
+        masters=masters,
+    )
     # A weight goes with the unit of its first tile.
     kept = {whole.params[0]: whole for whole in wholes if names[whole.params[0]] is not None}
     units = [
@@ -471,6 +434,21 @@ def _read_wholes(
     return {name: whole.merged(read) for name, whole in unit.items()}
 
 
+def check_written(
+    of: Exporter, wholes: Iterable[Whole], buffers: Mapping[str, torch.Tensor], *, masters: bool
+) -> None:
+    """Raise ValueError naming the first of these tensors that safetensors does not have."""
+    check_kept(buffers.items(), "safetensors")
+    params = {param: whole for whole in wholes for param in whole.params}
+    tensors = [
+        FileTensor(whole.name, param.dtype, whole.shape)
+        for param, whole in params.items()
+        if not (masters and has_master(of.states, param))
+    ]
+    tensors += [FileTensor(name, held.dtype, tuple(held.shape)) for name, held in buffers.items()]
+    check_dtypes(tensors, way_out=f"{_WAY_OUT}, or give names= a function that leaves it out")
+
+
 def whole_bytes(of: Exporter, whole: Whole, *, masters: bool) -> int:
     """Return the bytes of a tensor as it is written."""
     return sum(
@@ -483,7 +461,6 @@ def _write_all(tensors: dict[str, torch.Tensor], path: Path) -> None:
     described = [
         FileTensor(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()
     ]
-    check_dtypes(described, way_out="inf.save keeps every dtype")
     # The order of the format's own library, so that files are the same byte by byte.
     described.sort(key=file_order)
     write_file(path, described, (tensors[each.name] for each in described))
@@ -548,7 +525,7 @@ class ExportJob:
         )
         self._units = [self._tensors_of(list(unit)) for _, unit in units]
         everything = [*self._buffers, *itertools.chain.from_iterable(self._units)]
-        check_dtypes(everything, way_out="export with --dtype")
+        check_dtypes(everything, way_out=f"{_WAY_OUT}; {_LEAVE_OUT}")
         self.size_bytes = sum(tensor.size_bytes for tensor in everything)
         """Bytes of all tensors."""
 
@@ -640,7 +617,8 @@ class ExportJob:
     def _dtype_of(self, saved: SavedParam) -> torch.dtype:
         own = torch.float32 if self._has_master(saved) else dtype_of(saved.flat.dtype)
         # Whole numbers (token ids, counts) are never rounded to a floating dtype.
-        return self._dtype if self._dtype is not None and own.is_floating_point else own
+        rounds = self._dtype is not None and kind_of(own) == "floating"
+        return self._dtype if self._dtype is not None and rounds else own
 
     def _has_master(self, saved: SavedParam) -> bool:
         return self._masters and saved.flat.state_format.master is not Master.RAW

@@ -13,35 +13,21 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from infinity._src.checkpoint.safetensors_format import decode_header
+from infinity._src.dtypes import FROM_SAFETENSORS, bytes_of, copy_
 from infinity._src.params.materialize import FileTensors
 from infinity._src.params.source_files import SourceFiles
+from infinity._src.paths import check_link
 from infinity._src.sizes import MIB, format_size
 from infinity._src.wording import listed
 from infinity.errors import AioError, ShortTransferError, WeightsError
-
-DTYPES = {
-    torch.uint64: "U64", torch.int64: "I64", torch.float64: "F64", torch.complex64: "C64",
-    torch.float32: "F32", torch.uint32: "U32", torch.int32: "I32",
-    torch.bfloat16: "BF16", torch.float16: "F16", torch.uint16: "U16", torch.int16: "I16",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-    torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-"""Dtypes of the format, in the order in which a file has their tensors: large items first, so that
-all are aligned.
-"""
-
-_DTYPE_OF = {text: dtype for dtype, text in DTYPES.items()} | {"F8_E8M0": torch.float8_e8m0fnu}
-"""Dtypes that are read: scales of eight exponent bits, too, which nothing here writes."""
 
 READ_BYTES_MAX = 1 << 30
 """Bytes of one call of the system, which stops at 2 GiB by itself."""
@@ -63,8 +49,9 @@ class StoredTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype. Raises: WeightsError for one that torch does not have, such as F4."""
-        found = _DTYPE_OF.get(self.stored_as)
+        """Its dtype. Raises: WeightsError for one that torch does not have, such as F6_E2M3.
+        """
+        found = FROM_SAFETENSORS.get(self.stored_as)
         if found is None:
             raise WeightsError(
                 f"{self.name} in {self.path} ({self.size_bytes:,} bytes) is of dtype "
@@ -102,10 +89,6 @@ class StoredTensors(FileTensors):
         """Return the dtype that the file's header states. Raises: WeightsError."""
         return self._tensors[name].dtype
 
-    def is_floating_point(self, name: str) -> bool:
-        """Return whether the file's header states a floating dtype."""
-        return self._tensors[name].dtype.is_floating_point
-
     def origin(self, name: str) -> str:
         """Say in which file a tensor is, with its bytes."""
         stored = self._tensors[name]
@@ -135,14 +118,14 @@ class StoredTensors(FileTensors):
             piece = part if is_same else torch.empty(part.shape, dtype=dtype)
             self._fill(stored, stored.start + (start + at) * dtype.itemsize, piece)
             if not is_same:
-                part.copy_(piece)
+                copy_(part, piece)
 
     def _fill(self, stored: StoredTensor, start: int, out: torch.Tensor) -> None:
         """Fill a contiguous tensor [n] from byte `start` of a file on."""
         if self._open is None or self._open.path != stored.path:
             self._open = _OpenFile(stored.path)
         if out.numel():
-            self._open.read(out.view(torch.uint8).numpy().data, start, stored.name)
+            self._open.read(bytes_of(out).numpy().data, start, stored.name)
 
 
 class SafetensorsFiles(StoredTensors):
@@ -200,30 +183,42 @@ _HEADER_BYTES_MAX = 100_000_000
 """The format's own limit."""
 
 
+_TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x04")
+"""The first bytes of what torch.save writes: a zip, or before torch 1.6 a pickle."""
+
+
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """Read the header of one file: its tensors by name. Raises: WeightsError for what is no
     safetensors file, or one that is cut short; OSError.
     """
+    check_link(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        file_start = file.read(8)
+        length = int.from_bytes(file_start, "little")
         whole = size >= 8 and length <= min(size - 8, _HEADER_BYTES_MAX)
         text = file.read(length) if whole else b""
     try:
-        entries: dict[str, Any] = dict(json.loads(text))
-        found = [
-            _stored_tensor(path, name, entry, 8 + length)
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        ]
-    except (
-        ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
-    ) as error:  # fmt: skip
+        entries, _ = decode_header(text)
+    except ValueError as error:
+        if file_start.startswith(_TORCH_MAGIC):
+            raise WeightsError(
+                f"{path} is a file of torch.save, not of safetensors: pass "
+                "load=torch.load(path, weights_only=True), or convert it by "
+                "safetensors.torch.save_file",
+                path=str(path),
+            ) from error
         raise WeightsError(
             f"{path} is not a whole safetensors file: it has {size:,} bytes and no header that can "
             f"be read ({error}); copy or download it again",
             path=str(path),
         ) from error
+    found = [
+        StoredTensor(
+            path, each.name, each.stored_as, each.shape, 8 + length + each.start, each.size_bytes
+        )
+        for each in entries
+    ]
     check_whole(path, size, found, "safetensors")
     return {tensor.name: tensor for tensor in found}
 
@@ -247,23 +242,11 @@ def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: st
         )
 
 
-def _stored_tensor(path: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
-    first, last = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    stored_as = str(entry["dtype"])
-    dtype = _DTYPE_OF.get(stored_as)
-    wanted = last - first if dtype is None else math.prod(shape) * dtype.itemsize
-    if not 0 <= first <= last or any(size < 0 for size in shape) or last - first != wanted:
-        raise ValueError(
-            f"{name} of shape {shape}, {stored_as}, takes {wanted:,} bytes, not {last - first:,}"
-        )
-    return StoredTensor(path, name, stored_as, shape, data + first, last - first)
-
-
 def _stored(path: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a directory or a file, each with its place."""
     if path.is_file():
         return read_header(path)
+    check_link(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no such directory or file")
     # Nothing says which of several counts; a single file can be named instead.
@@ -275,6 +258,7 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
             path=str(path),
         )
     if indices:
+        check_link(indices[0])
         return _indexed(path, indices[0])
     # As transformers does: others beside it are the same weights once more (consolidated, fp16).
     if (path / "model.safetensors").is_file():
@@ -309,6 +293,8 @@ def _indexed(path: Path, index: Path) -> dict[str, StoredTensor]:
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
     # All at once, and before anything is filled.
+    for name in files:
+        check_link(path / name)
     gone = [name for name in files if not (path / name).is_file()]
     if gone:
         away = set(gone)

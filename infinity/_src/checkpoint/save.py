@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import secrets
 import threading
 from collections import OrderedDict
@@ -352,15 +351,16 @@ class Saver:
         self,
         model: torch.nn.Module,
         given: object,
-        directory: str | os.PathLike[str],
+        target: Path,
         *,
         step: int,
         extra: Any,
         run: Linkable | None = None,
         frozen: bool = True,
     ) -> Save:
-        """Capture everything small and start copying. No update may be pending. Waits for the save
-        before.
+        """Capture everything small and start copying to `target`, an absolute path: the thread
+        uses it, whatever the current directory is by then. No update may be pending. Waits for the
+        save before.
 
         run: the durable run whose files may be linked instead. frozen: whether flats in which
         nothing learns are saved, too.
@@ -373,7 +373,6 @@ class Saver:
         # A save that failed in the background must not go unseen.
         self.raise_fault()
         self.tell_of_last()
-        target = Path(directory)
         problem: BaseException | None = None
         mine = [0.0, 0.0, 0.0]
         # Closed when the save has ended.

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from infinity._src.checkpoint.safe_pickle import InertUnpickler, Record
+from infinity._src.dtypes import BY_NAME
 
 DESCRIPTORS_MAX = 256
 """Files that are open at once: a checkpoint of many ranks has more than a process may open."""
@@ -45,7 +46,6 @@ _PARAMETERS = (
 # A tensor that has attributes: (function, class, its arguments, attributes).
 _WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 _CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter")
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,
     "torch.FloatStorage": torch.float32,
@@ -56,6 +56,8 @@ _STORAGES = {
     "torch.ShortStorage": torch.int16,
     "torch.CharStorage": torch.int8,
     "torch.ByteStorage": torch.uint8,
+    "torch.ComplexDoubleStorage": torch.complex128,
+    "torch.ComplexFloatStorage": torch.complex64,
     "torch.BoolStorage": torch.bool,
     "torch.storage.UntypedStorage": torch.uint8,
 }
@@ -81,7 +83,7 @@ _VALUES: dict[str, Any] = {
     "torch.Size": tuple,
     "collections.OrderedDict": _Dict,
     "_codecs.encode": _latin1,
-    **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
+    **{f"torch.{name}": dtype for name, dtype in BY_NAME.items()},
     # Protocol 2 has the name that the module had in Python 2.
     **{
         f"{module}.{kind.__name__}": kind

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
+
+from infinity._src.paths import argument
 
 TIERS = ("device", "cpu", "nvme")
 SCHEDULES = ("horizontal", "vertical")
@@ -23,10 +24,13 @@ TRAIN = (
 def add_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments to `parser`; defaults suit a small model and a short run."""
     parser.add_argument(
-        "model", type=Path, metavar="MODEL", help="a Hugging Face model directory, or a GGUF file"
+        "model",
+        type=argument,
+        metavar="MODEL",
+        help="a Hugging Face model directory, or a GGUF file",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="where the results go"
+        "--out", type=argument, required=True, metavar="DIR", help="where the results go"
     )
     _add_text(parser)
     _add_placement(parser)
@@ -61,7 +65,7 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
     )
     kept.add_argument(
         "--save-dir",
-        type=Path,
+        type=argument,
         metavar="DIR",
         help="where the checkpoint goes; it replaces the one before (checkpoint in --out)",
     )
@@ -84,13 +88,13 @@ def _add_resume(parser: argparse.ArgumentParser) -> None:
 def _add_text(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text (one of)")
     source = text.add_mutually_exclusive_group(required=True)
-    source.add_argument("--text", type=Path, metavar="FILE", help="plain text, UTF-8")
+    source.add_argument("--text", type=argument, metavar="FILE", help="plain text, UTF-8")
     source.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="JSON lines; the text is in --column"
+        "--jsonl", type=argument, metavar="FILE", help="JSON lines; the text is in --column"
     )
     source.add_argument(
         "--sqlite",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="SQLite database; the text is what --query yields",
     )
@@ -128,6 +132,7 @@ def _add_placement(parser: argparse.ArgumentParser) -> None:
     place.add_argument(
         "--nvme",
         action="append",
+        type=argument,
         metavar="DIR",
         help="directory on an NVMe drive; repeat for several drives",
     )
@@ -334,12 +339,12 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `infinity report`."""
     parser.add_argument(
         "directory",
-        type=Path,
+        type=argument,
         metavar="DIR",
         help="the --out of infinity train, or the directory of an inf.StepLog",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the page goes (report.html in DIR)"
+        "--out", type=argument, metavar="FILE", help="where the page goes (report.html in DIR)"
     )
     parser.add_argument(
         "--tbw",
@@ -361,7 +366,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `infinity plan`."""
     parser.add_argument(
         "model",
-        type=Path,
+        type=argument,
         metavar="MODEL",
         help="a Hugging Face model directory, or its config.json",
     )
@@ -379,7 +384,7 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--json",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help='write everything as JSON, too; "-": to standard output only',
     )
@@ -434,7 +439,7 @@ def _add_drives(machine: argparse._ArgumentGroup) -> None:
     machine.add_argument("--nvme-write", metavar="GB/s", help="all drives together, writing")
     machine.add_argument(
         "--bench",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="instead: a record of python -m infinity.bench swap",
     )
@@ -483,7 +488,7 @@ def _add_links(machine: argparse._ArgumentGroup) -> None:
     )
     machine.add_argument(
         "--adam",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="rate of the update kernels: a record of `python -m infinity.bench adam`",
     )
@@ -511,7 +516,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument(
         "--ds-config",
-        type=Path,
+        type=argument,
         metavar="FILE",
         help="a DeepSpeed configuration (JSON): the plan is of what it asks for, and shows what "
         "each key became; options that are given replace it",
@@ -615,7 +620,11 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         description="Every generation, from its manifests; states are not read.",
     )
     listing.add_argument(
-        "directories", nargs="+", type=Path, metavar="DIR", help=f"{where}, or a directory of such"
+        "directories",
+        nargs="+",
+        type=argument,
+        metavar="DIR",
+        help=f"{where}, or a directory of such",
     )
     listing.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
     verify = actions.add_parser(
@@ -625,7 +634,7 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "damaged. Of a durable run that is going on it may tell of damage that there is not: the "
         "run writes new steps meanwhile. Verify it when the run has ended, or a checkpoint of it.",
     )
-    verify.add_argument("directory", type=Path, metavar="DIR", help=where)
+    verify.add_argument("directory", type=argument, metavar="DIR", help=where)
     verify.add_argument("--json", action="store_true", help="as JSON instead, to standard output")
     export = _add_export(actions, where)
     reshard = actions.add_parser(
@@ -634,8 +643,10 @@ def add_checkpoint(parser: argparse.ArgumentParser) -> None:
         description="Rewrites a checkpoint for another number of ranks, and in another state "
         "format if one is given, in constant memory. inf.restore does the same as it reads.",
     )
-    reshard.add_argument("directory", type=Path, metavar="DIR", help=where)
-    reshard.add_argument("out", type=Path, metavar="OUT", help="a directory without a checkpoint")
+    reshard.add_argument("directory", type=argument, metavar="DIR", help=where)
+    reshard.add_argument(
+        "out", type=argument, metavar="OUT", help="a directory without a checkpoint"
+    )
     reshard.add_argument("--world", type=int, required=True, metavar="N", help="ranks")
     reshard.add_argument(
         "--state", choices=("exact", "bf16", "compact"), help="encoding of the states (as it is)"
@@ -661,10 +672,10 @@ def _add_export(
         "checkpoint, from which DeepSpeed goes on (load_universal), a parameter in memory at a "
         "time.",
     )
-    export.add_argument("directory", type=Path, metavar="DIR", help=where)
+    export.add_argument("directory", type=argument, metavar="DIR", help=where)
     export.add_argument(
         "out",
-        type=Path,
+        type=argument,
         metavar="OUT",
         help="where the files go; those of an earlier export are replaced",
     )

@@ -169,9 +169,9 @@ class _Unread(FileTensors):
         """Return the shape of one tensor."""
         return self._tensors.shape(name)
 
-    def is_floating_point(self, name: str) -> bool | None:
-        """Return whether one tensor is of a floating dtype."""
-        return self._tensors.is_floating_point(name)
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of one tensor."""
+        return self._tensors.dtype(name)
 
     @property
     def files(self) -> SourceFiles:
@@ -181,8 +181,7 @@ class _Unread(FileTensors):
 
     def read(self, name: str) -> torch.Tensor:
         """Return zeros, which take no memory."""
-        dtype = torch.int64 if self.is_floating_point(name) is False else torch.float32
-        return torch.zeros((), dtype=dtype).expand(self.shape(name))
+        return torch.zeros((), dtype=self.dtype(name)).expand(self.shape(name))
 
     def read_into(self, name: str, start: int, out: torch.Tensor) -> None:  # noqa: ARG002
         """Fill `out` with zeros."""

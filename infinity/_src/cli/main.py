@@ -8,12 +8,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from infinity import __version__
 from infinity._src.bench import command as bench
 from infinity._src.cli import arguments
 from infinity._src.openmp import wait_passively
+from infinity._src.paths import argument
 from infinity._src.standard_streams import with_safe_streams
 from infinity.errors import InfinityError
 
@@ -43,12 +43,13 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--dir",
         action="append",
+        type=argument,
         metavar="DIR",
         help="a directory that shall hold swap; may be repeated",
     )
     doctor.add_argument(
         "--model",
-        type=Path,
+        type=argument,
         metavar="MODEL",
         help="a Hugging Face model directory, or its config.json: does training it fit here, and "
         "which update is the fastest",

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from infinity._src._torch_compat import FAKE_HAS_NO_VALUES, FakeTensor, FakeTensorMode
+from infinity._src.dtypes import copy_
 from infinity._src.progress import ProgressLine
 
 DEFERRED_BYTES_MIN = 1 << 20
@@ -87,7 +88,7 @@ class DeferredModel:
         if isinstance(tensor, FakeTensor):
             tensor = self._recorder.replay(tensor, out)
         if tensor.data_ptr() != out.data_ptr():
-            out.copy_(tensor)
+            copy_(out, tensor)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,6 +38,7 @@ import psutil
 import torch
 from torch import nn
 
+from infinity._src.dtypes import why_not_bits
 from infinity._src.kernels.tiling.tile_experts import is_stack
 from infinity._src.kernels.tiling.tiled_experts import ExpertsTile
 from infinity._src.kernels.tiling.tiled_module import Grid, Tile, tile_modules, whole_name
@@ -512,11 +513,14 @@ def _check_holdable(model: nn.Module, entry: FoundParameter) -> None:
     parameter, name = entry.parameter, f"{type(model).__name__}.{entry.names[0]}"
     if nn.parameter.is_lazy(parameter):
         raise ValueError(f"{name} is lazy and has no shape yet; run one forward before inf.offload")
-    if parameter.layout is not torch.strided or type(parameter) not in (nn.Parameter, torch.Tensor):
+    if (
+        why_not_bits(parameter)
+        or type(parameter) not in (nn.Parameter, torch.Tensor)
+    ):
         raise ValueError(
-            f"{name} is a {type(parameter).__name__} of layout {parameter.layout}; the engine "
-            "offloads ordinary dense parameters (quantized and distributed tensor subclasses are "
-            "not built yet)"
+            f"{name} is a {type(parameter).__name__} of {parameter.dtype} and layout "
+            f"{parameter.layout}; the engine offloads ordinary dense parameters (quantized and "
+            "distributed tensor subclasses are not built yet)"
         )
 
 

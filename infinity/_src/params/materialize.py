@@ -29,6 +29,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from infinity._src.dtypes import converts, copy_, kind_of
 from infinity._src.params.deferred_init import DeferredModel
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.source_files import SourceFiles
@@ -127,8 +128,8 @@ class NamedTensors(abc.ABC):
         """Return the shape of one tensor, without reading it."""
 
     @abc.abstractmethod
-    def is_floating_point(self, name: str) -> bool | None:
-        """Return whether one tensor is of a floating dtype, without reading it; None: unknown."""
+    def dtype(self, name: str) -> torch.dtype | None:
+        """Return the dtype of one tensor, without reading it; None: unknown."""
 
     @abc.abstractmethod
     def read(self, name: str) -> torch.Tensor:
@@ -321,7 +322,7 @@ class _ModuleSource(OpenSource):
         module, attr = param.sites[0]
         held = module._parameters[attr]
         assert held is not None, param.name
-        out.copy_(held.detach())
+        copy_(out, held.detach())
 
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         assert not was_meta, (names, out)
@@ -500,7 +501,7 @@ class _NamedSource(_WholeSource):
             self._make(name, out)
 
     def _make(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self._read(name, tuple(out.shape), out.dtype))
+        copy_(out, self._read(name, tuple(out.shape), out.dtype))
 
     def _made(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         value = self._read(name, shape, dtype)
@@ -516,11 +517,10 @@ class _NamedSource(_WholeSource):
         """
         value, label = self._tensors.read(name), self._tensors.label
         # A cast between floating dtypes is wanted; from whole numbers it is a mistake.
-        if value.is_floating_point() != dtype.is_floating_point:
-            kind = "floating" if dtype.is_floating_point else "whole"
+        if not converts(value.dtype, dtype):
             raise WeightsError(
-                f"{label} has {name} as {value.dtype}; the model wants {dtype}. Convert it to "
-                f"{kind} numbers where it is read",
+                f"{label} has {name} as {value.dtype}; the model wants {dtype}. Convert it "
+                "where it is read",
                 tensors=(name,),
             )
         # Copying would repeat a smaller tensor.
@@ -583,11 +583,9 @@ class _NamedSource(_WholeSource):
             return self._tensors.explain(name) or Faults(
                 wrong=[f"{name} of shape {found}; {wanted}{where}"]
             )
-        if self._tensors.is_floating_point(name) not in (dtype.is_floating_point, None):
-            kind = "whole" if dtype.is_floating_point else "floating"
-            return Faults(
-                wrong=[f"{name} as a tensor of {kind} numbers; the model wants {dtype}{where}"]
-            )
+        there = self._tensors.dtype(name)
+        if there is not None and not converts(there, dtype):
+            return Faults(wrong=[f"{name} as {there}; the model wants {dtype}{where}"])
         return Faults()
 
     def _explain(self, faults: Faults) -> str:
@@ -683,8 +681,8 @@ class _MappingTensors(NamedTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return self._look(name)[0]
 
-    def is_floating_point(self, name: str) -> bool:
-        return self._look(name)[1].is_floating_point
+    def dtype(self, name: str) -> torch.dtype:
+        return self._look(name)[1]
 
     def origin(self, name: str) -> str:
         return str(self._look(name)[1])
@@ -715,9 +713,9 @@ class _SourceTensors(NamedTensors):
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._source.shape(name))
 
-    def is_floating_point(self, name: str) -> bool | None:
+    def dtype(self, name: str) -> torch.dtype | None:
         dtype = getattr(self._source, "dtype", None)
-        return bool(dtype(name).is_floating_point) if callable(dtype) else None
+        return dtype(name) if callable(dtype) else None
 
     def read(self, name: str) -> torch.Tensor:
         return self._source.read(name)
@@ -805,17 +803,21 @@ def _owner(model: nn.Module, module: nn.Module) -> Callable[[nn.Module], object]
 
 def _poison(out: torch.Tensor) -> None:
     """Fill with a value that no initialiser writes, so that a tensor left alone can be found."""
-    # A bool has no third value, so one that was left alone cannot be told apart.
-    if out.is_floating_point():
+    # A bool has no third value, and bits have none to spare: what was left alone is not found.
+    kind = kind_of(out.dtype)
+    if kind == "floating":
         out.fill_(float("nan"))
-    elif out.dtype != torch.bool:
-        out.fill_(torch.iinfo(out.dtype).min if not out.is_complex() else complex("nan"))
+    elif kind == "complex":
+        out.fill_(complex("nan"))
+    elif kind == "whole" and out.dtype != torch.bool:
+        out.fill_(torch.iinfo(out.dtype).min)
 
 
 def _is_poisoned(out: torch.Tensor) -> bool:
-    if out.numel() == 0 or out.dtype == torch.bool:
+    kind = kind_of(out.dtype)
+    if out.numel() == 0 or out.dtype == torch.bool or kind in ("packed", "quantized"):
         return False
-    if out.is_floating_point() or out.is_complex():
+    if kind != "whole":
         # The first element first: for a filled tensor that is enough.
         return bool(out.reshape(-1)[0].isnan()) and bool(out.isnan().all())
     return bool((out == torch.iinfo(out.dtype).min).all()) and torch.iinfo(out.dtype).min != 0

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from infinity._src.distributed.communicator import Comm, digest_of_text, fingerprinted
+from infinity._src.dtypes import bytes_of, copy_, from_bytes
 from infinity._src.params.materialize import find_buffers
 
 
@@ -69,15 +70,14 @@ class ModuleBuffers:
         for value in held.values():
             part = slice(start, start + value.nbytes)
             if not torch.equal(mine[part], theirs[part]):
-                # A copy, since a view of another dtype wants its alignment.
-                found = theirs[part].clone().view(value.dtype).view(value.shape)
-                value.copy_(found)
+                found = from_bytes(theirs[part].numpy().data, value.dtype, tuple(value.shape))
+                copy_(value, found)
             start = part.stop
 
 
 def _bytes_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of tensors one after another, on the CPU. One copy for each device."""
-    pieces = [value.detach().contiguous().view(-1).view(torch.uint8) for value in values]
+    pieces = [bytes_of(value) for value in values]
     devices = {piece.device for piece in pieces}
     if len(devices) > 1:
         pieces = [piece.to("cpu") for piece in pieces]

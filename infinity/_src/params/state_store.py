@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from infinity._src.dtypes import as_integers
 from infinity._src.memory import constants
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
@@ -239,13 +240,6 @@ def unplaced(
 
 _SECOND_DTYPES = {Master.SPLIT: torch.int16, Master.SPLIT8: torch.int8, Master.FP16: torch.float32}
 """Dtypes of the second section of a master: 0 in `lo`, the same value in fp32."""
-
-
-def _bits(values: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers: NaNs are equal if their bits are."""
-    return values.view(
-        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.element_size()]
-    )
 
 
 def _makes_master(before: ShardRecords, now: ShardRecords) -> bool:
@@ -507,8 +501,9 @@ class StateStore:
             self._executor.submit(jobs, priority=Priority.DEMAND).wait()
             if kind is JobKind.FETCH:
                 old, *second = [buffer[start - first : end - first] for buffer in buffers]
-                same = _bits(old) == _bits(values)
                 for buffer in second:
+                    # By bits: NaNs are the same if theirs are.
+                    same = as_integers(old) == as_integers(values)
                     # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value
                     # itself.
                     fresh = (

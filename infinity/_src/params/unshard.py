@@ -43,6 +43,7 @@ from infinity._src.cleanup import cancel_and_wait
 from infinity._src.distributed.collectives import Collectives
 from infinity._src.distributed.communicator import Comm, digest, fingerprinted
 from infinity._src.distributed.lanes import CollectiveRefused, PendingCollective
+from infinity._src.dtypes import copied, copy_
 from infinity._src.grads.reduce import GradReducer
 from infinity._src.kernels.quantize import DTYPES
 from infinity._src.memory.constants import SUMS_UNITS
@@ -765,7 +766,7 @@ class Unsharder:
         """
         with self.borrowed(param.unit), torch.no_grad():
             values = param.flat.tensor[param.offset :][: param.numel]
-            return values.view(param.shape).to("cpu", copy=True)
+            return copied(values.view(param.shape))
 
     def written(self, here: list[bool]) -> list[bool]:
         """Return for each window that all ranks close now whether some rank has written to it.
@@ -825,7 +826,7 @@ class Unsharder:
         else:
             # Nothing is under way since `_finish_pending`: the unit stays UNSHARDED.
             with torch.no_grad():
-                param.flat.tensor[param.offset :][: param.numel].copy_(flat_value)
+                copy_(param.flat.tensor[param.offset :][: param.numel], flat_value)
 
     def close(self) -> None:
         """Evict everything. Pending work must have been waited for."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import infinity as inf
 from infinity._src.new_file import replaced, write_new
+from infinity._src.paths import absolute
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.optimizers import ZeROOptimizer
@@ -76,7 +77,7 @@ def save(
         "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
         "dp_world_size": engine.world_size,
     }
-    home = Path(directory)
+    home = absolute(directory, "directory")
     home.mkdir(parents=True, exist_ok=True)
     try:
         saving = inf.save(
@@ -130,7 +131,7 @@ def load(
     strict: bool,
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Do the work of `engine.load_checkpoint`."""
-    home = Path(directory)
+    home = absolute(directory, "directory")
     if tag is None and (tag := newest_tag(home)) is None:
         log.warning(
             "load_checkpoint: %s is not there, so nothing is loaded; give a tag to load another "
@@ -227,9 +228,10 @@ def save_weights(
     module: torch.nn.Module, directory: str | os.PathLike[str], name: str, *, frozen: bool
 ) -> None:
     """Write a module's state dict by torch.save, from rank 0. Collective."""
+    place = absolute(directory, "save_dir")
     state = consolidated(module, frozen=frozen)
     if state is not None:
-        path = Path(directory) / name
+        path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         save_new(state, path)
     comm.barrier(comm.cpu_group())

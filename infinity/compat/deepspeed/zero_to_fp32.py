@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from infinity._src.checkpoint.reader import Checkpoint
 from infinity._src.checkpoint.safetensors import ExportJob, group_units
 from infinity._src.new_file import replaced
+from infinity._src.paths import absolute
 from infinity._src.progress import ProgressLine
 from infinity._src.sizes import parse_size
 from infinity.compat.deepspeed import comm
@@ -75,7 +76,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     in which a tied tensor has its first name only; else files of torch.save. Raises: as
     `get_fp32_state_dict_from_zero_checkpoint`; OSError.
     """
-    out = Path(output_dir)
+    out = absolute(output_dir, "output_dir")
     out.mkdir(parents=True, exist_ok=True)
     with _opened(checkpoint_dir, tag) as weights:
         frozen = not exclude_frozen_parameters
@@ -143,7 +144,7 @@ class _Weights:
 
 @contextlib.contextmanager
 def _opened(directory: Directory, tag: str | None) -> Iterator[_Weights]:
-    home = Path(directory)
+    home = absolute(directory, "checkpoint_dir")
     found = tag if tag is not None else newest_tag(home)
     if found is None:
         raise ValueError(f"{home / LATEST} is not there: give the tag of a checkpoint in {home}")

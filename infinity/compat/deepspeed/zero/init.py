@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from infinity._src.paths import absolute
 from infinity.compat.deepspeed import comm
 from infinity.compat.deepspeed.errors import DeepSpeedRefusal
 from infinity.compat.deepspeed.parameters import is_zero_param, note_zero_param
@@ -212,4 +213,4 @@ def _place_of(
             "zero.Init(remote_device='nvme') without a drive: give config_dict_or_path with "
             "zero_optimization.offload_param.nvme_path"
         )
-    return device, Path(str(path))
+    return device, absolute(str(path), "nvme_path")
