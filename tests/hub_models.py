@@ -7,7 +7,7 @@ transformers has a conversion for, but for those of `LEFT_OUT`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -210,42 +210,123 @@ def dequantized_fp8(place: Path, block: int = 16) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_gguf(path: Path) -> Path:
-    """Write a tiny Llama of random values in blocks of 8 bits, and return the path."""
-    import numpy as np
-    from gguf import GGMLQuantizationType, GGUFWriter, quantize
+_MOE = {"attention.key_length": 16, "expert_count": 4, "expert_used_count": 2}
+GGUF: dict[str, dict[str, Any]] = {
+    "llama": {}, "qwen2": {}, "qwen3": {}, "starcoder2": {}, "stablelm": {}, "nemotron": {},
+    "falcon": {"attention.head_count_kv": 1}, "bloom": {}, "gpt2": {},
+    "gemma2": {"attention.key_length": 16, "attention.sliding_window": 32},
+    "gemma3": {"attention.key_length": 16, "attention.sliding_window": 32},
+    "mamba": {
+        "ssm.conv_kernel": 4, "ssm.state_size": 8, "ssm.time_step_rank": 4, "ssm.inner_size": 128,
+    },
+    "t5": {"attention.key_length": 16, "attention.relative_buckets_count": 8},
+    "qwen2moe": _MOE, "qwen3moe": _MOE,
+    "minimax-m2": {**_MOE, "rope.dimension_count": 8, "expert_gating_func": 2},
+    "lfm2": {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+}  # fmt: skip
+"""Architectures of GGUF files that transformers reads, each with metadata beside the common."""
 
-    heads, hidden, kv, inner, vocab = 4, 64, 32, 128, 96
-    writer = GGUFWriter(str(path), "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(hidden)
-    writer.add_feed_forward_length(inner)
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(10_000.0)
-    writer.add_vocab_size(vocab)
-    block = {
-        "attn_q": (hidden, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden),
-        "attn_output": (hidden, hidden), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden),
-        "ffn_down": (hidden, inner), "attn_norm": (hidden,), "ffn_norm": (hidden,),
+
+def gguf_model(path: Path, config: Any = None) -> tuple[Any, Any]:
+    """The class of the model that transformers makes of a GGUF file, and its configuration."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, T5ForConditionalGeneration
+
+    config = config or AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    if config.model_type == "t5":
+        return T5ForConditionalGeneration, config
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config
+
+
+def write_gguf(
+    path: Path, architecture: str = "llama", kinds: Sequence[str] = ("Q8_0",),
+    *, norms: str = "F32", left_out: Sequence[str] = (), big_endian: bool = False, **values: Any,
+) -> Path:  # fmt: skip
+    """Write a tiny model of random values, its matrices in the types `kinds` by turns, and return
+    the path. left_out: tensors. values: metadata of the architecture, with _ for ., or None."""
+    import numpy as np
+    from gguf import GGUFEndian, GGUFWriter
+
+    common = {
+        "block_count": 2, "context_length": 64, "embedding_length": 64, "feed_forward_length": 128,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": 96,
+        "attention.layer_norm_rms_epsilon": 1e-5, "attention.layer_norm_epsilon": 1e-5,
+        "rope.freq_base": 1e4,
     }  # fmt: skip
-    shapes = {"token_embd": (vocab, hidden), "output_norm": (hidden,)}
-    shapes |= {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in block.items()}
     numbers = np.random.default_rng(0)
-    for name, shape in {**shapes, "output": (vocab, hidden)}.items():
-        values = numbers.standard_normal(shape).astype(np.float32)
-        if len(shape) == 1:
-            writer.add_tensor(f"{name}.weight", values)
-        else:
-            kind = GGMLQuantizationType.Q8_0
-            writer.add_tensor(f"{name}.weight", quantize(values, kind), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+
+    def write(tensors: Mapping[str, tuple[int, ...]]) -> None:
+        endian = GGUFEndian.BIG if big_endian and tensors else GGUFEndian.LITTLE
+        writer = GGUFWriter(str(path), architecture, endianess=endian)
+        for key, value in {**common, **GGUF.get(architecture, {}), **values}.items():
+            add = {
+                int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+                list: writer.add_array, type(None): lambda *_: None,
+            }[type(value)]  # fmt: skip
+            add(key if key in values and "." in key else f"{architecture}.{key}", value)
+        writer.add_array("tokenizer.ggml.tokens", [f"token {index}" for index in range(96)])
+        turn = 0
+        for name, shape in tensors.items():
+            made = (numbers.standard_normal(shape) * 0.1).astype(np.float32)
+            if "ssm_a" in name:
+                made = -np.abs(made) - 1
+            is_matrix = len(shape) > 1 and "ssm" not in name and "conv" not in name
+            kind = kinds[turn % len(kinds)] if is_matrix else norms
+            turn += is_matrix
+            _add_gguf(writer, name, made, kind, numbers)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+
+    # Of metadata alone transformers makes the model, whose names say which tensors there are.
+    write({})
+    shapes = _gguf_shapes(path, architecture)
+    write({name: shape for name, shape in shapes.items() if name not in left_out})
     return path
+
+
+def _add_gguf(writer: Any, name: str, values: Any, kind: str, numbers: Any) -> None:
+    """Add a tensor in a type; blocks of a type that the package gguf only unpacks are random."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quantize
+
+    of = GGMLQuantizationType[kind]
+    each, size_bytes = GGML_QUANT_SIZES[of]
+    if values.shape[-1] % each:
+        of = GGMLQuantizationType["F16" if values.shape[-1] % 32 else "Q5_0"]
+    plain = {"F64": "float64", "I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"}
+    if kind in plain:
+        writer.add_tensor(name, values.astype(plain[kind]))
+        return
+    try:
+        blocks = quantize(values, of)
+    except NotImplementedError:
+        shape = (*values.shape[:-1], values.shape[-1] // each * size_bytes)
+        blocks = numbers.integers(0, 256, shape, np.uint8)
+    writer.add_tensor(name, blocks, raw_dtype=of)
+
+
+def _gguf_shapes(path: Path, architecture: str) -> dict[str, tuple[int, ...]]:
+    from transformers import modeling_gguf_pytorch_utils as legacy
+
+    kind, config = gguf_model(path)
+    model = on_meta(kind, config)
+    processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)
+    names = legacy.get_gguf_hf_weights_map(model, processor(config=config.to_dict()))
+    state, found = model.state_dict(), {}
+    for name, theirs in names.items():
+        shape = tuple(state[theirs].shape)
+        if "_exps" in name and len(shape) == 3:
+            name = name if name.endswith(".weight") else f"{name}.weight"
+            shape = shape if "down" in name else (shape[0], shape[1] // 2, shape[2])
+        elif "conv" in name and len(shape) == 3:
+            shape = (shape[0], shape[2])
+        elif architecture == "gpt2" and len(shape) == 2 and "blk" in name:
+            shape = shape[::-1]
+        elif name.endswith("ffn_gate_inp_shexp.weight"):
+            shape = shape[1:]
+        found[name] = shape
+    return found
 
 
 # -- all model types -------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import torch
 import xxhash
 
 from infinity._src.checkpoint import safetensors_files
-from infinity._src.checkpoint.gguf_files import open_gguf
+from infinity._src.checkpoint.gguf_files import UnpackedGguf, open_gguf
 from infinity._src.checkpoint.hub_conversion import (
     ForwardGroup,
     ForwardPlan,
@@ -41,6 +41,7 @@ from infinity._src.checkpoint.hub_conversion import (
     too_old_to_load,
     transformers_loading,
 )
+from infinity._src.checkpoint.hub_resolution import open_safetensors, read_config
 from infinity._src.checkpoint.safetensors_files import SafetensorsFiles, StoredTensors
 from infinity._src.params.discover import find_parameters
 from infinity._src.params.materialize import (
@@ -62,8 +63,6 @@ CONVERTED_BYTES = 1 << 20
 
 _GROUPS_OF_TILES = 3
 """Groups that stay while tiles are filled: a tile may have parts of that many weights."""
-
-_WITHOUT_FILES = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +97,7 @@ class HubTensors(FileTensors):
             gguf, mapping = open_gguf(self._model, self._path, _main_dtype(self._model))
             # None: the hub's names are those that the model's kind has, and not those of GGUF.
             return _Opened(gguf, _plan(self._model, gguf, mapping), None, None)
-        _refuse_other_formats(self._path)
-        files = SafetensorsFiles(self._path)
+        files = open_safetensors(self._model, self._path)
         quantized = _quantization(self._model, self._path)
         if quantized is None:
             mapping = conversions_of(self._model)
@@ -121,7 +119,7 @@ class HubTensors(FileTensors):
         """
         self._check_broken()
         _check_scales(self._model, self._opened)
-        _check_ties(self._model, self._opened)
+        self._check_ties()
         return [*self._opened.plan.groups, *self._opened.plan.unexpected]
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -195,10 +193,11 @@ class HubTensors(FileTensors):
         tiles, other groups stay beside it.
         """
         groups = {group.first: group for group in self._opened.plan.groups.values()}
-        found, made = [0], [0]
+        files = self._opened.files
+        found, made = [files.unpacking_bytes if isinstance(files, UnpackedGguf) else 0], [0]
         for group in groups.values():
             if group.renamed is None:
-                found.append(_converting_bytes(group, self._opened.files))
+                found.append(_converting_bytes(group, files))
                 if self._tiled.intersection(group.targets) and not group.stacked:
                     made.append(_bytes_of(group.targets.values()))
         return max(found) + (_GROUPS_OF_TILES - 1) * max(made)
@@ -257,14 +256,62 @@ class HubTensors(FileTensors):
                 tensors=tuple(faults.missing),
             )
 
+    def _check_ties(self) -> None:
+        """Raise WeightsError where a weight that the model has once is in the files twice, with two
+        values: `from_pretrained` would take them for two.
+        """
+        groups, label = self._opened.plan.groups, self.label
+        for entry in find_parameters(self._model):
+            known = [name for name in entry.keys if name in groups]
+            for other in known[1:]:
+                first = known[0]
+                if groups[first].sources != groups[other].sources and not self._is_same(
+                    first, other
+                ):
+                    one, two = (groups[name].sources[0][1] for name in (first, other))
+                    raise WeightsError(
+                        f"{label} has {one} ({self.origin(first)}) and {two} "
+                        f"({self.origin(other)}) with different values, and the model has "
+                        "them as one; build it with tie_word_embeddings=False",
+                        path=label,
+                        tensors=(one, two),
+                    )
+
+    def _is_same(self, first: str, other: str) -> bool:
+        """Return whether two tensors of the model have the same values, be they stored in two
+        dtypes.
+        """
+        shape, is_floating = self.shape(first), self.dtype(first).is_floating_point
+        if shape != self.shape(other) or is_floating is not self.dtype(other).is_floating_point:
+            return False
+        groups, files = self._opened.plan.groups, self._opened.files
+        dtypes = {self._like(name).dtype for name in (first, other)}
+        if is_floating:
+            dtypes = {torch.float64 if torch.float64 in dtypes else torch.float32}
+        numel, dtype = math.prod(shape), dtypes.pop()
+        # Pieces of tensors that are converted would be converted again for each piece.
+        is_stored = not isinstance(files, UnpackedGguf) and all(
+            groups[name].renamed is not None for name in (first, other)
+        )
+        step = max(1, safetensors_files.PIECE_BYTES // dtype.itemsize if is_stored else numel)
+        for start in range(0, numel, step):
+            parts = []
+            for name in (first, other):
+                parts.append(torch.empty(min(step, numel - start), dtype=dtype))
+                self.read_into(name, start, parts[-1])
+            if not torch.equal(*parts):
+                return False
+        return True
+
     def finish(self) -> None:
         """Tell the model how it was loaded, as `from_pretrained` does: exports revert that, and
         its weights are no longer quantized.
         """
         self._made = {}
         self._model._weight_conversions = self._opened.saved
-        if getattr(self._model.config, "quantization_config", None) is not None:
-            del self._model.config.quantization_config
+        for config in _configs(self._model):
+            if getattr(config, "quantization_config", None) is not None:
+                del config.quantization_config
 
     def _group(self, name: str) -> ForwardGroup:
         return self._opened.plan.groups[name]
@@ -279,13 +326,12 @@ def open_weights(model: torch.nn.Module, path: Path) -> FileTensors:
     return HubTensors(model, path) if can_convert() else _unconverted(model, path)
 
 
-def _unconverted(model: Any, path: Path) -> SafetensorsFiles:
+def _unconverted(model: Any, path: Path) -> StoredTensors:
     """Open files that are the model's as they are. Raises: WeightsError for others, which a release
     of transformers that cannot convert leaves as they are.
     """
     if path.suffix != ".gguf" and _quantization(model, path) is None:
-        _refuse_other_formats(path)
-        files, known = SafetensorsFiles(path), names_of(model)
+        files, known = open_safetensors(model, path), names_of(model)
         found = set(files.names())
         if (
             found <= known.keys()
@@ -360,19 +406,6 @@ def _like(files: StoredTensors, name: str) -> torch.Tensor:
     return torch.empty(files.shape(name), dtype=files.dtype(name), device="meta")
 
 
-def _refuse_other_formats(path: Path) -> None:
-    if not path.is_dir() or any(path.glob("*.safetensors")):
-        return
-    for pattern in _WITHOUT_FILES:
-        for file in sorted(path.glob(pattern)):
-            raise WeightsError(
-                f"{path} has {file.name} and no *.safetensors; only safetensors and GGUF can be "
-                "read tensor by tensor: save the model as safetensors first "
-                "(`from_pretrained(...).save_pretrained(...)`)",
-                path=str(file),
-            )
-
-
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
@@ -429,61 +462,26 @@ def _main_dtype(model: torch.nn.Module) -> torch.dtype:
     return max(numel, key=lambda dtype: numel[dtype], default=torch.float32)
 
 
-def _check_ties(model: Any, opened: _Opened) -> None:
-    """Raise WeightsError where a weight that the model has once is in the files twice, with two
-    values: `from_pretrained` would take them for two.
-    """
-    for entry in find_parameters(model):
-        known = [name for name in entry.keys if name in opened.plan.groups]
-        sources = {opened.plan.groups[name].renamed for name in known}
-        if len(sources) < 2 or None in sources:
-            continue
-        first, *others = (str(opened.plan.groups[name].renamed) for name in known)
-        for other in others:
-            if not _is_same(opened.files, first, other):
-                raise WeightsError(
-                    f"{opened.files.label} has {first} ({opened.files.origin(first)}) and {other} "
-                    f"({opened.files.origin(other)}) with different values, and the model has "
-                    "them as one; build it with tie_word_embeddings=False",
-                    path=opened.files.label,
-                    tensors=(first, other),
-                )
-
-
-def _is_same(files: StoredTensors, first: str, other: str) -> bool:
-    if files.shape(first) != files.shape(other) or files.dtype(first) != files.dtype(other):
-        return False
-    numel, dtype = math.prod(files.shape(first)), files.dtype(first)
-    step = max(1, safetensors_files.PIECE_BYTES // dtype.itemsize)
-    for start in range(0, numel, step):
-        parts = []
-        for name in (first, other):
-            parts.append(torch.empty(min(step, numel - start), dtype=dtype))
-            files.read_into(name, start, parts[-1])
-        if not torch.equal(*parts):
-            return False
-    return True
-
-
 # -- quantized weights -----------------------------------------------------------------------------
+
+
+def _configs(model: Any) -> tuple[Any, ...]:
+    """Return the configurations that may say how weights are quantized."""
+    return model.config, model.config.get_text_config(decoder=True)
 
 
 def _quantization(model: Any, path: Path) -> Any:
     """Return how weights are quantized: as the model's configuration says, else as that beside the
-    files says. None: they are not. Raises: WeightsError for a config.json that cannot be read.
+    files says. None: they are not. Raises: as `read_config`.
     """
-    held = getattr(model.config, "quantization_config", None)
-    beside = (path if path.is_dir() else path.parent) / "config.json"
-    if held is not None or not beside.is_file():
-        return held
-    try:
-        return dict(json.loads(beside.read_text(encoding="utf-8"))).get("quantization_config")
-    except (ValueError, TypeError) as error:
-        raise WeightsError(
-            f"{beside} cannot be read ({error}), and may say that the weights are quantized; copy "
-            "or download it again",
-            path=str(beside),
-        ) from error
+    for config in _configs(model):
+        held = getattr(config, "quantization_config", None)
+        if held is not None:
+            return held
+    beside = read_config(path) or {}
+    text = beside.get("text_config")
+    found = beside.get("quantization_config")
+    return text.get("quantization_config") if found is None and isinstance(text, dict) else found
 
 
 def _check_scales(model: Any, opened: _Opened) -> None:

@@ -10,10 +10,13 @@ gone when the caller drops them.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import itertools
 import json
 import os
+import re
+import resource
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +31,8 @@ from infinity._src.paths import check_link
 from infinity._src.sizes import MIB, format_size
 from infinity._src.wording import listed
 from infinity.errors import AioError, ShortTransferError, WeightsError
+
+_INDEX_NAME = re.compile(r".*\.safetensors\.index(\.[^.]+)?\.json")
 
 READ_BYTES_MAX = 1 << 30
 """Bytes of one call of the system, which stops at 2 GiB by itself."""
@@ -130,10 +135,11 @@ class StoredTensors(FileTensors):
 
 class SafetensorsFiles(StoredTensors):
     """The safetensors of a directory (by its index if it has one, else its model.safetensors alone
-    if it has that), or a single file.
+    if it has that), of an index, or a single file.
 
-    Raises: FileNotFoundError; WeightsError for several indices, an index that leads out of its
-    directory or names a tensor that its file does not have, a file that is broken or cut short.
+    Raises: FileNotFoundError; WeightsError for several indices, an index beside a model.safetensors
+    that it does not name, an index that leads out of its directory or names a tensor that its file
+    does not have, a file that is broken or cut short.
     """
 
     def __init__(self, path: Path) -> None:
@@ -145,7 +151,7 @@ class _OpenFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd = _open(path)
         weakref.finalize(self, os.close, self._fd)
 
     def read(self, out: memoryview, start: int, name: str) -> None:
@@ -176,6 +182,23 @@ class _OpenFile:
             done += count
 
 
+def _open(path: Path) -> int:
+    """Open a file for reading. Raises: OSError; AioError where the process has too many open."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        raise AioError(
+            f"this process has {limit} files open, as many as it may (RLIMIT_NOFILE), and reads "
+            "weights from one more; raise the limit (ulimit -n)",
+            errno=errno.EMFILE,
+            path=str(path),
+            op="open",
+        ) from error
+
+
 # -- headers ---------------------------------------------------------------------------------------
 
 
@@ -193,7 +216,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     """
     check_link(path)
     size = path.stat().st_size
-    with path.open("rb") as file:
+    with os.fdopen(_open(path), "rb") as file:
         file_start = file.read(8)
         length = int.from_bytes(file_start, "little")
         whole = size >= 8 and length <= min(size - 8, _HEADER_BYTES_MAX)
@@ -243,9 +266,9 @@ def check_whole(path: Path, size: int, tensors: Iterable[StoredTensor], kind: st
 
 
 def _stored(path: Path) -> dict[str, StoredTensor]:
-    """Return all tensors of a directory or a file, each with its place."""
+    """Return all tensors of a directory, an index or a file, each with its place."""
     if path.is_file():
-        return read_header(path)
+        return _indexed(path) if is_index(path) else read_header(path)
     check_link(path)
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: there is no such directory or file")
@@ -257,12 +280,20 @@ def _stored(path: Path) -> dict[str, StoredTensor]:
             "file",
             path=str(path),
         )
+    single = path / "model.safetensors"
     if indices:
         check_link(indices[0])
-        return _indexed(path, indices[0])
+        if single.is_file() and single.name not in _weight_map(indices[0]).values():
+            raise WeightsError(
+                f"{path} has {indices[0].name} and {single.name}, which the index does not name, "
+                "and nothing says which of them counts; name the one that does as the path, or "
+                "move the other one away",
+                path=str(path),
+            )
+        return _indexed(indices[0])
     # As transformers does: others beside it are the same weights once more (consolidated, fp16).
-    if (path / "model.safetensors").is_file():
-        return read_header(path / "model.safetensors")
+    if single.is_file():
+        return read_header(single)
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(
@@ -289,27 +320,42 @@ def _places(tensors: Sequence[StoredTensor]) -> str:
     return f"{tensors[0].name} ({listed(places)})"
 
 
-def _indexed(path: Path, index: Path) -> dict[str, StoredTensor]:
+def is_index(path: Path) -> bool:
+    """Return whether a path has the name of an index, a variant's too."""
+    return bool(_INDEX_NAME.fullmatch(path.name))
+
+
+def read_index(
+    index: Path, directory: Path
+) -> tuple[dict[str, str], dict[str, dict[str, StoredTensor]]]:
+    """Return the file of each name, and the headers of these files, by their names in order.
+    Raises: FileNotFoundError; WeightsError.
+    """
     weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
     # All at once, and before anything is filled.
     for name in files:
-        check_link(path / name)
-    gone = [name for name in files if not (path / name).is_file()]
+        check_link(directory / name)
+    gone = [name for name in files if not (directory / name).is_file()]
     if gone:
         away = set(gone)
         lost = sorted(name for name, file in weight_map.items() if file in away)
+        place = "beside the index" if directory == index.parent else str(directory)
         raise FileNotFoundError(
             f"{index} names files that are not there: {listed(gone)}, with {listed(lost)}; copy or "
-            "download them to beside the index"
+            f"download them to {place}"
         )
-    headers = {file: read_header(path / file) for file in files}
+    return weight_map, {file: read_header(directory / file) for file in files}
+
+
+def _indexed(index: Path) -> dict[str, StoredTensor]:
+    weight_map, headers = read_index(index, index.parent)
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise WeightsError(
-                f"{path / file} does not have {name}, though the index says so; copy or download "
-                "it again",
-                path=str(path / file),
+                f"{index.parent / file} does not have {name}, though the index says so; copy or "
+                "download it again",
+                path=str(index.parent / file),
                 tensors=(name,),
             )
     return {name: headers[file][name] for name, file in weight_map.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import infinity as inf
 from infinity._src._torch_compat import is_out_of_memory
 from infinity._src.checkpoint.hub_files import hub_checkpoint, open_weights
+from infinity._src.checkpoint.hub_resolution import read_config
 from infinity._src.params.materialize import Faults, FileTensors
 from infinity._src.params.source_files import SourceFiles
 from infinity.errors import SlicesError
@@ -54,7 +54,11 @@ def find_pretrained(path: Path) -> Pretrained:
             files = sorted(file.name for file in path.glob("*.gguf"))
             hint = f"; for a GGUF file name the file: {path / files[0]}" if files else ""
             raise ValueError(f"{path} has no config.json, so it is no Hugging Face model{hint}")
-        check_config(path / "config.json")
+        if not isinstance((read_config(path) or {}).get("model_type"), str):
+            raise ValueError(
+                f"{path / 'config.json'} has no model_type, so nothing says which model it is; "
+                'name it there ("model_type": "llama"), or copy the file again'
+            )
     elif path.is_file() and path.suffix == ".gguf":
         directory, gguf = path.parent, path.name
     else:
@@ -67,16 +71,6 @@ def find_pretrained(path: Path) -> Pretrained:
             directory, trust_remote_code=False, **extra
         )
     return Pretrained(directory, gguf, tokenizer)
-
-
-def check_config(file: Path) -> None:
-    """Raise ValueError for a config.json that is none."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is no JSON file, so no model's configuration: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{file} holds no JSON object, so it is no model's configuration")
 
 
 @contextlib.contextmanager
@@ -129,6 +123,19 @@ def model_on_meta(
             )
     made: torch.nn.Module = model
     return made
+
+
+def check_tokens(model: Any, source: Pretrained, tokens: Iterable[torch.Tensor]) -> None:
+    """Raise ValueError for tokens that the model's embedding has no rows for."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    highest = max((int(each.max()) for each in tokens if each.numel()), default=-1)
+    if highest >= rows:
+        size = len(source.tokenizer)
+        raise ValueError(
+            f"the tokenizer of {source.directory} has {size} tokens and the model's embedding has "
+            f"{rows} rows; this text has token {highest}: use the tokenizer of the model, or "
+            f"enlarge the model first (resize_token_embeddings({size}), save_pretrained)"
+        )
 
 
 def offload_pretrained(

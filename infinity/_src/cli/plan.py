@@ -23,6 +23,7 @@ from rich.table import Table
 
 import infinity as inf
 from infinity._src.bench.report import check_target, write_record
+from infinity._src.checkpoint.hub_resolution import read_object
 from infinity._src.cli import hf_model
 from infinity._src.cli.arguments import check_tiles, parse_resident
 from infinity._src.deepspeed_config import DeepSpeedRun, read_deepspeed
@@ -109,7 +110,7 @@ def read_shape(path: Path, dtype: torch.dtype, *, nested: bool = True) -> ModelS
             "from disk only"
         )
     transformers = hf_model.quiet_transformers()
-    hf_model.check_config(file)
+    read_object(file)
     with hf_model.read_by_transformers(file):
         config = transformers.AutoConfig.from_pretrained(file, trust_remote_code=False)
     found = [

@@ -490,7 +490,7 @@ class _Run:
         """Make the model without values. Raises: ValueError for one that cannot train so."""
         options = self.options
         try:
-            return hf_model.model_on_meta(
+            model = hf_model.model_on_meta(
                 self.pretrained,
                 getattr(torch, options.dtype),
                 checkpointing=options.checkpointing,
@@ -500,6 +500,10 @@ class _Run:
             )
         except SlicesError as error:
             raise ValueError(_one_by_one(error)) from error
+        prompt = self.pretrained.tokenizer(options.prompt or "", return_tensors="pt")["input_ids"]
+        tokens = (self.corpus.train, self.corpus.held_out, prompt)
+        hf_model.check_tokens(model, self.pretrained, tokens)
+        return model
 
     def _check_run(self) -> None:
         """Raise ValueError where the durable run that shall be restored has gone: `inf.restore`

@@ -22,7 +22,6 @@ from torch import nn
 
 import infinity as inf
 from infinity._src.checkpoint import hub_files, safetensors, safetensors_files
-from infinity._src.checkpoint.gguf_files import UnpackedGguf
 from infinity._src.checkpoint.hub_files import HubTensors
 from infinity._src.memory import ledger
 from infinity.aio._memory_limits import CgroupLimit
@@ -167,62 +166,6 @@ def test_weights_in_fp8_with_scales_become_bf16(tmp_path: Path) -> None:
         inf.handle(model).close()
 
 
-def test_a_gguf_file_gives_what_from_pretrained_gives(tmp_path: Path) -> None:
-    from transformers import AutoConfig, LlamaForCausalLM
-
-    file = hub_models.write_gguf(tmp_path / "tiny.gguf")
-    config = AutoConfig.from_pretrained(tmp_path, gguf_file=file.name)
-    truth = LlamaForCausalLM.from_pretrained(
-        tmp_path, gguf_file=file.name, dtype=torch.bfloat16
-    )
-    model = on_meta(LlamaForCausalLM, config)
-    inf.offload(model, CPU, load=file)
-    try:
-        assert_alike(model, truth)
-        _fill_with_zeros(model)
-        assert inf.load_safetensors(model, file) == ((), ())
-        assert_alike(model, truth)
-    finally:
-        inf.handle(model).close()
-    os.truncate(file, file.stat().st_size - 100)
-    with pytest.raises(WeightsError, match=r"not a whole GGUF file.*output\.weight lies at"):
-        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
-    file.write_bytes(b"GGUF?")
-    with pytest.raises(WeightsError, match="no GGUF file that can be read"):
-        inf.offload(on_meta(LlamaForCausalLM, config), CPU, load=file)
-
-
-def test_parts_of_a_gguf_weight_unpack_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from transformers import AutoConfig, LlamaForCausalLM
-    from transformers.integrations.gguf.reader import GgufHeader
-
-    file = hub_models.write_gguf(tmp_path / "tiny.gguf")
-    model = on_meta(LlamaForCausalLM, AutoConfig.from_pretrained(tmp_path, gguf_file=file.name))
-    tensors = UnpackedGguf(model, file, GgufHeader.from_file(str(file)), torch.bfloat16)
-    names = ("lm_head.weight", "model.layers.1.self_attn.k_proj.weight")
-    wanted = {name: tensors.read(name).reshape(-1) for name in names}
-    unpacked, read = [], UnpackedGguf.read
-
-    def counted(self: UnpackedGguf, name: str) -> torch.Tensor:
-        unpacked.append(name)
-        return read(self, name)
-
-    monkeypatch.setattr(UnpackedGguf, "read", counted)
-    for name in names:
-        parts = [torch.empty_like(part) for part in wanted[name].split(100)]
-        for index, part in enumerate(parts):
-            tensors.read_into(name, index * 100, part)
-        assert torch.equal(torch.cat(parts), wanted[name])
-    assert unpacked == list(names)
-    # Not held after its end; one that is not read to its end gives way to the next.
-    assert tensors._last is None
-    for name in (*names, names[0]):
-        tensors.read_into(name, 0, torch.empty(1, dtype=torch.bfloat16))
-    assert unpacked == [*names, *names, names[0]]
-
-
 def test_other_quantized_weights_are_refused_with_the_reason(
     mixtral: Path, meta_mixtral: Any
 ) -> None:
@@ -344,26 +287,6 @@ def test_a_drive_that_fails_while_a_tensor_is_read_is_an_error_with_the_place(
     assert all(parameter.is_meta for parameter in meta_mixtral.parameters())
     monkeypatch.undo()
     inf.offload(meta_mixtral, CPU, load=mixtral)
-
-
-def test_a_model_without_safetensors_is_refused(meta_mixtral: Any, tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(WeightsError, match=r"pytorch_model\.bin and no \*\.safetensors"):
-        inf.offload(meta_mixtral, CPU, load=tmp_path)
-
-
-def test_a_tied_weight_that_the_files_have_twice_must_be_one(tmp_path: Path) -> None:
-    model = models.make(models.gpt2)
-    model.save_pretrained(tmp_path)
-    for value in (model.lm_head.weight.detach().clone(), torch.zeros_like(model.lm_head.weight)):
-        changed(tmp_path, tmp_path, "lm_head.weight", value)
-        meta = on_meta(type(model), model.config)
-        if value.any():
-            inf.offload(meta, CPU, load=tmp_path)
-            inf.handle(meta).close()
-        else:
-            with pytest.raises(WeightsError, match="tie_word_embeddings=False"):
-                inf.offload(meta, CPU, load=tmp_path)
 
 
 # -- parts -----------------------------------------------------------------------------------------

@@ -511,6 +511,27 @@ def test_a_path_that_is_no_model_says_so(text: Path, tmp_path: Path) -> None:
     assert "config.json" in shown
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ([], "config.json cannot be read (it is a list, not an object)"),
+        ({"hidden_size": 8}, "config.json has no model_type"),
+        ({"vocab_size": 7}, "the model's embedding has 7 rows; this text has token"),
+    ],
+)
+def test_a_model_that_contradicts_itself_is_one_line_that_names_the_fix(
+    config: Any, message: str, model_directory: Path, text: Path, tmp_path: Path
+) -> None:
+    directory = shutil.copytree(model_directory, tmp_path / "model")
+    file = directory / "config.json"
+    if "vocab_size" in config:
+        config = json.loads(file.read_text()) | {"pad_token_id": None} | config
+    file.write_text(json.dumps(config))
+    status, shown = train(directory, "--text", text, "--out", tmp_path / "out", *SMALL)
+    assert (status, "Traceback" in shown) == (2, False), shown
+    assert message in " ".join(shown.split())
+
+
 def test_code_that_comes_with_a_model_is_not_run(
     model_directory: Path, text: Path, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ anything is filled.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,27 @@ def test_tensors_in_several_files_without_an_index_are_named_with_their_bytes(
     ) as raised:
         filled(nn.Linear(1, 1), tmp_path)
     assert raised.value.tensors == ("x",)
+
+
+def test_a_single_file_that_an_index_does_not_name_is_refused(tmp_path: Path) -> None:
+    values = {
+        name: {"weight": torch.full((1, 1), v), "bias": torch.zeros(1)}
+        for name, v in (("model.safetensors", 1.0), ("model-00001-of-00001.safetensors", 2.0))
+    }
+    for name, tensors in values.items():
+        save_file(tensors, tmp_path / name)
+    index = tmp_path / "model.safetensors.index.json"
+
+    def listing(file: str) -> None:
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(("weight", "bias"), file)}))
+
+    listing("model-00001-of-00001.safetensors")
+    with pytest.raises(WeightsError, match=r"the index does not name.*name the one that does"):
+        filled(nn.Linear(1, 1), tmp_path)
+    for path, value in ((tmp_path / "model.safetensors", 1.0), (index, 2.0)):
+        assert filled(nn.Linear(1, 1), path)["weight"] == value
+    listing("model.safetensors")
+    assert filled(nn.Linear(1, 1), tmp_path)["weight"] == 1
 
 
 class Asked(SafetensorsFiles):
