@@ -76,7 +76,7 @@ from infinity.aio._spares import SPARE, MovedWrite
 from infinity.aio._stats import ExecutorStats, drive_stats, registered_reason
 from infinity.aio._swap_file import SwapFile
 from infinity.aio.testing import KINDS, Fault, Seam
-from infinity.errors import AioClosedError, AioError, DeviceCopyError
+from infinity.errors import AioClosedError, AioError, DeviceCopyError, DeviceFailedError
 
 # One request of a ring. Longer ones gain nothing: 8 to 16 of these in flight fill a drive.
 RING_BLOCK_BYTES = 1 << 20
@@ -263,6 +263,39 @@ class Executor:
         self.pool_bytes = int(lib.inf_executor_pool_bytes(pointer))
         # A refused binding costs speed only, so it is logged and not raised.
         _numa_node.report(int(lib.inf_executor_numa_error(pointer)))
+
+    def resize_pools(self, small: PoolSpec, large: PoolSpec) -> None:
+        """Give the pools other sizes. Blocks while jobs are pending.
+
+        Raises: MemoryError; MemoryLimitError; ValueError for sizes that the constructor refuses;
+        the AioError of a write that failed and is in memory only; DeviceFailedError where a drive
+        that failed may still write to a slot; DeviceCopyError. The pools are as they were then.
+        """
+        core = self._core
+        core.check()
+        _validate.check_pools(small, large)
+        _memory_limits.check_slab(small.count * small.bytes + large.count * large.bytes)
+        error = -errno.EBUSY
+        while error == -errno.EBUSY:
+            self.wait_all()
+            # A slot may have the only copy of a chunk: it is written again, or raises.
+            if self.stats().kept_chunks:
+                self.recover().wait()
+            error = core.lib.inf_executor_resize_pools(
+                core.pointer, small.count, small.bytes, large.count, large.bytes
+            )
+        if error == -errno.ENOMEM:
+            raise MemoryError(
+                f"no memory for pools of {small.count} * {small.bytes} and {large.count} * "
+                f"{large.bytes} bytes"
+            )
+        if error == -errno.EIO:
+            raise DeviceFailedError(
+                "a drive that failed may still write to the pools, so they cannot be replaced"
+            )
+        if error:
+            raise DeviceCopyError(f"the device's driver does not pin the pools ({error})")
+        self.pool_bytes = int(core.lib.inf_executor_pool_bytes(core.pointer))
 
     def define(self, chunks: npt.NDArray[np.void]) -> npt.NDArray[np.int32]:
         """Make chunks known (CHUNK records) and return their ids.

@@ -183,6 +183,11 @@ def check_options(
         or block_bytes > 1 << 30
     ):
         raise ValueError(f"block_bytes={block_bytes}: must be a multiple of 4096, at most 1 GiB")
+    check_pools(small, large)
+
+
+def check_pools(small: records.PoolSpec, large: records.PoolSpec) -> None:
+    """Raise ValueError for pools of which the small one has the larger slots."""
     if small.count and large.count and small.bytes > large.bytes:
         raise ValueError(
             f"small slots ({small.bytes} bytes) are larger than large ones ({large.bytes} bytes)"

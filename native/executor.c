@@ -88,30 +88,111 @@ void inf_span_add(struct inf_executor *ex, const inf_run *run, int32_t track, in
 
 /* ---- opening --------------------------------------------------------------------------------- */
 
-static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) {
-    const inf_exec_config *config = &ex->config;
+/* Memory for pools of these sizes: 0 bytes, no memory. */
+static int32_t pools_map(struct inf_executor *ex, const inf_exec_config *config, inf_pools *made) {
     int64_t small_total = config->small_count * config->small_bytes;
-    ex->slab_bytes = small_total + config->large_count * config->large_bytes;
-    if (ex->slab_bytes > 0) {
+    *made = (inf_pools){.slab_bytes = small_total + config->large_count * config->large_bytes};
+    if (made->slab_bytes > 0) {
         uint64_t address = 0;
-        int32_t error =
-            inf_slab_map_on((uint64_t)ex->slab_bytes, config->numa - 1, &address, &ex->numa_error);
-        if (error != 0) {
-            snprintf(why, why_bytes, "no memory for pools of %lld bytes",
-                     (long long)ex->slab_bytes);
-            return error;
-        }
-        ex->slab = (uint8_t *)(uintptr_t)address;
-        ex->huge_bytes = inf_slab_huge_bytes(address, (uint64_t)ex->slab_bytes);
+        int32_t error = inf_slab_map_on((uint64_t)made->slab_bytes, config->numa - 1, &address,
+                                        &ex->numa_error);
+        if (error != 0) return error;
+        made->slab = (uint8_t *)(uintptr_t)address;
+        made->huge_bytes = inf_slab_huge_bytes(address, (uint64_t)made->slab_bytes);
     }
     for (int32_t i = 0; i < 2; i++) {
-        uint8_t *base = ex->slab == NULL ? NULL : ex->slab + (i == 0 ? 0 : small_total);
+        uint8_t *base = made->slab == NULL ? NULL : made->slab + (i == 0 ? 0 : small_total);
         int32_t error =
-            inf_pool_make(ex, &ex->pools[i], i == 0 ? config->small_count : config->large_count,
+            inf_pool_make(ex, &made->pool[i], i == 0 ? config->small_count : config->large_count,
                           i == 0 ? config->small_bytes : config->large_bytes, base);
         if (error != 0) return error;
     }
-    return inf_prefetch_make(ex);
+    return 0;
+}
+
+static void pools_free(const inf_pools *pools) {
+    if (pools->slab != NULL)
+        inf_slab_unmap((uint64_t)(uintptr_t)pools->slab, (uint64_t)pools->slab_bytes);
+    for (int32_t i = 0; i < 2; i++) inf_pool_free(&pools->pool[i]);
+}
+
+/* Puts pools in force; returns those of before. [locked] */
+static inf_pools pools_exchange(struct inf_executor *ex, const inf_pools *now) {
+    inf_pools before = {{ex->pools[0], ex->pools[1]}, ex->slab, ex->slab_bytes, ex->huge_bytes};
+    memcpy(ex->pools, now->pool, sizeof ex->pools);
+    ex->slab = now->slab;
+    ex->slab_bytes = now->slab_bytes;
+    ex->huge_bytes = now->huge_bytes;
+    return before;
+}
+
+static int32_t pools_make(struct inf_executor *ex, char *why, size_t why_bytes) {
+    inf_pools made;
+    int32_t error = pools_map(ex, &ex->config, &made);
+    if (error != 0) {
+        snprintf(why, why_bytes, "no memory for pools of %lld bytes", (long long)made.slab_bytes);
+        pools_free(&made);
+        return error;
+    }
+    (void)pools_exchange(ex, &made);
+    return inf_prefetch_make(ex, ex->config.small_count + ex->config.large_count);
+}
+
+/* 0: no slot is in use. -EBUSY: a job has one, or a chunk whose write failed; -EIO: a broken ring
+ * may still touch one. [locked] */
+static int32_t slots_idle(const struct inf_executor *ex) {
+    if (!inf_idle(ex) || ex->stats.kept_chunks > 0) return -EBUSY;
+    bool all = ex->pools[0].free_count == ex->config.small_count &&
+               ex->pools[1].free_count == ex->config.large_count;
+    return all ? 0 : -EIO;
+}
+
+/* Exchanges the pools, if no slot is in use; `pools` are the former ones then. [locked] */
+static int32_t pools_replace(struct inf_executor *ex, const inf_exec_config *config,
+                             inf_pools *pools) {
+    inf_prefetch_drop_all(ex);
+    inf_prefetch *before = ex->prefetches;
+    int32_t error = slots_idle(ex);
+    if (error == 0) error = inf_prefetch_make(ex, config->small_count + config->large_count);
+    if (error != 0) return error;
+    free(before);
+    ex->config = *config;
+    *pools = pools_exchange(ex, pools);
+    ex->slab_number++;
+    /* a ring registers the new slab, and lets the old one go, before its next request */
+    for (int32_t d = 0; d < config->drive_count; d++) ex->backend->wake(&ex->drives[d]);
+    return 0;
+}
+
+int32_t inf_executor_resize_pools(inf_executor *ex, int32_t small_count, int64_t small_bytes,
+                                  int32_t large_count, int64_t large_bytes) {
+    inf_pools pools;
+    cpu_set_t cpus_before;
+    pthread_mutex_lock(&ex->lock);
+    inf_exec_config config = ex->config;
+    pthread_mutex_unlock(&ex->lock);
+    config.small_count = small_count;
+    config.small_bytes = small_bytes;
+    config.large_count = large_count;
+    config.large_bytes = large_bytes;
+    inf_numa_enter(ex, &cpus_before);
+    int32_t error = pools_map(ex, &config, &pools);
+    inf_numa_leave(ex, &cpus_before);
+    bool pinned = false;
+    if (error == 0) error = inf_device_pin(ex, pools.slab, pools.slab_bytes, &pinned);
+    if (error == 0) {
+        pthread_mutex_lock(&ex->lock);
+        error = pools_replace(ex, &config, &pools);
+        if (error == 0) {
+            bool before = ex->device.pinned;
+            ex->device.pinned = pinned;
+            pinned = before;
+        }
+        pthread_mutex_unlock(&ex->lock);
+    }
+    if (pinned) inf_device_unpin(ex, pools.slab);
+    pools_free(&pools);
+    return error;
 }
 
 static int32_t drives_make(struct inf_executor *ex, const inf_drive_config *configs) {

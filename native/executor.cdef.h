@@ -291,6 +291,11 @@ void inf_executor_hold_gates(inf_executor *ex, int32_t held);
  * the drives. What is null stays so. How many requests met the fault of the one before, or a
  * negative errno (no thread could be made). */
 int64_t inf_executor_set_seam(inf_executor *ex, const inf_seam *seam, const double *speeds);
+/* Pools of other sizes, in place of those that are there. 0; -EBUSY while a job, or a chunk whose
+ * write failed, has a slot, -EIO where a broken ring may touch one, -ENOMEM, or the driver's code:
+ * nothing changed then. */
+int32_t inf_executor_resize_pools(inf_executor *ex, int32_t small_count, int64_t small_bytes,
+                                  int32_t large_count, int64_t large_bytes);
 int64_t inf_executor_pool_bytes(const inf_executor *ex);
 int64_t inf_executor_huge_bytes(const inf_executor *ex);
 /* Why slab or threads are not on the node that was asked for: a negative errno; 0: they are, or

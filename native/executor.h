@@ -348,6 +348,14 @@ typedef struct {
     int32_t asked_count; /* reads ahead that inf_executor_prefetch asked for */
 } inf_pool;
 
+/* Both pools, and the memory of their slots. */
+typedef struct {
+    inf_pool pool[2];
+    uint8_t *slab;
+    int64_t slab_bytes;
+    int64_t huge_bytes;
+} inf_pools;
+
 /* A backend moves blocks: it takes requests with inf_drive_take and gives them back with
  * inf_drive_done. */
 typedef struct {
@@ -406,6 +414,7 @@ struct inf_executor {
     uint8_t *slab;
     int64_t slab_bytes;
     int64_t huge_bytes;
+    uint32_t slab_number; /* counts the slabs: a ring knows whether it registered this one */
     int32_t numa_error; /* a negative errno */
     inf_drive *drives;
     inf_queue starting;
@@ -561,7 +570,7 @@ void inf_submission_end(struct inf_executor *ex, inf_submission *submission);
 /* executor_slots.c, all [locked] */
 int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, int64_t bytes,
                       uint8_t *base);
-void inf_pool_free(inf_pool *pool);
+void inf_pool_free(const inf_pool *pool);
 void inf_slot_wait(struct inf_executor *ex, inf_run *run);   /* queues it for a slot */
 bool inf_slot_unwait(struct inf_executor *ex, inf_run *run); /* false: it was not waiting */
 /* whose turn it is: it has its slot; NULL: nobody's */
@@ -578,7 +587,8 @@ int32_t inf_held_max(const struct inf_executor *ex, const inf_pool *pool);
 bool inf_slot_take(struct inf_executor *ex, inf_slot *slot);
 
 /* executor_prefetch.c, all [locked] */
-int32_t inf_prefetch_make(struct inf_executor *ex);
+/* for so many slots, in place of those of before, of which none is in use */
+int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count);
 /* reads ahead as far as slots are idle */
 void inf_prefetch_begin(struct inf_executor *ex);
 /* false: one too many */
@@ -661,6 +671,9 @@ bool inf_device_brings(const inf_run *run);
 bool inf_device_takes(const inf_run *run);
 void inf_device_queue(struct inf_executor *ex, inf_run *run, int32_t direction);
 void inf_device_stop(struct inf_executor *ex);
+/* Pins a slab, if the one in force is or would be; *pinned: whether it did. 0, or an error. */
+int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned);
+void inf_device_unpin(struct inf_executor *ex, uint8_t *slab);
 
 /* executor_gates.c, [locked] */
 void inf_gate_attach(struct inf_executor *ex, inf_gate *gate, inf_submission *submission);

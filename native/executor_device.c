@@ -484,6 +484,10 @@ static void *copies_main(void *argument) {
 
 /* ---- attaching ------------------------------------------------------------------------------- */
 
+static int32_t slab_pin(const inf_device_api *api, uint8_t *slab, int64_t bytes) {
+    return CALL(host_register, api->host_register)(slab, (size_t)bytes, REGISTER_PORTABLE);
+}
+
 int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) {
     struct inf_device *device = &ex->device;
     if (device->attached) return -EALREADY;
@@ -494,8 +498,7 @@ int32_t inf_executor_attach_device(inf_executor *ex, const inf_device_api *api) 
     cpu_set_t cpus_before;
     inf_numa_enter(ex, &cpus_before);
     if (error == 0 && ex->slab != NULL) {
-        error = CALL(host_register, api->host_register)(ex->slab, (size_t)ex->slab_bytes,
-                                                        REGISTER_PORTABLE);
+        error = slab_pin(api, ex->slab, ex->slab_bytes);
         device->pinned = error == 0;
     }
     for (int32_t d = 0; d < INF_DIRECTION_COUNT && error == 0; d++) {
@@ -525,6 +528,25 @@ void inf_executor_compute_stream(inf_executor *ex, uint64_t stream) {
     pthread_mutex_lock(&ex->lock);
     ex->device.compute_stream = (void *)(uintptr_t)stream;
     pthread_mutex_unlock(&ex->lock);
+}
+
+int32_t inf_device_pin(struct inf_executor *ex, uint8_t *slab, int64_t bytes, bool *pinned) {
+    struct inf_device *device = &ex->device;
+    if (!device->attached || slab == NULL) return 0;
+    void *before;
+    int32_t error = enter(&device->api, &before);
+    if (error == 0) error = slab_pin(&device->api, slab, bytes);
+    *pinned = error == 0;
+    leave(&device->api, before);
+    return error;
+}
+
+void inf_device_unpin(struct inf_executor *ex, uint8_t *slab) {
+    const inf_device_api *api = &ex->device.api;
+    void *before;
+    (void)enter(api, &before);
+    CALL(one_pointer, api->host_unregister)(slab);
+    leave(api, before);
 }
 
 /* After `stopping` was set. */

@@ -37,11 +37,13 @@ static void list_remove(inf_prefetch_list *list, inf_prefetch *prefetch) {
     *(prefetch->next == NULL ? &list->tail : &prefetch->next->previous) = prefetch->previous;
 }
 
-int32_t inf_prefetch_make(struct inf_executor *ex) {
+int32_t inf_prefetch_make(struct inf_executor *ex, int32_t slot_count) {
     /* As many as slots may be read into, and as many may be wanted. */
-    size_t count = 2 * ((size_t)ex->config.small_count + (size_t)ex->config.large_count);
-    ex->prefetches = calloc(count + 1, sizeof *ex->prefetches);
-    if (ex->prefetches == NULL) return -ENOMEM;
+    size_t count = 2 * (size_t)slot_count;
+    inf_prefetch *made = calloc(count + 1, sizeof *made);
+    if (made == NULL) return -ENOMEM;
+    ex->prefetches = made;
+    ex->prefetches_free = NULL;
     for (size_t i = 0; i < count; i++) {
         ex->prefetches[i].next = ex->prefetches_free;
         ex->prefetches_free = &ex->prefetches[i];

@@ -27,7 +27,7 @@ int32_t inf_pool_make(struct inf_executor *ex, inf_pool *pool, int32_t count, in
     return made ? 0 : -ENOMEM;
 }
 
-void inf_pool_free(inf_pool *pool) {
+void inf_pool_free(const inf_pool *pool) {
     free(pool->free);
     free(pool->held);
     free(pool->passed);

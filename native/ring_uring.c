@@ -122,6 +122,7 @@ typedef struct {
     uint64_t event;
     int32_t error;
     int32_t registered;
+    uint32_t slab_number; /* of the slab that it registered, or tried to */
     bool ready;
     bool fixed;
     bool file_fixed;
@@ -237,6 +238,16 @@ static int32_t ring_open(inf_drive *drive, uring_state *state) {
     return 0;
 }
 
+/* Registers the slab that took the place of the one before. No request is under way. [locked] */
+static void slab_renew(inf_drive *drive, uring_state *state) {
+    struct inf_executor *ex = drive->ex;
+    state->slab_number = ex->slab_number;
+    if (state->fixed) api.unregister_buffers(&state->storage);
+    state->registered = slab_register(ex, state);
+    state->fixed = state->registered == INF_REGISTERED;
+    if (drive->index == 0 || ex->registered == INF_REGISTERED) ex->registered = state->registered;
+}
+
 static void post_request(const inf_drive *drive, uring_state *state, const inf_request *request) {
     bool read = request->op == INF_OP_READ;
     uring_sqe *sqe = sqe_new(state);
@@ -321,6 +332,7 @@ static void *uring_main(void *argument) {
     /* It ends when told to and when the event has come, so that the kernel holds no address of ours
      * any more. */
     while ((!ex->stopping || state->event_posted) && broken == 0) {
+        if (state->slab_number != ex->slab_number) slab_renew(drive, state);
         fill_ring(drive, state);
         drive->sleeping = true;
         broken = wait_ring(drive, state);

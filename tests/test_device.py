@@ -232,16 +232,19 @@ def test_behind_a_collective_that_cannot_be_broken_off_nothing_is_freed_and_ever
         handle._undo.close()
 
 
-def thawed(**given: Any) -> list[torch.Tensor]:
+def thawed(*, held: bool, **given: Any) -> list[torch.Tensor]:
     """Parameters after steps of a model that was frozen when it was offloaded, but for its last
-    layer."""
+    layer; held: and when the optimizer was built."""
     model = models.make(models.Small)
     model.requires_grad_(False)
     model.head.requires_grad_(True)
     inf.offload(model, inf.Policy(**given))
-    model.requires_grad_(True)
+    model.requires_grad_(not held)
+    model.head.requires_grad_(True)
     optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-    for batch in models.token_batches(3):
+    for index, batch in enumerate(models.token_batches(3)):
+        model.requires_grad_(not held or index > 0)
+        model.head.requires_grad_(True)
         models.loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -251,10 +254,13 @@ def thawed(**given: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("update", ["deferred", "backward"])
-def test_what_is_thawed_after_offload_trains(update: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = thawed(update=update)
+@pytest.mark.parametrize("held", [False, True], ids=["before the optimizer", "after it"])
+def test_what_is_thawed_after_offload_trains(
+    update: str, held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = thawed(held=held, update=update)
     with simulated(monkeypatch) as device:
-        found = thawed(update=update)
+        found = thawed(held=held, update=update)
         assert device.live() == (0, 0, 0)
     assert all(torch.equal(mine, other) for mine, other in zip(found, expected, strict=True))
 

@@ -13,7 +13,7 @@ from torch import nn
 import infinity as inf
 from infinity._src.engine import offload
 from infinity.aio import Seam
-from infinity.errors import StateInvalid
+from infinity.errors import SecondOrderUnsupported, StateInvalid
 from tests import models
 from tests.reference import ReferenceAdamW
 
@@ -285,3 +285,42 @@ def test_an_interrupt_in_an_elementwise_step_is_sticky(tmp_path: Path) -> None:
         optimizer.step()
     with pytest.raises(StateInvalid):
         inf.handle(model).close()
+
+
+def test_transforms_of_torch_func_are_right_or_named() -> None:
+    func, functional = torch.func, torch.autograd.functional
+    plain, model = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2)
+    )
+    model.load_state_dict(plain.state_dict())
+    inf.offload(model, inf.Policy())
+    x = torch.randn(2, 4)
+
+    def total(net: Any) -> Any:
+        return lambda rows: net(rows).sum()
+
+    right: list[Any] = [
+        lambda net: func.jvp(net, (x,), (x,))[1],
+        lambda net: func.vmap(func.jacfwd(net))(x),
+        lambda net: func.vmap(net)(x),
+        lambda net: functional.jacobian(net, x),
+        lambda net: functional.vjp(net, x, torch.ones_like(net(x)))[1],
+    ]
+    for call in right:
+        assert torch.equal(call(model), call(plain))
+    second_order: list[Any] = [
+        lambda net: func.grad(total(net))(x),
+        lambda net: func.vjp(net, x)[1](x),
+        lambda net: func.vmap(func.jacrev(net))(x),
+        lambda net: func.hessian(total(net))(x),
+        lambda net: functional.hvp(total(net), x, x),
+        lambda net: functional.jvp(total(net), x, x),
+    ]
+    for call in second_order:
+        with pytest.raises(SecondOrderUnsupported, match=r"torch\.func\.grad, .* jacfwd"):
+            call(model)
+    for each in (plain, model):
+        each(x).sum().backward()
+    assert model[0].weight.grad is not None
+    assert torch.equal(model[0].weight.grad.materialize(), plain[0].weight.grad)
+    inf.handle(model).close()

@@ -102,6 +102,28 @@ def test_all_states_come_back(
         inf.handle(each.model).close()
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_stage_3_gets_the_step_as_its_sub_groups_can_count_it(groups: int, tmp_path: Path) -> None:
+    """A tensor, as torch's optimizers want it; a number where several would add to one tensor."""
+    model = inf.offload(make.Net().bfloat16(), inf.Policy(**CPU))
+    held = make.groups_of(model)
+    if groups == 1:
+        held = [{"params": [param for group in held for param in group["params"]]}]
+    optimizer = inf.AdamW(held)
+    for param in (param for group in held for param in group["params"]):
+        param.grad = torch.ones(param.shape, dtype=param.dtype)
+    optimizer.step()
+    inf.save(model, optimizer, tmp_path / "saved").wait()
+    inf.handle(model).close()
+    assert export(tmp_path / "saved", tmp_path / "out") == 0
+    place = next(tmp_path.glob("out/*/zero/optimizer_state.pt"))
+    state = torch.load(place, weights_only=True)["optimizer_state_dict"]["state"]
+    assert [float(each["step"]) for each in state.values()] == [1.0] * groups
+    assert isinstance(state[0]["step"], torch.Tensor) == (groups == 1)
+    loaded = torch.load(next(place.parent.glob("*/step.pt")), weights_only=True)
+    assert isinstance(loaded, torch.Tensor)
+
+
 def test_a_weight_in_tiles_is_one_parameter_there(tmp_path: Path) -> None:
     def tiled() -> nn.Module:
         return inf.tile_linears(models.llama(), tiles=(2, 2))

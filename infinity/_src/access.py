@@ -9,20 +9,23 @@ from typing import NamedTuple
 from infinity._src.checkpoint.save import Saver
 from infinity._src.distributed.communicator import Comm
 from infinity._src.hooks.whole_params import WholeParams
+from infinity._src.optim.registry import OptimizerRegistry
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.update_mode import UpdateMode
-from infinity._src.params.unit import Unit
+from infinity._src.params.unit import Param, Unit
 from infinity._src.storage import Storage
 from infinity.errors import AioError, EngineClosed
 
 
 class Background(NamedTuple):
     """The parts whose work is not done when a call returns: those that work in the background,
-    whose faults are sticky, and writes of the loop to whole parameters."""
+    whose faults are sticky, writes of the loop to whole parameters, and parameters that were
+    unfrozen and have no states yet."""
 
     pipeline: StepPipeline
     saving: Saver
     whole: WholeParams
+    registry: OptimizerRegistry
 
 
 class EngineAccess:
@@ -70,6 +73,15 @@ class EngineAccess:
         # Each rank would go on with a model of its own, and no loss would tell.
         self._comm.check_group()
         self._background.whole.keep_writes()
+
+    def unfrozen(self, param: Param) -> None:
+        """Note that a parameter requires a gradient from now on. Does not block."""
+        self._background.registry.unfrozen(param)
+
+    def before_training(self) -> None:
+        """Make states for parameters that were unfrozen since the last training forward, before
+        their gradients come. Blocks then. Collective. Raises: BudgetError."""
+        self._background.registry.register_unfrozen()
 
     def before_read(self, unit: Unit) -> None:
         """Check the engine before the unit's values are read. Every gather calls it, so it does

@@ -855,7 +855,7 @@ def build_optimizer(
         drives=tiers.storage.drives,
     )
     # Each gather raises the faults of updates and saves; both are made from the unsharder.
-    access.attach(Background(pipeline, saving, whole))
+    access.attach(Background(pipeline, saving, whole, registry))
     return OptimizerParts(pipeline, registry, states, saving)
 
 

@@ -241,6 +241,11 @@ class Handle:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""
         self.parts.optimizer.registry.register(optimizer, params)
 
+    def await_unfreezing(self, optimizer: Any, params: list[Param]) -> None:
+        """Have `optimizer.make_states` called for those of these frozen parameters that are
+        unfrozen (called by optimizers)."""
+        self.parts.optimizer.registry.await_unfreezing(optimizer, params)
+
     # -- methods for users -------------------------------------------------------------------------
 
     def gather(

@@ -199,19 +199,21 @@ def backward(model: Any, index: int) -> None:
     model(torch.randn(4, 64, generator=torch.Generator().manual_seed(index)).to(dtype)).backward()
 
 
-def in_turns(_rank: int, _place: Path | None, **chosen: Any) -> dict[str, torch.Tensor]:
-    """Thawed after some steps, held by a second optimizer then; in between it has gradients that
-    nobody holds; frozen again."""
+def in_turns(
+    _rank: int, _place: Path | None, *, held: bool = False, **chosen: Any
+) -> dict[str, torch.Tensor]:
+    """Thawed after some steps, held by a second optimizer then (`held`: by the first, all the
+    time); in between it has gradients that nobody holds; frozen again."""
     model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
-    first = inf.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    first = inf.AdamW([each for each in model.parameters() if held or each.requires_grad], lr=1e-2)
     optimizers = [first]
     for index in range(6):
         if index == 1:
             model.requires_grad_(True)
-        if index == 3:
-            held = {id(each) for group in first.param_groups for each in group["params"]}
+        if index == 3 and not held:
+            taken = {id(each) for group in first.param_groups for each in group["params"]}
             optimizers.append(
-                inf.AdamW([each for each in model.parameters() if id(each) not in held], lr=1e-2)
+                inf.AdamW([each for each in model.parameters() if id(each) not in taken], lr=1e-2)
             )
         model.blocks[1][0].requires_grad_(index != 5)
         with handle.no_sync():
@@ -236,37 +238,23 @@ TURNS: list[dict[str, Any]] = [
 ]
 
 
-def all_turns(rank: int, place: Path) -> list[dict[str, torch.Tensor]]:
-    return [in_turns(rank, place, **chosen) for chosen in TURNS]
+@dataclasses.dataclass(frozen=True)
+class AllTurns:
+    """`in_turns` under each policy."""
+
+    held: bool
+
+    def __call__(self, rank: int, place: Path) -> list[dict[str, torch.Tensor]]:
+        return [in_turns(rank, place, held=self.held, **chosen) for chosen in TURNS]
 
 
-def test_thawed_in_the_middle_of_training_it_is_as_on_one_rank(tmp_path: Path) -> None:
-    wanted = in_turns(0, None)
-    for found in on_ranks(all_turns, tmp_path / "run", 2):
+@pytest.mark.parametrize("held", [False, True], ids=["second optimizer", "one optimizer"])
+def test_thawed_in_the_middle_of_training_it_is_as_on_one_rank(held: bool, tmp_path: Path) -> None:
+    wanted = in_turns(0, None, held=held)
+    for found in on_ranks(AllTurns(held), tmp_path / "run", 2):
         for chosen, values in zip(TURNS, found, strict=True):
             with named(chosen):
                 assert all(torch.equal(value, wanted[name]) for name, value in values.items())
-
-
-def held_too_early(_rank: int, _place: Path) -> list[str]:
-    found = []
-    for chosen in ({}, {**DEVICE, "zero": 1}, SPECULATING):
-        model, handle = pair(["blocks.1", "blocks.2.1"], **chosen)
-        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-        model.blocks[2].requires_grad_(True)
-        backward(model, 0)
-        with pytest.raises(
-            ValueError,
-            match=r"blocks\.2\.1\.weight has a gradient, but was frozen when the optimizer",
-        ) as caught:
-            optimizer.step()
-        found.append(str(caught.value))
-        handle.close()
-    return found
-
-
-def test_thawed_after_the_optimizer_was_built_it_is_refused_as_on_one_rank(tmp_path: Path) -> None:
-    assert on_ranks(held_too_early, tmp_path / "run", 2) == [held_too_early(0, tmp_path)] * 2
 
 
 def memory(_rank: int, _place: Path) -> list[int]:
@@ -290,6 +278,34 @@ def test_what_thawed_gradients_need_on_their_way_is_counted_when_an_optimizer_ho
         assert whole > 0
         assert feedback > 0
         assert counted == whole + feedback
+
+
+def held_apart(rank: int, _place: Path) -> list[tuple[str, str]]:
+    """Ranks unfreeze other parameters of one optimizer."""
+    found = []
+    for of in THAWS:
+        model, handle = pair(["blocks.1", "blocks.2.1"])
+        optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        of(model, rank).requires_grad_(True)
+        try:
+            with pytest.raises((ValueError, RankFailed)) as caught:
+                backward(model, 1)
+            found.append((type(caught.value).__name__, str(caught.value)))
+        finally:
+            handle.close()
+    return found
+
+
+def test_ranks_that_unfreeze_other_parameters_of_an_optimizer_are_told_at_once(
+    tmp_path: Path,
+) -> None:
+    for *others, alone in on_ranks(held_apart, tmp_path / "run", 2):
+        assert [kind for kind, _ in others] == ["ValueError"] * 3
+        assert all("unfreezing parameters: all ranks do the same" in text for _, text in others)
+        assert alone[0] == "RanksDiverged"
 
 
 THAWS: list[Callable[[Any, int], Any]] = [

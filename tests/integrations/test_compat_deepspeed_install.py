@@ -64,6 +64,13 @@ import deepspeed.utils.z3_leaf_module
 assert callable(deepspeed.utils.z3_leaf_module)
 import deepspeed.comm as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.aio import AsyncIOBuilder
+assert AsyncIOBuilder().is_compatible()
+try:
+    AsyncIOBuilder().load()
+    raise SystemExit("AsyncIOBuilder().load() is refused")
+except ValueError as error:
+    assert "infinity.aio" in str(error)
 from deepspeed.runtime.lr_schedules import WarmupLR
 from deepspeed.utils import logger, safe_get_full_grad
 assert deepspeed.zero.Init is deepspeed.runtime.zero.partition_parameters.Init

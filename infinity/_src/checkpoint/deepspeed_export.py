@@ -10,7 +10,8 @@ Written are public facts of the format (DeepSpeed 0.19.8):
 
 - A file of a parameter has a tensor of its whole shape as {"param": …}.
 - Stages 1 and 2 take hyper-parameters from `param_groups`, group by group, and the step from each
-  `step.pt`. Stage 3 takes the first group's for all, and the step of the first sub-group.
+  `step.pt`. Stage 3 takes the first group's for all, and the step of the first sub-group, as one
+  object for all sub-groups. Optimizers of torch want a tensor there.
 - Neither takes parameters that are not trained, buffers, or anything of `module`.
 """
 
@@ -53,6 +54,13 @@ _SCHEDULER_NOTE = (
     "the scheduler's state is that of one which was stepped once a step: if yours was not, pass "
     "load_lr_scheduler_states=False"
 )
+_STEP_NOTE = (
+    "stage 3 gives all its sub-groups one step object: it is a number here, which DeepSpeed's own "
+    "Adam takes; optimizers of torch (torch_adam) want a tensor, which several sub-groups would "
+    "count several times: go on with DeepSpeed's Adam, or with stage 1 or 2"
+)
+_SUB_GROUP_NUMEL = 10**9
+"""DeepSpeed's default of `sub_group_size`."""
 _LATEST = "latest_universal"
 _STAGE_3_MODEL = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
@@ -211,8 +219,8 @@ class UniversalExport:
         packed = [{**group, "params": [index]} for index, group in enumerate(groups)]
         trained = {name: weight for weight in self._weights for name in weight.names}
         step = next(weight.step for weight in self._weights if weight.step is not None)
-        # A number for stage 3, whose sub-groups would all add to one tensor.
-        states = {index: {"step": step} for index in range(len(groups))}
+        counted = step if self._several_sub_groups else torch.tensor(float(step))
+        states = {index: {"step": counted} for index in range(len(groups))}
         inner = {"state": states, "param_groups": packed}
         common = {"ds_version": _FORMAT, "param_groups": packed}
         _save({**common, "optimizer_state_dict": inner}, folder / ZERO / GLOBAL_STATE)
@@ -237,8 +245,17 @@ class UniversalExport:
         _save(model, folder / WHOLE_MODEL)
         os.link(folder / WHOLE_MODEL, folder / _STAGE_3_MODEL)
 
+    @property
+    def _several_sub_groups(self) -> bool:
+        """Return whether stage 3 has several sub-groups, which all get the object that is the step
+        in the file, and would all add to one tensor."""
+        numel = sum(math.prod(weight.saved.shape) for weight in self._weights)
+        return len(self._optimizer.groups) > 1 or numel > _SUB_GROUP_NUMEL
+
     def _notes(self) -> tuple[str, ...]:
         notes = [_MODEL_NOTE, _SCHEDULER_NOTE]
+        if self._several_sub_groups:
+            notes.append(_STEP_NOTE)
         values = [group["values"] for group in self._optimizer.groups]
         if any(value != values[0] for value in values[1:]):
             notes.append(

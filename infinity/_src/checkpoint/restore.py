@@ -178,6 +178,10 @@ def _place_of(saved: SavedParam, checkpoint: Checkpoint) -> str:
 class MatchedOptimizer:
     """One optimizer and its saved state. `apply` sets all but the tensors.
 
+    held: parameters whose states are restored. unfrozen: those of them that have none here yet, for
+    they were unfrozen before the save, and here not yet. begun: parameters that have states here,
+    and were frozen until the save: these states begin anew.
+
     Raises: ValueError, naming both, for another class, other parameters or moments, and for groups
     or tiles that join parameters which had different values.
     """
@@ -193,13 +197,26 @@ class MatchedOptimizer:
         strict: bool,
     ) -> None:
         self.optimizer = optimizer
-        self.held = [param for param in found if optimizer_of(param) is optimizer]
         if optimizer.title != entry.title:
             raise ValueError(
                 f"{directory} has the states of {entry.title}, and the optimizer is "
                 f"{optimizer.title}: build that one, or give None to restore the parameters alone"
             )
-        names = {param: _names_of(found[param]) for param in self.held}
+        names = {param: _names_of(ranges) for param, ranges in found.items()}
+        grouped = {name for group in entry.groups for name in group["params"]}
+        holds = [param for param in found if optimizer_of(param) is optimizer]
+        self.unfrozen = [
+            param
+            for param in found
+            if param in optimizer.stateless and all(name in entry.params for name in names[param])
+        ]
+        self.begun = [
+            param
+            for param in holds
+            if all(name in grouped and name not in entry.params for name in names[param])
+        ]
+        self.held = [param for param in holds if param not in {*self.begun}] + self.unfrozen
+        names = {param: names[param] for param in self.held}
         missing = [
             param.name
             for param in self.held
@@ -286,6 +303,8 @@ class MatchedOptimizer:
             # In place, since the optimizer's own mapping is what steps and state_dict read.
             kept.clear()
             kept.update(state)
+        for param in self.begun:
+            self.optimizer.state[param.at_rest].clear()
 
 
 def _names_of(ranges: SavedRanges) -> list[str]:
@@ -488,7 +507,9 @@ class RestoreJob:
     def _write(
         self, model: torch.nn.Module, checkpoint: Checkpoint, prepared: _Prepared
     ) -> Restored:
-        """Write the states, on all ranks. Raises: AioError."""
+        """Write the states, on all ranks. Raises: AioError; BudgetError before anything is written.
+        """
+        self._make_states(prepared)
         self._begun = True
         try:
             restored = self._apply(model, checkpoint, prepared)
@@ -573,6 +594,7 @@ class RestoreJob:
                 problem = error
             if not self._is_whole(problem, isinstance(problem, AioError)):
                 return None
+            self._make_states(prepared)
             self._begun = True
             try:
                 restored = self._apply(model, checkpoint, prepared)
@@ -794,6 +816,9 @@ class RestoreJob:
         finally:
             line.end()
             reader.close()
+        for param in (param for optimizer in optimizers for param in optimizer.begun):
+            start, _, numel = param.flat.layout.shard_range(param.param_index, self._comm.rank)
+            self._states.store.forget(param.flat, start, numel)
         # Small state last: until here a fault leaves the optimizers as they were.
         for optimizer in optimizers:
             optimizer.apply()
@@ -805,6 +830,13 @@ class RestoreJob:
         notes = (*prepared.notes, *self._notes(checkpoint, found))
         rounded, damaged = "; ".join(self._rounded), tuple(self._damaged)
         return Restored(checkpoint.step, prepared.extra, rounded, notes, damaged)
+
+    @staticmethod
+    def _make_states(prepared: _Prepared) -> None:
+        """Make the states of parameters that were unfrozen before the save. Collective, when all
+        ranks know that none refuses the checkpoint."""
+        for matched in prepared.optimizers:
+            matched.optimizer.make_states(matched.unfrozen)
 
     def _restored_bytes(self, flat: Flat, found: Container[Param]) -> int:
         """Bytes of the chunks of a flat in which some parameter lies that is restored."""

@@ -92,6 +92,17 @@ class BackwardUse(GraphCall):
                     node.register_prehook(self.start)  # type: ignore[arg-type]
 
 
+def _second_order(names: str) -> str:
+    """Say why a backward through these units is refused, and what to call instead."""
+    return (
+        f"backward with create_graph=True through {names}: gradients of gradients are not possible "
+        "with offloaded parameters, which are released as soon as backward has passed them. "
+        "torch.func.grad, vjp, jacrev and hessian run backward so, and torch.autograd.functional's "
+        "jvp, hvp and hessian; torch.func.jvp and jacfwd (also inside of vmap), and "
+        "torch.autograd.functional.jacobian and vjp, do not"
+    )
+
+
 class Backward:
     """Running backwards over the graphs of one model."""
 
@@ -200,11 +211,7 @@ class Backward:
             # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
                 names = ", ".join(refs.unit.name for refs in (*use.held, *use.idle))
-                raise SecondOrderUnsupported(
-                    f"backward with create_graph=True through {names}: gradients of gradients are "
-                    "not possible with offloaded parameters, which are released as soon as "
-                    "backward has passed them"
-                )
+                raise SecondOrderUnsupported(_second_order(names))
             uses = self.task()
             if use.active:  # left by a backward that raised: it still holds its units
                 stale = self._tasks.get(use.task)

@@ -408,8 +408,10 @@ class Lifecycle:
             # The same window: what was written through it, and will be, is found there.
             shown.tensor.requires_grad_(flag)
             self._hook_shown(shown)
-        # A parameter that was frozen until now has no hook.
+        # A parameter that was frozen until now has no hook, and may have no states.
         self._hook_grad(param)
+        if flag:
+            self.unsharder.unfrozen(param)
 
     def load(self, param: Param, value: torch.Tensor) -> None:
         """Set the values from a state dict. value: the shape is checked, the dtype is cast as

@@ -267,6 +267,11 @@ class PlacementPlan:
     min_bytes: int
 
     @property
+    def pools(self) -> tuple[int, int]:
+        """Sizes of the slots in the two pools, small and large."""
+        return self.small_bytes, self.large_bytes
+
+    @property
     def pool_bytes(self) -> int:
         """Bytes of the pinned slots."""
         return self.small_count * self.small_bytes + self.large_count * self.large_bytes
@@ -435,7 +440,7 @@ class _SpillChoice:
         ]
         self._masks = [[need.nvme_mask()] * len(need.numels) for need in self._needs]
         self._slots = self._slot_bytes()
-        # Pools are allocated once: their size counts, also where this plan could do with less.
+        # Pools never shrink: their size counts, also where this plan could do with less.
         if given.pools is not None:
             self._slots = (max(self._slots[0], given.pools[0]), max(self._slots[1], given.pools[1]))
         # Per drive: drives that shared slots would wait for each other.

@@ -4,9 +4,10 @@ in force.
     first plan    at offload, for the steps to come: chooses pools and spilled gradients, once
     later plans   when an optimizer registers parameters: their formats, and room for gradients
 
-Pools are allocated once, and spilled gradients are chosen once, both for all parameters that
-require a gradient when the model is offloaded. An optimizer that holds fewer leaves budget, which
-goes to resident sections.
+Pools are allocated and spilled gradients are chosen for all parameters that require a gradient when
+the model is offloaded. An optimizer that holds fewer leaves budget, which goes to resident
+sections. One that holds more (parameters that were unfrozen) may want larger pools. Their gradients
+spill where the budget does not hold them.
 
 The budget itself is `memory.ledger`; the plan that fits into it is computed by `memory.placement`.
 """
@@ -100,8 +101,9 @@ class PlacementPlanner:
         # Once: the memory that is left shrinks as this model takes its share, and must not be
         # halved again for the optimizer.
         self._default_bytes = default_bytes
-        # Chosen by the first plan, and never again: pools are allocated once.
+        # Sizes of the slots in the pools that exist; every later plan counts these, at least.
         self._pools: tuple[int, int] | None = None
+        self._pool_bytes = 0
         # Chosen once, for all parameters that require a gradient when the model is offloaded.
         self._spilled: frozenset[Flat] | None = None
         self._plan: PlacementPlan | None = None
@@ -149,9 +151,10 @@ class PlacementPlanner:
                 # The first error, which says what training needs.
                 raise error from None
             log.warning("this budget does not allow training: %s", error)
-        # Before it is enforced: every later plan must fit these pools.
-        self._pools = (plan.small_bytes, plan.large_bytes)
-        return self._enforce(plan)
+        plan = self._enforce(plan)
+        # The executor is opened with these; every later plan counts them.
+        self.pools_resized()
+        return plan
 
     def _plan_first(self, formats: Mapping[Flat, Format]) -> PlacementPlan:
         """Choose the gradients that spill, and the size of the pools."""
@@ -183,22 +186,48 @@ class PlacementPlanner:
 
         stores_gradients: they wait in RAM (or spill) for the step; not so under update="backward"
             without accumulation.
-        Raises: BudgetError; ValueError when the pools that exist are too small. Then the plan in
-            force stays.
+        Its pools are those that exist, or larger: parameters that were frozen when the model was
+        offloaded may have larger chunks, and an optimizer more moments.
+        Raises: BudgetError. Then the plan in force stays.
         """
-        plan = self._make(formats, stores_gradients=stores_gradients)
-        # Pools are not allocated anew: slots that are too small are an error here, not in a step.
-        if (plan.small_bytes, plan.large_bytes) != self._pools:
-            raise ValueError(
-                "the optimizer holds parameters that required no gradient when the model was "
-                "offloaded, or whose states did not fit the budget then, or three moments each; "
-                "call requires_grad_() before inf.offload, raise Policy(ram=...), or rest three "
-                "moments in RAM: Policy(optim='cpu')"
-            )
+        try:
+            plan = self._make(formats, stores_gradients=stores_gradients)
+        except BudgetError as error:
+            if not stores_gradients:
+                raise
+            plan = self._spill_unfrozen(formats, error)
         # The first plan for training fell short, or kept no gradients: this one chooses.
         if self._spilled is None and stores_gradients:
             self._spilled = self._spilled_of(plan)
         return self._enforce(plan)
+
+    def _spill_unfrozen(self, formats: Mapping[Flat, Format], error: BudgetError) -> PlacementPlan:
+        """Let the gradients of flats spill that were frozen when spilled ones were chosen. Raises:
+        the first error where that does not help."""
+        spills = self._policy.grads == "nvme" and isinstance(self._policy.ram, int)
+        planned = {
+            flat
+            for flat, now in zip(self._flats, self.plan.formats, strict=True)
+            if now is not Format.RAW
+        }
+        fresh = {flat for flat in formats if not flat.trainable} - planned
+        if self._spilled is None or not (spills and fresh):
+            raise error
+        before, self._spilled = self._spilled, self._spilled | fresh
+        try:
+            return self._make(formats, stores_gradients=True)
+        except BudgetError:
+            self._spilled = before
+            raise error from None
+
+    def pools_resized(self) -> None:
+        """Note that the executor's pools are those of the plan in force."""
+        self._pools, self._pool_bytes = self.plan.pools, self.plan.pool_bytes
+
+    @property
+    def pools(self) -> tuple[int, int] | None:
+        """Sizes of the slots in the pools that exist, small and large."""
+        return self._pools
 
     def saved(self) -> SavedPlacement:
         """Take a snapshot for `restore`."""
@@ -215,6 +244,7 @@ class PlacementPlanner:
         # Reserved beyond the plan: bytes that exist now are not given to other models.
         more = max(resident_bytes - plan.resident_bytes, 0)
         more += max(gradient_bytes - plan.grad_bytes - plan.delayed_params_bytes, 0)
+        more += max(self._pool_bytes - plan.pool_bytes, 0)
         # Buffers of parameters unfrozen since: they exist, or will with the first gradient.
         more += max(self._transit_bytes() - self._transit_planned, 0)
         LEDGER.reserve(self._owner, plan.ram_bytes + more, plan.min_bytes)

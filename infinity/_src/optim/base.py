@@ -50,6 +50,10 @@ class StepEngine(Protocol):
         Raises: ValueError if another optimizer has one, BudgetError.
         """
 
+    def await_unfreezing(self, optimizer: Optimizer, params: list[Param]) -> None:
+        """Call `optimizer.make_states` for those of these frozen parameters that are unfrozen,
+        before the next training forward."""
+
     def check_open(self) -> None:
         """Raise after close, and raise the fault of a background update."""
 
@@ -62,8 +66,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
     `param_groups` at any time.
 
     The constructor makes the optimizer states, all zero, and writes them to the tiers; this may
-    take a while. `state_dict()` is a manifest: hyper-parameters and step counts. The tensors stay
-    where they are (`inf.handle(model).optimizer_state(p)`).
+    take a while. A frozen parameter takes no room: its states are made when it is unfrozen, in the
+    next training forward or step. `state_dict()` is a manifest: hyper-parameters and step counts.
+    The tensors stay where they are (`inf.handle(model).optimizer_state(p)`).
 
     Raises: ValueError for hyper-parameters out of range, for parameters that are not offloaded or
     that another optimizer holds; BudgetError when the states' gradients do not fit the policy's
@@ -84,14 +89,15 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         # The names that the group had when it was added: states have that format from then on.
         self._moments: dict[Param, tuple[str, ...]] = {}
         self._engines: dict[StepEngine, list[Param]] = {}
-        self._frozen: list[Param] = []  # in a group, but without states
+        # Parameters of the groups without states: frozen since they were added. A dict as an
+        # ordered set.
+        self.stateless: dict[Param, None] = {}
         self._built = False
         # torch adds the groups here. States come after that, for all groups of an engine in one
         # call: a second call would move what the first one placed.
         super().__init__(params, defaults)
         self._built = True
-        for engine, held in self._engines.items():
-            engine.register(self, held)
+        self._admit(list(self.stateless))
 
     # -- declarations of a subclass ----------------------------------------------------------------
 
@@ -132,47 +138,67 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
         # torch checks first that no parameter is in two groups.
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        added: dict[StepEngine, list[Param]] = {}
         try:
             self.check_group(group)
-            for param in group["params"]:
-                if not isinstance(param, ShardedParameter):
-                    raise ValueError(
-                        f"a parameter of shape {tuple(param.shape)} is not offloaded; call "
-                        "inf.offload(model, policy) before building the optimizer (and after "
-                        "get_peft_model, so that adapters are offloaded, too), and give other "
-                        "parameters to an optimizer of torch"
-                    )
-                record = param.infinity_link.param
-                self._records[id(param)] = record
-                self._groups[record], self._moments[record] = group, self.moment_names(group)
-                # As in torch, one that is frozen costs no states; `step` raises if it gets a
-                # gradient after all.
-                if param.requires_grad:
-                    added.setdefault(engine_of(record), []).append(record)
-                else:
-                    self._frozen.append(record)
-            for engine in added:
-                self.check_engine(engine)
+            added = [self._take(param, group) for param in group["params"]]
             if self._built:
-                for engine, params in added.items():
-                    engine.register(self, params)
+                self._admit(added)
         except BaseException:
             # A group whose states could not be made is not added: the optimizer stays as it was.
-            self.param_groups.remove(group)
-            gone = {id(param) for param in group["params"]}
-            self._frozen = [record for record in self._frozen if id(record.at_rest) not in gone]
-            for key in gone & self._records.keys():
+            # By position: to compare groups would compare the values of parameters.
+            del self.param_groups[-1]
+            for key in {id(param) for param in group["params"]} & self._records.keys():
                 record = self._records.pop(key)
+                self.stateless.pop(record, None)
                 del self._groups[record], self._moments[record]
+            for engine, held in self._engines.items():
+                self._engines[engine] = [param for param in held if param in self._groups]
             raise
-        for engine, params in added.items():
-            self._engines.setdefault(engine, []).extend(params)
+
+    def _take(self, at_rest: torch.Tensor, group: dict[str, Any]) -> Param:
+        """Take a parameter of a group, without states. Raises: ValueError if it is not offloaded.
+        """
+        if not isinstance(at_rest, ShardedParameter):
+            raise ValueError(
+                f"a parameter of shape {tuple(at_rest.shape)} is not offloaded; call "
+                "inf.offload(model, policy) before building the optimizer (and after "
+                "get_peft_model, so that adapters are offloaded, too), and give other "
+                "parameters to an optimizer of torch"
+            )
+        record = at_rest.infinity_link.param
+        self._records[id(at_rest)] = record
+        self._groups[record], self._moments[record] = group, self.moment_names(group)
+        self.stateless[record] = None
+        return record
+
+    def _admit(self, params: Sequence[Param]) -> None:
+        """Make the states of those of these parameters that require a gradient. The others get
+        theirs when they are unfrozen."""
+        self.make_states([param for param in params if param.at_rest.requires_grad])
+        for engine, frozen in _by_engine(p for p in params if p in self.stateless).items():
+            engine.await_unfreezing(self, frozen)
+
+    def make_states(self, params: Iterable[Param]) -> None:
+        """Make the states of parameters that have none. They begin now, as zeros. Blocks.
+        Collective.
+
+        Raises: what the constructor raises; a parameter of that model has no states then.
+        """
+        by_engine = _by_engine(params)
+        for engine in by_engine:
+            self.check_engine(engine)
+        for engine, held in by_engine.items():
+            for param in held:
+                # The group may have changed since the parameter was added.
+                self._moments[param] = self.moment_names(self._groups[param])
+            engine.register(self, held)
+            self._engines.setdefault(engine, []).extend(held)
+            for param in held:
+                del self.stateless[param]
 
     @property
     def params_with_states(self) -> list[Param]:
-        """Parameters with states: those of the groups, except any that were frozen when they were
-        added.
+        """Parameters with states: those of the groups, except any that were frozen all the time.
         """
         return [param for params in self._engines.values() for param in params]
 
@@ -201,14 +227,9 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
                 # The closure runs forward and backward, as in torch, so it comes before every
                 # check.
                 loss = closure()
-        unfrozen = next((param for param in self._frozen if param.at_rest.grad is not None), None)
-        if unfrozen is not None:
-            raise ValueError(
-                f"{unfrozen.name} has a gradient, but was frozen when the optimizer was built and "
-                "has no states; call requires_grad_() before inf.offload and "
-                f"inf.{type(self).__name__}"
-            )
         self.refresh_groups()
+        # Its gradient came without a training forward since (the loop assigned it, say).
+        self.make_states([p for p in self.stateless if p.at_rest.grad is not None])
         # All engines are asked before any is told: a step happens to every model, or to none.
         live: dict[StepEngine, list[Param]] = {}
         proceeds = False
@@ -293,10 +314,28 @@ class Optimizer(torch.optim.Optimizer, abc.ABC):
             engine.pipeline.submit([item for item in work if item.param in held], optimizer=self)
 
     def refresh_groups(self) -> None:
-        """Find each parameter's group anew: trainers replace and rearrange `param_groups`."""
+        """Find each parameter's group anew: trainers replace and rearrange `param_groups`, and
+        callbacks that unfreeze layers put parameters there without `add_param_group`.
+
+        Raises: ValueError for a parameter that is not offloaded, or that is in no group any more.
+        """
+        found, added = 0, []
         for group in self.param_groups:
             for at_rest in group["params"]:
-                self._groups[self._records[id(at_rest)]] = group
+                record = self._records.get(id(at_rest))
+                if record is None:
+                    added.append(record := self._take(at_rest, group))
+                self._groups[record] = group
+                found += 1
+        if added:
+            self._admit(added)
+        if found < len(self._groups):
+            held = {id(each) for group in self.param_groups for each in group["params"]}
+            gone = next(param for param in self._groups if id(param.at_rest) not in held)
+            raise ValueError(
+                f"{gone.name} is in no parameter group any more, and its states are still held: "
+                "freeze it with requires_grad_(False) instead, or build a new optimizer"
+            )
 
     def _has_gradient(self, engine: StepEngine, param: Param) -> bool:
         if param.grad is None and param.at_rest.grad is None:
@@ -390,6 +429,14 @@ def engine_of(param: Param) -> StepEngine:
     """Return the engine that owns a parameter."""
     engine: StepEngine = param.unit.engine
     return engine
+
+
+def _by_engine(params: Iterable[Param]) -> dict[StepEngine, list[Param]]:
+    """Sort parameters by the engine that owns them."""
+    found: dict[StepEngine, list[Param]] = {}
+    for param in params:
+        found.setdefault(engine_of(param), []).append(param)
+    return found
 
 
 def check_range(

@@ -6,6 +6,10 @@ that an owner brings.
 
 A flat rests in one format, so all its parameters have the same number of moments, also under
 several optimizers.
+
+Parameters that are frozen when an optimizer takes them have no states, and no room for any. Once
+they are unfrozen, the optimizer registers them before the next training forward: their gradients
+find memory, and so the update mode finds their states in backward.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from infinity._src.optim.step_consensus import describe_registration
 from infinity._src.optim.update_mode import UpdateMode
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param
-from infinity.aio import Executor, Format
+from infinity.aio import Executor, Format, PoolSpec
 
 
 class OptimizerRegistry:
@@ -69,6 +73,9 @@ class OptimizerRegistry:
         self._open_rendezvous = open_rendezvous
         # Weak: an optimizer that its user dropped gives its parameters back.
         self._optimizers: dict[Param, weakref.ref[Optimizer]] = {}
+        # Parameters without states that an optimizer holds, and those of them that were unfrozen.
+        self._frozen: dict[Param, weakref.ref[Optimizer]] = {}
+        self._unfrozen: dict[Param, None] = {}
         self._formats: dict[Flat, Format] = {}  # of flats that an optimizer holds, or held
         self._has_gradient_memory = False
 
@@ -90,8 +97,10 @@ class OptimizerRegistry:
         # Here, since ranks may agree on the end of a step: in a rendezvous one may have failed. Of
         # an engine that is closed the rendezvous tells.
         self._pipeline.wait()
+        waited = any(param in self._frozen for param in params)
         with self._open_rendezvous(
-            "building an optimizer", describe_registration(optimizer, params)
+            "unfreezing parameters" if waited else "building an optimizer",
+            describe_registration(optimizer, params),
         ) as agree:
             # After the ranks met: an engine that one rank closed fails on all.
             self._check_open()
@@ -126,6 +135,8 @@ class OptimizerRegistry:
             # The states stay where they are, and no optimizer holds them.
             self._optimizers = optimizers_before
             raise
+        for param in params:
+            self._frozen.pop(param, None)
 
     def _commit_places(self) -> None:
         """Have a durable run commit the new places: what its last manifest names was moved. Its
@@ -134,6 +145,30 @@ class OptimizerRegistry:
             learning = (p for flat in self._flats for p in flat.params if p.at_rest.requires_grad)
             complete = all(param in self._optimizers for param in learning)
             self._pipeline.transaction.states_moved(complete=complete)
+
+    def await_unfreezing(self, optimizer: Optimizer, params: list[Param]) -> None:
+        """Have `register_unfrozen` call `optimizer.make_states` for those of these frozen
+        parameters that are unfrozen."""
+        self._frozen.update((param, weakref.ref(optimizer)) for param in params)
+
+    def unfrozen(self, param: Param) -> None:
+        """Note that a parameter requires a gradient from now on. Does not block."""
+        if param in self._frozen:
+            self._unfrozen[param] = None
+
+    def register_unfrozen(self) -> None:
+        """Register the parameters that were unfrozen and that an optimizer holds. Blocks.
+        Collective if there are any. Raises what `register` raises; the next call tries again.
+        """
+        by_holder: dict[Optimizer, list[Param]] = {}
+        for param in self._unfrozen:
+            # A step may have made the states meanwhile, the loop frozen the parameter again.
+            holder = self._frozen[param]() if param in self._frozen else None
+            if param.at_rest.requires_grad and holder is not None:
+                by_holder.setdefault(holder, []).append(param)
+        for optimizer, params in by_holder.items():
+            optimizer.make_states(params)
+        self._unfrozen.clear()
 
     def make_gradients(self) -> None:
         """Make room for the gradients of all registered parameters: update="backward" accumulates
@@ -245,6 +280,12 @@ class OptimizerRegistry:
         """
         formats = {flat: self._formats[flat] for flat in self._registered}
         plan = self._planner.replan(formats, stores_gradients=self._stores_gradients)
+        if plan.pools != self._planner.pools:
+            self._executor.resize_pools(
+                PoolSpec(plan.small_count, plan.small_bytes),
+                PoolSpec(plan.large_count, plan.large_bytes),
+            )
+            self._planner.pools_resized()
         self._store.convert(self._flats, plan.formats, plan.nvme_masks)
 
     def _allocate_gradients(self) -> None:

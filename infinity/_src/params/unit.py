@@ -285,6 +285,9 @@ class UnsharderInterface(Protocol):
     def expect_forward(self, follows: bool) -> None:
         """Note whether another training forward comes after the next one, or a backward does."""
 
+    def unfrozen(self, param: Param) -> None:
+        """Note that a parameter requires a gradient from now on."""
+
     def forward_start(self) -> None:
         """Begin the outermost forward."""
 

@@ -572,14 +572,20 @@ class Unsharder:
         """
         self._schedule.forward_follows = follows
 
+    def unfrozen(self, param: Param) -> None:
+        """Note that a parameter requires a gradient from now on."""
+        self._access.unfrozen(param)
+
     def forward_start(self) -> None:
         """Begin the outermost forward: a training forward where gradients are enabled."""
         # A forward inside of backward recomputes: the phase is still the backward.
         if not self._passes.in_backward:
+            trains = torch.is_grad_enabled()
             self._access.before_pass()
+            if trains:
+                self._access.before_training()
             self._store.pin()
             self._gradients.free_done()
-            trains = torch.is_grad_enabled()
             self._passes.forward_start(trains=trains)
             quiet = trains and not self._mode.updates_pending
             self._clock.enter("forward" if trains else "evaluation", quiet=quiet)

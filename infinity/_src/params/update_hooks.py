@@ -69,6 +69,13 @@ class Access(Protocol):
     def before_pass(self) -> None:
         """An outermost forward is about to begin. Raises: ProcessGroupChanged."""
 
+    def unfrozen(self, param: Param) -> None:
+        """A parameter requires a gradient from now on. Does not block."""
+
+    def before_training(self) -> None:
+        """An outermost forward with gradients is about to begin. Blocks while parameters that were
+        unfrozen get their states. Raises: BudgetError."""
+
     def before_read(self, unit: Unit) -> None:
         """The unit's values are about to be read. Raises: EngineClosed; the fault of an update."""
 

@@ -83,6 +83,8 @@ TABLE: dict[str, tuple[tuple[str, str], ...]] = {
     "deepspeed.ops": (),
     "deepspeed.ops.adam": (("ops", "DeepSpeedCPUAdam FusedAdam"),),
     "deepspeed.ops.adagrad": (("ops", "DeepSpeedCPUAdagrad"),),
+    "deepspeed.ops.aio": (("ops", "AsyncIOBuilder"),),
+    "deepspeed.ops.op_builder": (("ops", "AsyncIOBuilder"),),
     "deepspeed.ops.lion": (("ops", "DeepSpeedCPULion FusedLion"),),
     "deepspeed.runtime": (),
     "deepspeed.runtime.activation_checkpointing": (),

@@ -1,4 +1,4 @@
-"""Optimizers by the names of `deepspeed.ops`: AdamW, Lion and Adagrad.
+"""What scripts take from `deepspeed.ops`: AdamW, Lion and Adagrad, and the builder of `aio`.
 
 On ordinary parameters each is an optimizer of torch. `initialize` replaces it by the engine's
 optimizer of the same rule, over the same parameter groups.
@@ -146,6 +146,25 @@ class DeepSpeedCPULion(FusedLion):
     ) -> None:
         _refuse_unless(True, fp32_optimizer_states=fp32_optimizer_states)
         super().__init__(model_params, lr, betas, weight_decay)
+
+
+class AsyncIOBuilder:
+    """The builder of DeepSpeed's extension for drives. The engine has I/O of its own, so scripts
+    that only ask whether there is some go on."""
+
+    NAME = "async_io"
+
+    def is_compatible(self, verbose: bool = False) -> bool:  # noqa: ARG002
+        """Return True: NVMe offload works."""
+        return True
+
+    def load(self, verbose: bool = True) -> Any:  # noqa: ARG002
+        """Raise DeepSpeedRefusal: the engine has no `aio_handle`."""
+        raise DeepSpeedRefusal(
+            "AsyncIOBuilder().load(): DeepSpeed's aio_handle and its pinned tensors do not exist "
+            "here; a policy with nvme=[...] offloads to drives, infinity.aio reads and writes "
+            "files from Python, and `python -m infinity.bench` measures a drive"
+        )
 
 
 def _refuse_unless(wanted: bool, **setting: bool) -> None:

@@ -112,6 +112,9 @@ class RamUnsharder:
     def expect_forward(self, follows: bool) -> None:
         """Nothing is prefetched."""
 
+    def unfrozen(self, _param: Param) -> None:
+        """Nothing: no optimizer of the engine waits for it."""
+
     def forward_start(self) -> None:
         self.events.append("forward_start")
 
