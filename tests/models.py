@@ -131,6 +131,66 @@ def qwen3_moe(experts: int = 16, chosen: int = 1, **values: Any) -> nn.Module:
     )
 
 
+_SMALL_MOE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def qwen2_moe() -> nn.Module:
+    """Experts beside a shared one, whose gate comes after them and reads what they read."""
+    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+
+    return Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **_SMALL_MOE, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=16
+        )
+    )
+
+
+def deepseek_v3() -> nn.Module:
+    """Routing weights in fp32, a dense first layer."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    values = {**_SMALL_MOE, "num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **values,
+            n_routed_experts=16,
+            num_experts_per_tok=2,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            q_lora_rank=8,
+            kv_lora_rank=8,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+        )
+    )
+
+
+def gpt_oss() -> nn.Module:
+    """Weights that lie as [in, out], interleaved gates, biases."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    return GptOssForCausalLM(
+        GptOssConfig(
+            **{**_SMALL_MOE, "intermediate_size": 16},
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            head_dim=8,
+            sliding_window=16,
+        )
+    )
+
+
 def albert() -> nn.Module:
     """ALBERT: one layer applied four times."""
     from transformers import AlbertConfig, AlbertForMaskedLM

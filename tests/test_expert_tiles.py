@@ -55,72 +55,12 @@ def tiled(make: Callable[[], nn.Module], experts: int) -> nn.Module:
     return inf.tile_experts(eager(make), experts=experts)
 
 
-_SMALL: dict[str, Any] = {
-    "vocab_size": models.VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-def qwen2_moe() -> nn.Module:
-    """Experts beside a shared one, whose gate comes after them and reads what they read."""
-    from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
-
-    return Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            **_SMALL, num_experts=8, num_experts_per_tok=2, shared_expert_intermediate_size=16
-        )
-    )
-
-
-def deepseek_v3() -> nn.Module:
-    """Routing weights in fp32, a dense first layer."""
-    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
-
-    values = {**_SMALL, "num_key_value_heads": 4}
-    return DeepseekV3ForCausalLM(
-        DeepseekV3Config(
-            **values,
-            n_routed_experts=16,
-            num_experts_per_tok=2,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            q_lora_rank=8,
-            kv_lora_rank=8,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=8,
-        )
-    )
-
-
-def gpt_oss() -> nn.Module:
-    """Weights that lie as [in, out], interleaved gates, biases."""
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(
-        GptOssConfig(
-            **{**_SMALL, "intermediate_size": 16},
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            head_dim=8,
-            sliding_window=16,
-        )
-    )
-
-
 FAMILIES = {
     "mixtral": models.mixtral,
-    "qwen2_moe": qwen2_moe,
+    "qwen2_moe": models.qwen2_moe,
     "qwen3_moe": models.qwen3_moe,
-    "deepseek_v3": deepseek_v3,
-    "gpt_oss": gpt_oss,
+    "deepseek_v3": models.deepseek_v3,
+    "gpt_oss": models.gpt_oss,
 }
 
 
@@ -499,8 +439,8 @@ def step(model: nn.Module, opt: Any) -> float:
 
 
 def fresh(seed: int, *, cut: bool = True) -> nn.Module:
-    make = functools.partial(tiled, qwen2_moe, 3) if cut else functools.partial(eager, qwen2_moe)
-    return models.make(make, seed=seed)
+    make = models.qwen2_moe
+    return models.make(lambda: tiled(make, 3) if cut else eager(make), seed=seed)
 
 
 def test_files_hold_whole_stacks_and_fit_both_kinds_of_model(tmp_path: Path) -> None:

@@ -61,21 +61,6 @@ def only_engine(model: torch.nn.Module, call: str) -> torch.nn.Module:
     return found[0]
 
 
-def check_adapters(model: torch.nn.Module, call: str) -> None:
-    """Raise ValueError for adapters of PEFT that put another parameter in the place of one of the
-    base in each forward.
-
-    call: of the integration, for messages.
-    """
-    for name, module in model.named_modules():
-        if _is_peft(module) and type(module).__name__ == "ParamWrapper":
-            raise ValueError(
-                f"{call}: {name} adapts a parameter of its layer (target_parameters="
-                f"[{module.parameter_name!r}]), in whose place PEFT puts another one in each "
-                "forward; give target_modules, of linear layers"
-            )
-
-
 def check_all_offloaded(model: torch.nn.Module, call: str) -> None:
     """Check that `model` is offloaded itself, and each of its parameters: nothing else is saved,
     and on several ranks nothing else is reduced.

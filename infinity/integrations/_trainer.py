@@ -38,7 +38,6 @@ import transformers
 import infinity as inf
 from infinity.integrations._engines import (
     STATES,
-    check_adapters,
     check_methods,
     engine_optimizer,
     has_states,
@@ -555,7 +554,6 @@ def _check_trainer(trainer: Any) -> None:
             f"{'deepspeed' if trainer.is_deepspeed_enabled else 'fsdp'} shards the model already: "
             "leave it out of TrainingArguments, or do not embed"
         )
-    check_adapters(trainer.model, "embed(trainer)")
     if trainer.args.n_gpu > 1:
         raise ValueError(
             f"{trainer.args.n_gpu} GPUs without ranks: Trainer would wrap the model in "

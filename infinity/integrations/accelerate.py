@@ -38,7 +38,6 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 import infinity as inf
 from infinity.integrations._engines import (
     STATES,
-    check_adapters,
     check_all_offloaded,
     check_methods,
     engine_optimizer,
@@ -130,7 +129,6 @@ class _Offloading(Accelerator):  # type: ignore[misc]
     ) -> Any:
         if inf.offloaded_modules(model):
             whole = self.unwrap_model(model, keep_torch_compile=False)
-            check_adapters(whole, "accelerator.prepare")
             check_all_offloaded(whole, "accelerator.prepare")
             # Autocast and compile are applied in this mode, too; it leaves DDP out.
             device_placement, evaluation_mode = False, True

@@ -9,6 +9,7 @@
     load_adapter         sets the values of an adapter from such files
     merge                adds the adapters to the base, one layer in memory at a time
     export_merged        writes the merged model as the base's class loads it, streamed
+    tile_experts         cuts stacks of experts that have adapters (`target_parameters`) into tiles
 
 The whole model is never in memory. `inf.save(model, opt, directory, frozen=False)` keeps what a run
 goes on from without the base. All functions are collective: each rank calls them.
@@ -18,24 +19,28 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from peft.utils import load_peft_weights
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
 import infinity as inf
-from infinity.integrations._engines import check_adapters, check_all_offloaded, check_methods
+from infinity.integrations._engines import check_all_offloaded, check_methods
+from infinity.ops import LowRank, TiledExperts
 
 for _owner, _names in (
     (PeftModel, ("save_pretrained", "get_base_model")),
     (BaseTuner, ("_check_merge_allowed",)),
     (BaseTunerLayer, ("merge", "get_base_layer", "_get_available_adapters")),
     (AuxiliaryTrainingWrapper, ("unload_and_optionally_merge_module",)),
+    (ParamWrapper, ("get_param", "get_delta_weight", "_activate_lora", "merge", "unmerge")),
 ):
     check_methods(_owner, _names, "peft", "0.21")
 
@@ -194,6 +199,108 @@ def export_merged(
     _meet()
 
 
+# -- experts in tiles ------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=torch.nn.Module)
+
+
+def tile_experts(
+    model: M, *, experts: int, names: str | Sequence[str] | None = None
+) -> M:
+    """Cut stacks of experts into tiles as `inf.tile_experts` does, in a model whose adapters have
+    such stacks (`target_parameters`, "all-linear"): after get_peft_model, and before the optimizer
+    and `inf.offload`.
+
+    The adapter of each expert is added when the expert is computed, forward and backward, so
+    neither the whole stack nor a change of it is ever in memory. Losses and gradients have the bits
+    of the uncut model's eager implementation; the gradients of several active adapters of rank 1
+    may differ by rounding. `merge` takes the stacks of one layer at a time.
+
+    Raises: as `inf.tile_experts`.
+    """
+    for module in model.modules():
+        if type(module) is ParamWrapper and int(module.num_experts) > 1:  # type: ignore[arg-type]
+            # As torch's parametrize gives a module another class: names and values stay.
+            module.__class__ = TiledParamWrapper
+    inf.tile_experts(model, experts=experts, names=names)
+    return model
+
+
+class TiledParamWrapper(ParamWrapper):
+    """PEFT's adapter of a parameter, of a stack of experts that may be tiled."""
+
+    takes_tiles = True
+
+    def _tiles(self) -> TiledExperts | None:
+        base = self.get_base_layer()
+        return base if isinstance(base, TiledExperts) else None
+
+    def get_param(self) -> torch.Tensor:
+        """Return the parameter, or what has its shape, dtype and device."""
+        tiles = self._tiles()
+        found = super().get_param() if tiles is None else tiles.stack(self.parameter_name)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+    @contextmanager
+    def _activate_lora(self, active_adapters: list[str]) -> Iterator[None]:
+        tiles = self._tiles()
+        if tiles is None:
+            with super()._activate_lora(active_adapters):
+                yield
+            return
+        changes = [self._change(name) for name in active_adapters if name in self.lora_A]
+        with tiles.changed(self.parameter_name, changes):
+            yield
+
+    def _change(self, adapter: str) -> LowRank:
+        """Return an adapter's change of the stack, in the adapter's dtype."""
+        a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        a = a.reshape(self.num_experts, -1, a.shape[-1])
+        b = b.reshape(b.shape[0], -1, self.num_experts).permute(2, 0, 1)
+        # PEFT swaps where the stack lies as [experts, out, in].
+        lhs, rhs = (b, a) if self._did_swap_in_out_features else (a.mT, b.mT)
+        return LowRank(lhs, rhs, self.scaling[adapter])
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Add adapters to the stack, tile by tile."""
+        tiles = self._tiles()
+        if tiles is None:
+            super().merge(safe_merge=safe_merge, adapter_names=adapter_names)
+            return
+        for name in check_adapters_to_merge(self, adapter_names):
+            if name not in self.lora_A:
+                continue
+            parts = self._parts(tiles, name)
+            if safe_merge and not all((param.data + d).isfinite().all() for param, d in parts):
+                raise ValueError(
+                    f"NaNs detected in the merged weights. The adapter {name} seems to be broken"
+                )
+            for param, delta in parts:
+                param.data += delta
+            self.merged_adapters.append(name)
+
+    def unmerge(self) -> None:
+        """Take the adapters out of the stack again, tile by tile."""
+        tiles = self._tiles()
+        if tiles is None or not self.merged:
+            super().unmerge()
+            return
+        while self.merged_adapters:
+            name = self.merged_adapters.pop()
+            if name in self.lora_A:
+                for param, delta in self._parts(tiles, name):
+                    param.data -= delta
+
+    def _parts(
+        self, tiles: TiledExperts, adapter: str
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Return each tile's parameter with its part of an adapter's change."""
+        params = tiles.tile_parameters(self.parameter_name)
+        deltas = self.get_delta_weight(adapter).split([len(param) for param in params])
+        return list(zip(params, deltas, strict=True))
+
+
 # -- the model -------------------------------------------------------------------------------------
 
 
@@ -202,7 +309,6 @@ def _checked(model: torch.nn.Module, call: str) -> Any:
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     if not isinstance(inner, PeftModel):
         raise ValueError(f"{call} wants a PeftModel, not a {type(inner).__name__}")
-    check_adapters(inner, call)
     check_all_offloaded(inner, call)
     for name, config in inner.peft_config.items():
         if config.is_prompt_learning:
@@ -344,4 +450,11 @@ def _meet() -> None:
         dist.barrier()
 
 
-__all__ = ["adapter_state_dict", "export_merged", "load_adapter", "merge", "save_adapters"]
+__all__ = [
+    "adapter_state_dict",
+    "export_merged",
+    "load_adapter",
+    "merge",
+    "save_adapters",
+    "tile_experts",
+]

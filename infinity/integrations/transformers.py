@@ -34,9 +34,8 @@ def embed(trainer: T, policy: inf.Policy | None = None, load: Any = None) -> T:
     `inf.offload`, for a model on the meta device.
 
     Raises: ValueError for an optimizer of torch, for `deepspeed` and `fsdp`, for several GPUs
-    without ranks, for a model of each rank's own, and for PEFT's `target_parameters`; as
-    `inf.offload`. `trainer.train()` raises ValueError for names of
-    `TrainingArguments(optim=...)` that the engine has no optimizer for.
+    without ranks, and for a model of each rank's own; as `inf.offload`. `trainer.train()` raises
+    ValueError for names of `TrainingArguments(optim=...)` that the engine has no optimizer for.
     """
     embedded: T = _trainer.embed_trainer(trainer, policy, load)
     return embedded

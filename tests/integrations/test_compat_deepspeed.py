@@ -4,6 +4,7 @@ clipping, optimizers, and what is refused."""
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import infinity as inf
 from infinity.compat import deepspeed
 from infinity.compat.deepspeed import DeepSpeedRefusal, ops
 from infinity.compat.deepspeed.zero.access import safe_get_full_grad
+from tests import models
 from tests.integrations.deepspeed_runs import (
     ROWS,
     WIDTH,
@@ -32,6 +34,7 @@ from tests.integrations.deepspeed_runs import (
     train,
     values_of,
 )
+from tests.integrations.test_peft import adapted
 
 
 @pytest.fixture(autouse=True)
@@ -72,6 +75,27 @@ def test_losses_and_values_are_those_of_the_native_loop(
     assert_same(values_of(engine.module), plain.values)
     assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (4, 12, 0)
     assert engine.global_samples == 4 * 3 * ROWS
+    engine.destroy()
+
+
+def test_adapters_of_experts_have_the_bits_of_the_loop(tmp_path: Path) -> None:
+    plain: Any = adapted("experts")
+    engine = built(
+        copy.deepcopy(plain),
+        config(place=tmp_path, optimizer={"type": "SGD", "params": {"lr": 0.125}})
+        | {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True},
+    )
+    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.125)
+    for batch in models.token_batches(2):
+        loss, expected = engine(**batch).loss, plain(**batch).loss
+        assert torch.equal(loss, expected)
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)  # what DeepSpeed does unasked
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(values_of(engine.module), dict(plain.state_dict()))
     engine.destroy()
 
 

@@ -4,6 +4,7 @@ PEFT's own merge."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from peft import (
 )
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity as inf
 from infinity.integrations.accelerate import attach
@@ -27,6 +29,7 @@ from infinity.integrations.peft import (
     load_adapter,
     merge,
     save_adapters,
+    tile_experts,
 )
 from tests import models
 from tests.integrations.accelerate_script import accelerator, assert_same, policy
@@ -37,23 +40,40 @@ LORA: dict[str, Any] = {
     "target_modules": ["q_proj", "v_proj", "down_proj"],
     "init_lora_weights": False,
 }
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj", "gate.weight")
 CONFIGS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "dora": {**LORA, "use_dora": True},
     "modules to save": {**LORA, "modules_to_save": ["lm_head", "norm"]},
     "embedding": {**LORA, "target_modules": ["embed_tokens", "q_proj"]},
     "tokens": {**LORA, "trainable_token_indices": [3, 5]},
+    "experts": {
+        **LORA,
+        "target_modules": ["q_proj"],
+        "target_parameters": [f"mlp.{name}" for name in EXPERTS],
+    },
+    # transformers 5 has experts and routers as parameters: PEFT finds them.
+    "all-linear": {**LORA, "target_modules": "all-linear", "use_rslora": True},
 }
+FUSED = ("experts", "all-linear")
 BATCHES = models.token_batches(4)
+slow = pytest.mark.integrations
 
 
-def adapted(kind: str, *, dtype: torch.dtype = torch.float32, second: bool = False) -> PeftModel:
-    """A tiny Llama with adapters, in memory."""
-    base: Any = models.make(models.llama, dtype=dtype)
+def base_of(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    """A tiny Llama, or a Mixtral for adapters of experts."""
+    return models.make(models.mixtral if kind in FUSED else models.llama, dtype=dtype)
+
+
+def adapted(
+    kind: str, *, dtype: torch.dtype = torch.float32, second: bool = False, base: Any = None
+) -> PeftModel:
+    """A tiny model with adapters, in memory."""
+    base = base_of(kind, dtype) if base is None else base
     torch.manual_seed(1)
     model = get_peft_model(base, LoraConfig(**CONFIGS[kind]))
     if second:
-        model.add_adapter("second", LoraConfig(**{**LORA, "r": 2}))
+        model.add_adapter("second", LoraConfig(**{**CONFIGS[kind], "r": 2}))
     return model.train()
 
 
@@ -87,11 +107,8 @@ def logits(model: Any) -> torch.Tensor:
         return model(input_ids=BATCHES[0]["input_ids"]).logits
 
 
-slow = pytest.mark.integrations
-
-
 @slow
-@pytest.mark.parametrize("kind", ["lora", "dora", "modules to save"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "modules to save", *FUSED])
 def test_losses_are_those_of_the_model_in_memory(kind: str, tmp_path: Path) -> None:
     plain = adapted(kind)
     model = offloaded(plain, tmp_path)
@@ -102,6 +119,126 @@ def test_losses_are_those_of_the_model_in_memory(kind: str, tmp_path: Path) -> N
     after = model.state_dict()
     for name, param in plain.named_parameters():
         assert torch.equal(after[name], before[name]) == (not param.requires_grad), name
+
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "mixtral": models.mixtral,
+    "qwen3": lambda: models.qwen3_moe(4, 2),
+    "gpt-oss": models.gpt_oss,
+    "deepseek": models.deepseek_v3,
+}
+NVME = {"params": "nvme", "optim": "nvme", "ram": "min"}
+BITS: list[tuple[str, str, dict[str, Any], str | None, int | None]] = [
+    ("mixtral", "experts", NVME, "reentrant", None),
+    ("mixtral", "experts", {"unit_bytes_max": 4096, "update": "backward"}, None, 3),
+    ("mixtral", "all-linear", {"update": "backward"}, "checkpoint", None),
+    ("qwen3", "experts", {"unit_bytes_max": 4096}, "checkpoint", None),
+    ("qwen3", "all-linear", NVME, "reentrant", 1),
+    ("gpt-oss", "all-linear", {}, "checkpoint", None),
+    ("gpt-oss", "experts", NVME, "checkpoint", 3),
+    ("deepseek", "all-linear", {"update": "backward"}, None, None),
+]
+
+
+def in_eager(model: Any) -> Any:
+    """The model with the implementation of experts that tiles have."""
+    model.base_model.model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "values", "way", "tile"),
+    # Two of them in the quick run.
+    [pytest.param(*each, marks=slow if index > 1 else ()) for index, each in enumerate(BITS)],
+)
+def test_adapters_of_experts_and_routers_have_the_bits_of_the_loop(
+    family: str,
+    kind: str,
+    values: dict[str, Any],
+    way: str | None,
+    tile: int | None,
+    tmp_path: Path,
+) -> None:
+    """Two adapters at once; then one, none, and both again."""
+
+    def losses(model: Any, optimizer: Any) -> list[float]:
+        found = trained(model, optimizer, BATCHES[:2])
+        model.base_model.set_adapter("second")
+        found += trained(model, optimizer, BATCHES[2:3])
+        with model.disable_adapter():
+            found.append(model(**BATCHES[0]).loss.item())
+        model.base_model.set_adapter(["default", "second"])
+        return found + trained(model, optimizer, BATCHES[3:])
+
+    base = models.make(FAMILIES[family], dtype=torch.float32)
+    plain: Any = in_eager(adapted(kind, second=True, base=base))
+    plain.base_model.set_adapter(["default", "second"])
+    if way is not None:
+        plain.enable_input_require_grads()
+        plain.gradient_checkpointing_enable({"use_reentrant": way == "reentrant"})
+    model = copy.deepcopy(plain)
+    if tile is not None:
+        tile_experts(model, experts=tile)
+    inf.offload(model, inf.Policy(nvme=tmp_path, **values))
+    optimizer = inf.SGD([p for p in model.parameters() if p.requires_grad], lr=0.125)
+    ours = losses(model, optimizer)
+    # A power of two: torch's fused multiplication rounds as two operations do.
+    theirs = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.125)
+    assert ours == losses(plain, theirs)
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    if tile is None:
+        assert list(model.state_dict()) == list(plain.state_dict())
+    # Merged and parted again, through PEFT's own calls.
+    handle = inf.handle(model)
+    for call in ("merge_adapter", "unmerge_adapter"):
+        with torch.no_grad(), handle.gather(model):
+            getattr(model, call)()
+        getattr(plain, call)()
+        assert torch.equal(logits(model), logits(plain))
+    assert_same(dict(model.state_dict()), dict(plain.state_dict()))
+    handle.close()
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest memory that an operation returns."""
+
+    size = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, (tuple, list)) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.size = max(self.size, tensor.untyped_storage().nbytes())
+        return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_of_adapted_experts_form_no_stack(dtype: torch.dtype) -> None:
+    """PEFT's adapters are in fp32 on a base in bf16."""
+    plain: Any = in_eager(adapted("experts", dtype=dtype, second=True))
+    plain.base_model.set_adapter(["default", "second"])
+    tiled = tile_experts(copy.deepcopy(plain), experts=2)
+    stack = 4 * 96 * 32 * dtype.itemsize
+    grads: list[dict[str, Any]] = []
+    for model in (plain, tiled):
+        with Largest() as largest:
+            model(**BATCHES[0]).loss.backward()
+        assert (largest.size >= stack) == (model is plain)
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert_same(*grads)
+
+
+def test_tiles_and_adapters_in_another_order_are_refused() -> None:
+    model: Any = in_eager(adapted("experts"))
+    with pytest.raises(ValueError, match=r"_proj has an adapter .*integrations\.peft\.tile_exp"):
+        inf.tile_experts(model, experts=2)
+    base = in_eager(adapted("lora", base=base_of("experts"))).unload()
+    inf.tile_experts(base, experts=2)
+    late = get_peft_model(base, LoraConfig(r=2, target_parameters=["gate_up_proj"]))
+    with pytest.raises(ValueError, match=r"tile_0_0 .*replaced by a ParamWrapper: adapt the model"):
+        late(**BATCHES[0])
 
 
 def test_steps_write_the_states_of_adapters_and_nothing_of_the_base(tmp_path: Path) -> None:
@@ -134,6 +271,8 @@ MERGES = [
     ("modules to save", torch.bfloat16, None),
     ("embedding", torch.float32, None),
     ("tokens", torch.float32, None),
+    ("experts", torch.bfloat16, ["default", "second"]),
+    ("all-linear", torch.float32, None),
 ]
 
 
@@ -182,21 +321,6 @@ def test_a_merge_holds_a_layer_at_a_time(tmp_path: Path) -> None:
 
 
 @slow
-def test_a_merged_model_of_experts_loads(tmp_path: Path) -> None:
-    """The files have the modules' names, in which experts are one tensor."""
-    base: Any = models.make(models.mixtral, dtype=torch.float32)
-    plain: Any = get_peft_model(
-        base, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
-    )
-    model = offloaded(plain, tmp_path)
-    export_merged(merge(model), tmp_path / "out")
-    expected = plain.merge_and_unload()
-    loaded = type(expected).from_pretrained(tmp_path / "out")
-    assert_same(dict(loaded.state_dict()), dict(expected.state_dict()))
-    inf.handle(model).close()
-
-
-@slow
 def test_a_tied_head_that_was_trained_apart_is_exported_apart(tmp_path: Path) -> None:
     base: Any = models.make(models.gpt2, dtype=torch.float32)
     torch.manual_seed(1)
@@ -233,11 +357,10 @@ def test_adapter_files_are_those_of_peft_and_load_there_and_here(kind: str, tmp_
     for file in files:
         if file.suffix == ".safetensors":
             assert (ours / file).read_bytes() == (theirs / file).read_bytes()
-    base = models.make(models.llama, dtype=torch.float32)
-    assert torch.equal(logits(PeftModel.from_pretrained(base, ours)), logits(plain))
+    assert torch.equal(logits(PeftModel.from_pretrained(base_of(kind), ours)), logits(plain))
     # Into a model whose adapters have other values.
+    base = base_of(kind)
     torch.manual_seed(9)
-    base = models.make(models.llama, dtype=torch.float32)
     other = offloaded(get_peft_model(base, LoraConfig(**CONFIGS[kind])), tmp_path)
     assert not torch.equal(logits(other), logits(plain))
     load_adapter(other, theirs)
@@ -315,19 +438,6 @@ def test_adapters_that_came_after_offload_are_refused_with_the_order(tmp_path: P
     with pytest.raises(ValueError, match="not offloaded"):
         inf.AdamW([p for p in model.parameters() if p.requires_grad])
     inf.handle(base).close()
-
-
-@slow
-def test_adapters_of_parameters_are_refused(tmp_path: Path) -> None:
-    base: Any = models.make(models.mixtral, dtype=torch.float32)
-    config = LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"])
-    model = offloaded(get_peft_model(base, config), tmp_path)
-    told = r"target_parameters=\['gate_up_proj'\]"
-    with pytest.raises(ValueError, match=f"merge: .*{told}"):
-        merge(model)
-    with accelerator() as own, pytest.raises(ValueError, match=f"accelerator.prepare: .*{told}"):
-        attach(own).prepare(model)
-    inf.handle(model).close()
 
 
 @slow

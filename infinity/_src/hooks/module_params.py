@@ -6,6 +6,12 @@ name inside forward (`self.weight`) yields the gathered one, gathered on the spo
 its unit: a parent that uses `self.wte.weight` directly needs no registration. While a frame holds a
 unit its gathered parameters lie in the dict itself, so that torch.compile, which reads dicts in C,
 sees the tensors that forward uses.
+
+Forward may take a parameter out of its slot for a time: `torch.nn.utils.parametrize` moves it into
+a module of its own, as PEFT does around each call of a layer with `target_parameters`, and
+`torch.func.functional_call` puts another tensor in its place. The same parameter must be back when
+forward leaves the unit, or `UnitRefs.release` raises. Outside of forward taking one out raises at
+once.
 """
 
 from __future__ import annotations
@@ -37,7 +43,7 @@ class ModuleParameters(dict[str, Any]):
     copy of a parameter's value.
     """
 
-    __slots__ = ("at_rest", "load_next", "on_demand", "read", "save_next")
+    __slots__ = ("at_rest", "load_next", "on_demand", "read", "save_next", "taken")
 
     def __init__(self, slots: dict[str, Any], on_demand: OnDemand, read: Read) -> None:
         super().__init__(slots)
@@ -46,6 +52,7 @@ class ModuleParameters(dict[str, Any]):
         self.at_rest: dict[str, ShardedParameter] = {
             name: value for name, value in slots.items() if isinstance(value, ShardedParameter)
         }
+        self.taken: set[str] = set()  # names in `at_rest` whose slots forward has emptied or lent
         # One-shot: the next iteration is torch's, over what to save or to load.
         self.save_next = False
         self.load_next = False
@@ -67,7 +74,14 @@ class ModuleParameters(dict[str, Any]):
 
     def _outside(self) -> dict[str, Any]:
         # At-rest parameters over gathered ones: iteration must not depend on a running forward.
-        return {**{name: dict.__getitem__(self, name) for name in self}, **self.at_rest}
+        slots = {name: dict.__getitem__(self, name) for name in self}
+        return {**slots, **self._in_place()}
+
+    def _in_place(self) -> dict[str, ShardedParameter]:
+        """Return the sharded parameters but for those that forward has taken out."""
+        if not self.taken:
+            return self.at_rest
+        return {name: value for name, value in self.at_rest.items() if name not in self.taken}
 
     def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
         """Return pairs (name, sharded parameter); once after `save_next`, (name, CPU copy)."""
@@ -75,7 +89,10 @@ class ModuleParameters(dict[str, Any]):
         saves, self.save_next = self.save_next, False
         if saves:
             outside.update(
-                {name: self.read(value.infinity_link.param) for name, value in self.at_rest.items()}
+                {
+                    name: self.read(value.infinity_link.param)
+                    for name, value in self._in_place().items()
+                }
             )
         if self.load_next:
             self.load_next = False
@@ -93,28 +110,31 @@ class ModuleParameters(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         mine = self.at_rest.get(name)
-        if (
-            mine is not None
-            and value is not mine
-            and value is not mine.infinity_link.param.gathered
-        ):
-            self._refuse(name, "assigning")
-        if mine is None and isinstance(value, ShardedParameter):
-            # Tied to a parameter of another module; `__torch_function__` serves it.
-            self.at_rest[name] = value
         if mine is None:
+            if isinstance(value, ShardedParameter):
+                # Tied to a parameter of another module; `__torch_function__` serves it.
+                self.at_rest[name] = value
             put(self, name, value)
+        elif value is not mine and value is not mine.infinity_link.param.gathered:
+            self._take(name, "assigning")
+            put(self, name, value)
+        elif name in self.taken:
+            self.taken.discard(name)
+            # Not the gathered one, which only `UnitRefs` may put here: it takes it away again.
+            put(self, name, mine)
 
     def __delitem__(self, name: str) -> None:
         if name in self.at_rest:
-            self._refuse(name, "deleting")
+            self._take(name, "deleting")
         super().__delitem__(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """Remove a parameter that is not offloaded."""
+        """Remove a parameter that is not offloaded, or, in forward, take one out."""
         if name in self.at_rest:
-            self._refuse(name, "removing")
-        return super().pop(name, *default)
+            self._take(name, "removing")
+        value = self.get(name)  # the gathered one
+        found = super().pop(name, *default)
+        return found if value is None else value
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Assign one by one."""
@@ -127,11 +147,22 @@ class ModuleParameters(dict[str, Any]):
             self._refuse(name, "removing")
         super().clear()
 
+    def _take(self, name: str, verb: str) -> None:
+        """Note that forward takes a parameter out of its slot. Raises: ReplacedOutsideEngine where
+        no forward runs."""
+        param = self.at_rest[name].infinity_link.param
+        # Holds the unit, so that it is released, and the slot looked at, when forward leaves it.
+        if self.on_demand(param) is None:
+            self._refuse(name, verb)
+        self.taken.add(name)
+        param.unit.taken = True
+
     def _refuse(self, name: str, verb: str) -> NoReturn:
         raise ReplacedOutsideEngine(
             f"{verb} {self.at_rest[name].infinity_link.param.name}: it would be replaced outside "
             "the engine, which would go on training the old one; change the module before "
-            "`inf.offload`, or write values with `with inf.handle(model).gather(parameter): "
+            "`inf.offload`, call torch.func.functional_call inside of the forward of a module "
+            "around it, or write values with `with inf.handle(model).gather(parameter): "
             "parameter.copy_(...)`"
         )
 

@@ -8,8 +8,8 @@
                          gradients and does not read them
 
 Checks: on the way in, every module still has the sharded parameter that the engine put there. On
-the way out, no version counter has moved: a weight written in forward would be lost at the next
-eviction.
+the way out, what forward took out of a module is back there, and no version counter has moved: a
+weight written in forward would be lost at the next eviction.
 """
 
 from __future__ import annotations
@@ -170,11 +170,15 @@ class UnitRefs:
         self._acquired += 1
 
     def release(self, *, check: bool = True) -> None:
-        """Undo `acquire`. check: raise WeightWritten if forward wrote to a parameter; the unit is
-        released first."""
+        """Undo `acquire`. check: raise WeightWritten if forward wrote to a parameter, and
+        ReplacedOutsideEngine if it took one out of its module for good; the unit is released first.
+        """
         self._acquired -= 1
         written: list[str] = []
+        missing: list[str] = []
         if self._acquired == 0:
+            if self.unit.taken:
+                missing = self._recall()
             # Before `drop_ref`, after which the unit may be evicted.
             for parameters, attr, at_rest, _ in self._sites:
                 put(parameters, attr, at_rest)
@@ -198,6 +202,30 @@ class UnitRefs:
                 "forward is lost. Write between steps, with `with torch.no_grad(), "
                 "inf.handle(model).gather(parameter): parameter.clamp_(...)`"
             )
+        if missing and check:
+            raise ReplacedOutsideEngine(
+                f"forward took {', '.join(missing)} out of its module, and the module did not have "
+                "it back when forward left its unit: put the same parameter back in the same call, "
+                "or change the module before `inf.offload`"
+            )
+
+    def _recall(self) -> list[str]:
+        """Return the names of the parameters that are out of their modules, and put the sharded
+        ones into the modules below that have got them."""
+        self.unit.taken = False
+        missing = []
+        for param in self.unit.params:
+            for module, attr in param.sites:
+                parameters = module._parameters
+                if isinstance(parameters, ModuleParameters) and attr in parameters.taken:
+                    parameters.taken.discard(attr)
+                    missing.append(param.name)
+                    # Without memory from here on: reading the gathered one would crash.
+                    for holder in module.modules():
+                        for name, value in list(dict.items(holder._parameters)):
+                            if value is param.gathered:
+                                put(holder._parameters, name, param.at_rest)
+        return missing
 
     def lend(self) -> None:
         """Put the gathered parameters into the modules for a call that does not read them: they may

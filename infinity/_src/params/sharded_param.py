@@ -110,6 +110,16 @@ class ShardedParameter(torch.nn.Parameter):
     def grad(self) -> None:
         _grad_set(_GRAD.__set__, (self, None), {})
 
+    # torch calls no `__torch_function__` for it.
+    def set_(  # type: ignore[override]
+        self, source: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Set the values where they can be written, as parametrizations do."""
+        if args or kwargs or not isinstance(source, Tensor):
+            raise_forbidden(self, "`set_` to a storage", _WRITE)
+        _set_values(self, source, "`set_`")
+        return self
+
     @classmethod
     def __torch_function__(  # type: ignore[override]
         cls,
@@ -283,30 +293,35 @@ def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any
 
 def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     parameter, value = args
-    if value is parameter:  # Module.to(same dtype and device) assigns what it got
-        return None
+    if value is not parameter:  # Module.to(same dtype and device) assigns what it got
+        _set_values(parameter, value, "`.data =`")
+
+
+def _set_values(parameter: ShardedParameter, value: Tensor, operation: str) -> None:
+    """Copy `value` into the parameter where it can be written now."""
     link = parameter.infinity_link
     tensor = link.owner.readable(link.param) if not link.owner.closed else None
     if tensor is None:
         raise_forbidden(
             parameter,
-            "`.data =`",
-            "it would part the parameter from the engine; write with "
-            "`with inf.handle(model).gather(parameter): parameter.data.copy_(...)`",
+            operation,
+            "it would part the parameter from the engine; register parametrizations before "
+            f"`inf.offload`, and {_WRITE}",
         )
+    if value is parameter:
+        return
     here = (tuple(tensor.shape), tensor.dtype, tensor.device)
     given = (tuple(value.shape), value.dtype, value.device)
     # Values that another dtype has rounded would be taken, and the dtype not.
     if given != here:
         raise ValueError(
-            f"`.data =` of shape {given[0]}, {given[1]} on {given[2]}, to {link.param.name}: shape "
-            f"{here[0]}, {here[1]} on {here[2]} were fixed when the model was offloaded; convert "
-            "the model before `inf.offload`, or write values with `parameter.data.copy_(...)`. If "
-            f"a trainer moves or casts it: {TRAINERS}"
+            f"{operation} of shape {given[0]}, {given[1]} on {given[2]}, to {link.param.name}: "
+            f"shape {here[0]}, {here[1]} on {here[2]} were fixed when the model was offloaded; "
+            "convert the model before `inf.offload`, or write values with "
+            f"`parameter.data.copy_(...)`. If a trainer moves or casts it: {TRAINERS}"
         )
     with torch.no_grad():
         tensor.copy_(value)
-    return None
 
 
 def _grad_set(func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -450,7 +465,6 @@ SPECIAL: dict[Any, Handler] = {
     _TENSOR.is_pinned: _false,
     _TENSOR.share_memory_: _forbid("share_memory_", "every process offloads its own model"),
     _TENSOR.pin_memory: _forbid("pin_memory", "the engine keeps its own pinned buffers"),
-    _TENSOR.set_: _forbid("set_", _WRITE),
     _TENSOR.resize_: _forbid("resize_", "the shape was fixed when the model was offloaded"),
     _TENSOR.resize_as_: _forbid("resize_as_", "the shape was fixed when the model was offloaded"),
     _TENSOR.backward: _forbid("backward", "call it on a loss"),

@@ -193,6 +193,7 @@ class Unit:
     # `move_to` alone writes it, along `TRANSITIONS`.
     state: UnitState = SHARDED
     refs: int = 0  # uses: forwards, backwards and windows; it may be evicted only at 0
+    taken: bool = False  # forward has taken a parameter out of its module since it got the unit
     # A collective that does not return may still write to its memory, which is never freed.
     stuck: bool = False
     generation: int = 0  # counts the optimizer steps and writes that changed its values

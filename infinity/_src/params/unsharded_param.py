@@ -16,6 +16,7 @@ has saved.
 from __future__ import annotations
 
 import itertools
+from typing import Any, NoReturn
 
 import torch
 
@@ -37,8 +38,8 @@ _EVICTED_VERSIONS = itertools.count(0xC000_0000)
 
 
 class UnshardedParameter(torch.nn.Parameter):
-    """An unsharded parameter: a plain one but for `.data`, since writes through it would not be
-    seen, and lost.
+    """An unsharded parameter: a plain one but for `.data` and `set_`, since writes through them
+    would not be seen, and lost.
     """
 
     infinity_name: str
@@ -52,10 +53,31 @@ class UnshardedParameter(torch.nn.Parameter):
 
     @data.setter
     def data(self, _value: torch.Tensor) -> None:
+        self._refuse("`.data =`")
+
+    def set_(  # type: ignore[override]
+        self, source: Any = None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take the values of a tensor like this one, as parametrizations set them. The end of
+        forward sees that as any write; nothing is written where it is given itself.
+        """
+        if source is not self:
+            if args or kwargs or not isinstance(source, torch.Tensor) or not _alike(source, self):
+                self._refuse("`set_`")
+            with torch.no_grad():
+                self.copy_(source)
+        return self
+
+    def _refuse(self, operation: str) -> NoReturn:
         raise WeightWritten(
-            f"`.data =` on {self.infinity_name} inside forward is lost. Write between steps, with "
-            "`with torch.no_grad(), inf.handle(model).gather(parameter): parameter.copy_(...)`"
+            f"{operation} on {self.infinity_name} inside forward is lost. Write between steps, "
+            "with `with torch.no_grad(), inf.handle(model).gather(parameter): "
+            "parameter.copy_(...)`"
         )
+
+
+def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
 
 
 def empty_flat(layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -130,6 +130,7 @@ def _check(model: nn.Module, name: str, module: nn.Module) -> None:
             "inf.tile_experts(names=...)"
         )
     check_unhooked(name, module)
+    _check_adapters(model, name, module)
     for attr, value in stacks.items():
         if value.grad is not None:
             raise ValueError(
@@ -148,6 +149,20 @@ def _check(model: nn.Module, name: str, module: nn.Module) -> None:
         check_eager(_implementation(module), "tiles of experts")
     except RuntimeError as error:
         raise ValueError(f"{name}: {error}") from error
+
+
+def _check_adapters(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Raise ValueError for adapters that want a whole stack."""
+    for holder in model.modules():
+        attr = getattr(holder, "parameter_name", None)  # of PEFT's
+        if attr is None or getattr(holder, "takes_tiles", False):
+            continue
+        if getattr(holder, "get_base_layer", lambda: None)() is module:
+            raise ValueError(
+                f"{name}.{attr} has an adapter (target_parameters), which is added to the whole "
+                "stack; infinity.integrations.peft.tile_experts(model, experts=...) adds those of "
+                "weights [experts, rows, columns] tile by tile"
+            )
 
 
 def _implementation(module: nn.Module) -> str | None:

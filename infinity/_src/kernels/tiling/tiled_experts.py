@@ -20,13 +20,20 @@ Experts that no token chose: a tile of such is not gathered. The uncut stack has
 zeros for them (so they decay, and their moments too); so the tile gets a gradient of zeros, by a
 link in the chain of sums that does not read its parameters (`Tile`, `idle`). On several ranks a
 tile is gathered by all as soon as one of them needs it: `ChosenTiles` is where they agree.
+
+Low-rank changes (LoRA): `TiledExperts.changed` adds them to stacks inside a block. Each expert's
+changed weight is made when its product is computed, and made again for the product's backward, so
+one of them is in memory at a time. Autocast is the exception: it keeps what it has cast. The bits
+are those of `baddbmm` over the whole stack, or for several changes of W + (D1 + D2); the gradients
+of several changes of rank 1 may differ by rounding.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,12 +63,51 @@ class ExpertFunction:
     implementation: Callable[[], str | None] = lambda: None
 
     def product(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        changes: Sequence[LowRank] = (),
     ) -> torch.Tensor:
-        """Compute a product with one expert's weight, and add its bias."""
-        y = x @ weight if self.transposed else nn.functional.linear(x, weight)
+        """Compute a product with one expert's weight, changed, and add its bias."""
+        if not changes:
+            y = x @ weight if self.transposed else nn.functional.linear(x, weight)
+        elif torch.is_autocast_enabled(x.device.type):
+            weight = _changed(weight, changes)
+            y = x @ weight if self.transposed else nn.functional.linear(x, weight)
+        else:
+            scalings = tuple(change.scaling for change in changes)
+            factors = [factor for change in changes for factor in (change.lhs, change.rhs)]
+            y = _ChangedProduct.apply(x, weight, self.transposed, scalings, *factors)
         # Not linear's own bias, which rounds once where this rounds twice.
         return y if bias is None else y + bias
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """A change of a stack: scaling * lhs [experts, rows, rank] @ rhs [experts, rank, columns]; of
+    one expert without the first dimension."""
+
+    lhs: torch.Tensor
+    rhs: torch.Tensor
+    scaling: float
+
+    def of_each(self) -> list[LowRank]:
+        """Return the change of each expert."""
+        parts = zip(self.lhs.unbind(0), self.rhs.unbind(0), strict=True)
+        return [LowRank(lhs, rhs, self.scaling) for lhs, rhs in parts]
+
+
+class Changes:
+    """Changes of each expert, by stack. No container: hooks would take its tensors for arguments of
+    a tile, and they get their gradients before the tile is done."""
+
+    def __init__(self, by_stack: Mapping[str, Sequence[LowRank]]) -> None:
+        self._parts = {name: [one.of_each() for one in each] for name, each in by_stack.items()}
+
+    def of(self, stack: str, expert: int) -> list[LowRank]:
+        """Return the changes of one expert's part of a stack."""
+        return [each[expert] for each in self._parts.get(stack, ())]
 
 
 class TiledExperts(TiledModule):
@@ -92,6 +138,25 @@ class TiledExperts(TiledModule):
         self.num_experts = ends[-1]
         self.chosen = ChosenTiles()
         self._function = function
+        self._changes: dict[str, Sequence[LowRank]] = {}
+
+    @contextmanager
+    def changed(self, stack: str, changes: Sequence[LowRank]) -> Iterator[None]:
+        """Add changes to a stack (`gate_up_proj`, `down_proj`) in the forwards inside."""
+        before = self._changes
+        self._changes = {**before, stack: [*before.get(stack, ()), *changes]}
+        try:
+            yield
+        finally:
+            self._changes = before
+
+    def stack(self, name: str) -> torch.Tensor:
+        """Return a tensor with the shape, dtype, device and `requires_grad` of a whole stack, whose
+        values are in the tiles."""
+        first = self.tile_parameters(name)[0]
+        with torch.no_grad():
+            found = torch.zeros((), dtype=first.dtype, device=first.device)
+        return found.expand(self.whole_shapes[name]).requires_grad_(first.requires_grad)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -106,6 +171,7 @@ class TiledExperts(TiledModule):
         tiles = [tile for _, tile in self.named_tiles() if isinstance(tile, ExpertsTile)]
         used: list[bool] = self.chosen([routed.any(tile.first, tile.last) for tile in tiles])
         total = torch.zeros_like(hidden_states)
+        changes = Changes(self._changes)
         # Nothing was computed: the stack has no gradient then, not one of zeros.
         if not any(used):
             return total
@@ -114,7 +180,9 @@ class TiledExperts(TiledModule):
             # checkpoint, which has to use what its second one uses.
             learns = tile.learns and (self.training or torch.is_grad_enabled())
             if is_used or learns:
-                total = tile(routed, total, hidden_states, top_k_weights, idle=not is_used)
+                total = tile(
+                    routed, total, hidden_states, top_k_weights, changes, idle=not is_used
+                )
         return total
 
     def extra_repr(self) -> str:
@@ -159,13 +227,14 @@ class ExpertsTile(Tile):
         total: torch.Tensor,
         hidden: torch.Tensor,
         weights: torch.Tensor,
+        changes: Changes,
         *,
         idle: bool = False,
     ) -> torch.Tensor:
         """Add what its experts compute to `total` [tokens, hidden], in place, and return that.
 
-        hidden [tokens, hidden] and weights [tokens, k] are the uncut module's arguments. idle: see
-        `Tile`.
+        hidden [tokens, hidden] and weights [tokens, k] are the uncut module's arguments. changes:
+        of the whole stacks. idle: see `Tile`.
         """
         if idle or not routed.any(self.first, self.last):
             # Leaves for gradients: in an idle call they may have no memory, and nothing reads them.
@@ -177,10 +246,10 @@ class ExpertsTile(Tile):
                 saved = None if idle else routed.tokens
                 total = _Untouched.apply(total, hidden, weights, saved, *leaves)
             return total
-        up = self._rows("gate_up_proj") or self._rows("up_proj")
-        down = self._rows("down_proj")
-        up_bias = self._rows("gate_up_proj_bias") or self._rows("up_proj_bias")
-        down_bias = self._rows("down_proj_bias")
+        up_name = "gate_up_proj" if "gate_up_proj" in self.places else "up_proj"
+        up, down = self._rows(up_name), self._rows("down_proj")
+        up_bias, down_bias = self._rows(f"{up_name}_bias"), self._rows("down_proj_bias")
+        product = self._function.product
         for expert in range(self.first, self.last):
             places, tokens = routed.of(expert)
             if not len(tokens):
@@ -189,11 +258,11 @@ class ExpertsTile(Tile):
             # Each operation as the uncut module has it, in its order: autograd adds gradients up in
             # the order in which these were made.
             state = hidden[tokens]
-            state = self._function.product(state, up[index], up_bias[index] if up_bias else None)
+            bias = up_bias[index] if up_bias else None
+            state = product(state, up[index], bias, changes.of(up_name, expert))
             state = self._function.activate(state)
-            state = self._function.product(
-                state, down[index], down_bias[index] if down_bias else None
-            )
+            bias = down_bias[index] if down_bias else None
+            state = product(state, down[index], bias, changes.of("down_proj", expert))
             state = state * weights[tokens, places, None]
             total.index_add_(0, tokens, state.to(total.dtype))
         return total
@@ -208,6 +277,68 @@ class ExpertsTile(Tile):
         # selections in the uncut module makes 0.0: AdamW has the same bits of both, and plain SGD
         # may leave another sign on a weight that is -0.0.
         return (stack.squeeze(0),) if stack.shape[0] == 1 else stack.unbind(0)
+
+
+def _changed(weight: torch.Tensor, changes: Sequence[LowRank]) -> torch.Tensor:
+    """Add changes to one expert's weight, as PEFT adds them to a whole stack."""
+    dtype = weight.dtype
+    if len(changes) == 1:
+        (one,) = changes
+        lhs, rhs = one.lhs.to(dtype), one.rhs.to(dtype)
+        with torch.autocast(weight.device.type, enabled=False):
+            return torch.baddbmm(weight[None], lhs[None], rhs[None], alpha=one.scaling)[0]
+    first, *others = (
+        (torch.bmm(each.lhs[None], each.rhs[None])[0] * each.scaling).to(dtype) for each in changes
+    )
+    return weight + sum(others, first)
+
+
+class _ChangedProduct(torch.autograd.Function):
+    """Product with a changed weight, which is not kept for backward, but made again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        transposed: bool,
+        scalings: tuple[float, ...],
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, *factors)
+        ctx.transposed, ctx.scalings = transposed, scalings
+        changed = _changed(weight, _paired(factors, scalings))
+        return x @ changed if transposed else nn.functional.linear(x, changed)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, *factors = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[1], *ctx.needs_input_grad[4:]]
+        with torch.enable_grad():
+            leaves = [
+                one.detach().requires_grad_(needed)
+                for one, needed in zip((weight, *factors), wanted, strict=True)
+            ]
+            changed = _changed(leaves[0], _paired(leaves[1:], ctx.scalings))
+        dx = None
+        if ctx.needs_input_grad[0]:
+            values = changed.detach()
+            dx = dy @ (values.t() if ctx.transposed else values)
+        grads: list[torch.Tensor | None] = [None] * len(leaves)
+        if any(wanted):
+            # Each as autograd computes it for the uncut module's product.
+            dw = x.t() @ dy if ctx.transposed else dy.t() @ x
+            found = iter(
+                torch.autograd.grad(changed, [one for one in leaves if one.requires_grad], dw)
+            )
+            grads = [next(found) if needed else None for needed in wanted]
+        return (dx, grads[0], None, None, *grads[1:])
+
+
+def _paired(factors: Sequence[torch.Tensor], scalings: Sequence[float]) -> list[LowRank]:
+    pairs = zip(factors[::2], factors[1::2], scalings, strict=True)
+    return [LowRank(lhs, rhs, scaling) for lhs, rhs, scaling in pairs]
 
 
 class _Untouched(torch.autograd.Function):

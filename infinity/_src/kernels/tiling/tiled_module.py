@@ -323,7 +323,12 @@ class TiledModule(nn.Module):
         """Yield (name, tile) in the order in which they compute, which is part of the numerics."""
         for name in self._tile_names:
             tile = self._modules[name]
-            assert isinstance(tile, Tile)
+            if not isinstance(tile, Tile):
+                raise ValueError(
+                    f"{name} of this {type(self).__name__} was replaced by a "
+                    f"{type(tile).__name__}: adapt the model before its weights are tiled "
+                    "(get_peft_model, then infinity.integrations.peft.tile_experts)"
+                )
             yield name, tile
 
     def tile_parameters(self, weight: str | None = None) -> list[nn.Parameter]:
