@@ -71,8 +71,8 @@ class SafeStream:
         return True
 
     def end(self) -> None:
-        """Flush for the last time. What cannot be written is given up: the interpreter, which would
-        try again at its exit, would end with a status of its own.
+        """Flush for the last time, and give up the rest. The interpreter would try again to write it
+        at exit, and end with another status.
         """
         if self.flush():
             return

@@ -730,8 +730,8 @@ class _Run:
         return text
 
     def _stops(self, step: int) -> bool:
-        """Return whether a signal stops training here. What comes after the last step is made: it
-        is the result.
+        """Return whether a signal stops training here. After the last step none does: measurement
+        and export are the result.
         """
         return bool(self.ranks.signal) and step < self.options.steps
 

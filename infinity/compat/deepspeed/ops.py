@@ -1,4 +1,4 @@
-"""What scripts take from `deepspeed.ops`: AdamW, Lion and Adagrad, and the builder of `aio`.
+"""`deepspeed.ops` for scripts: AdamW, Lion and Adagrad, and the builder of `aio`.
 
 On ordinary parameters each is an optimizer of torch. `initialize` replaces it by the engine's
 optimizer of the same rule, over the same parameter groups.

@@ -965,7 +965,7 @@ STOPS: list[tuple[tuple[Any, str], int, int, int]] = [
     ((command.hf_model, "save_pretrained"), 1, signal.SIGTERM, STEPS),
     ((command._Run, "_leave_page"), 1, signal.SIGTERM, STEPS),
 ]
-"""Where signals come, the so manieth call; and the step after which the run stands then."""
+"""Functions during which a signal comes, at which call, the signal, and the last step then taken."""
 
 
 @pytest.mark.parametrize("kept", ["durable", "saved"])
@@ -1025,7 +1025,7 @@ def signalled(
 def test_a_second_signal_ends_a_run_at_once(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was saved before it is there, and two signals of two kinds are no second one."""
+    """Earlier saves stay, and two signals of different kinds are no second one."""
     monkeypatch.setattr(stop_signals, "TWICE_S", 0)
     arguments = [*common(place), "--out", str(tmp_path), "--save-every", "1"]
     twice = signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1
