@@ -965,7 +965,7 @@ STOPS: list[tuple[tuple[Any, str], int, int, int]] = [
     ((command.hf_model, "save_pretrained"), 1, signal.SIGTERM, STEPS),
     ((command._Run, "_leave_page"), 1, signal.SIGTERM, STEPS),
 ]
-"""Functions during which a signal comes, at which call, the signal, and the last step then taken."""
+"""A function and the number of a call during which a signal comes, and the last step then taken."""
 
 
 @pytest.mark.parametrize("kept", ["durable", "saved"])
