@@ -62,7 +62,8 @@ class Master(IntEnum):
     RAW = 0
     """The parameter alone, any dtype."""
     SPLIT = 1
-    """hi (bf16, what computes) and lo (int16): together the fp32 master."""
+    """hi (bf16, what computes) and lo (int16): together the fp32 master; see
+    `Format.sign_section`."""
     SPLIT8 = 2
     """hi (bf16) and lo (int8): the upper 24 bits of the master."""
     FP32 = 3
@@ -199,6 +200,23 @@ class Format(int):
     def master_count(self) -> int:
         """Number of sections of the parameter and its master; the moments follow."""
         return 1 if self.master in (Master.RAW, Master.FP32) else 2
+
+    @property
+    def sign_section(self) -> int | None:
+        """The section of the second moment, if its sign bits belong to the masters.
+
+        `hi` is rounded to even. If a master is half-way between two bf16 values and `hi` is the one
+        nearer to zero, `lo` would be 32768. It is stored as -32768, and the sign bit of the second
+        moment is set. With any other `lo` the sign is the moment's own.
+        """
+        signed = self.master is Master.SPLIT and self.moments is Moments.FP32 and self.count > 1
+        return self.master_count + 1 if signed else None
+
+    @property
+    def master_sections(self) -> tuple[int, ...]:
+        """The sections that a master is decoded from."""
+        own = tuple(range(self.master_count))
+        return own if self.sign_section is None else (*own, self.sign_section)
 
     @property
     def written_count(self) -> int:

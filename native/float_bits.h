@@ -32,6 +32,7 @@ INF_INLINE uint32_t inf_join_bits8(uint16_t hi, int8_t lo) {
     return ((uint32_t)hi << 16) + ((uint32_t)(int32_t)lo << 8);
 }
 
+/* To nearest, halves away from zero (native/update_codec.h: halves_to_even). */
 INF_INLINE uint16_t inf_hi_of_bits(uint32_t bits) {
     return (uint16_t)((bits + 0x8000u) >> 16);
 }

@@ -321,7 +321,9 @@ int32_t inf_update_valid(int32_t format, const inf_hyper *hyper);
 void inf_update(int32_t format, uint8_t *const section[INF_SECTION_MAX], const void *grad,
                 int32_t grad_dtype, int64_t numel, int64_t element, const inf_hyper *hyper);
 
-/* fp32 master <-> (hi, lo). NaN becomes 0x7FC00000, everything else round-trips. */
+/* fp32 master <-> (hi, lo), without a second moment. NaN becomes 0x7FC00000. A master half-way to
+ * the next bf16 whose hi, rounded to even, is the one below becomes the fp32 before it. Everything
+ * else round-trips. */
 void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t numel);
 void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel);
 

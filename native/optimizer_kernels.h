@@ -258,13 +258,17 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
     inf_group_bytes(format, group_bytes);
     const int fused_split = format == INF_FORMAT_SPLIT && hyper->algorithm == INF_ADAMW;
     const int fused_fp32 = format == INF_FORMAT_FP32 && hyper->algorithm == INF_ADAMW;
+    const int split = inf_format_master(format) == INF_MASTER_SPLIT;
     for (int64_t start = 0; start < numel; start += INF_BLOCK_NUMEL) {
         const int64_t n = numel - start < INF_BLOCK_NUMEL ? numel - start : INF_BLOCK_NUMEL;
+        uint16_t *const hi = split ? (uint16_t *)section[0] + start : NULL;
+        int16_t *const lo = split ? (int16_t *)section[1] + start : NULL;
+        uint32_t *const v = format == INF_FORMAT_SPLIT ? (uint32_t *)section[3] + start : NULL;
         INF_ISA(load_gradient)(g, grad, grad_dtype, start, n, hyper);
+        if (split) INF_ISA(halves_from_even)(hi, lo, v, n);
         if (fused_split) {
-            INF_ISA(adamw_split)((uint16_t *)section[0] + start, (int16_t *)section[1] + start,
-                                 (float *)section[2] + start, (float *)section[3] + start, g, n,
-                                 hyper);
+            INF_ISA(adamw_split)(hi, lo, (float *)section[2] + start, (float *)section[3] + start,
+                                 g, n, hyper);
         } else if (fused_fp32) {
             INF_ISA(adamw)((float *)section[0] + start, (float *)section[1] + start,
                            (float *)section[2] + start, g, n, hyper);
@@ -276,5 +280,6 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
             }
             INF_ISA(update_part)(format, &at, g, hyper);
         }
+        if (split) INF_ISA(halves_to_even)(hi, lo, v, n);
     }
 }

@@ -92,10 +92,30 @@ def _encode_master(kind: Master, master: Array, random: Array | None) -> list[Ar
         else:
             bits = bits + (random >> np.uint32(24))
         bits = bits & np.uint32(0xFFFFFF00)
-    hi = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
-    if kind is Master.SPLIT8:
+        hi = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
         return [hi, (bits >> np.uint32(8)).astype(np.uint8).view(np.int8)]
-    return [hi, bits.astype(np.uint16).view(np.int16)]
+    odd = bits >> np.uint32(16) & np.uint32(1)
+    hi = ((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16)).astype(np.uint16)
+    rest = bits.astype(np.int64) - (hi.astype(np.int64) << 16)  # -32768 to 32768
+    return [hi, np.minimum(rest, 0x7FFF).astype(np.int16)]
+
+
+def _tie(master: Array, second: Array) -> tuple[Array, Array]:
+    """`lo`, and the second moment with the signs of ties, of a format that has these."""
+    hi, lo = _encode_master(Master.SPLIT, master, None)
+    rest = _canonical(master).astype(np.int64) - (hi.astype(np.int64) << 16)
+    signed = np.abs(rest) == 0x8000
+    free = signed & ~np.signbit(second)
+    rest = np.where(signed & ~free, np.sign(rest) * 0x7FFF, rest)
+    lo = np.where(rest == 0x8000, -0x8000, rest).astype(np.int16)
+    return lo, np.where(free & (rest > 0), -second, second)
+
+
+def _untie(master: Array, lo: Array, second: Array) -> tuple[Array, Array]:
+    """Master and second moment, of what `_tie` leaves."""
+    beyond = (lo == -0x8000) & np.signbit(second)
+    bits = master.view(np.uint32) + (beyond.astype(np.uint32) << np.uint32(16))
+    return bits.view(np.float32), np.where(beyond, -second, second)
 
 
 def _decode_master(kind: Master, sections: Sequence[Array]) -> Array:
@@ -261,6 +281,8 @@ def encode_sections(
                 scales.append(scale)
         if scales:
             sections.append(np.stack(scales, axis=1).reshape(-1))
+    if _has_ties(state_format):
+        sections[1], sections[3] = _tie(master, sections[3])
     return sections
 
 
@@ -287,7 +309,16 @@ def decode_sections(state_format: Format, sections: Sequence[Array]) -> tuple[Ar
             else:
                 scale = bare[first + count].view(np.uint16).reshape(-1, count)[:, index]
                 moments.append(_decode_q8(section, scale, index))
-        return _decode_master(state_format.master, bare), moments
+        master = _decode_master(state_format.master, bare)
+    if _has_ties(state_format):
+        master, moments[1] = _untie(master, bare[1].view(np.int16), moments[1])
+    return master, moments
+
+
+def _has_ties(state_format: Format) -> bool:
+    """Return whether the sign of the second moment says on which side of `hi` a tie lies."""
+    split = state_format.master is Master.SPLIT and state_format.moments is Moments.FP32
+    return split and state_format.count > 1
 
 
 # -- the update ------------------------------------------------------------------------------------

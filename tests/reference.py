@@ -2,8 +2,8 @@
 
 bf16 (or fp32) parameters; gradients as autograd leaves and accumulates them, or accumulated in
 fp32; raised to fp32; clipped by torch.nn.utils.clip_grad_norm_ on the fp32 gradients; AdamW on fp32
-masters with operations that round once, in this order; bf16 parameters written back with the
-rounding of the split master (to nearest, ties away from zero), fp16 ones to nearest even. SGD, Lion
+masters with operations that round once, in this order; parameters written back by `copy_`. SGD,
+Lion
 and any class of torch.optim likewise; a loss scaler for fp16. A parameter whose gradient is None is
 left alone: no decay, no moments, no step count.
 
@@ -27,11 +27,16 @@ def f32(value: float) -> float:
     return float(np.float32(value))
 
 
-def round_ties_away(master: torch.Tensor) -> torch.Tensor:
-    """fp32 -> bf16, to nearest with ties away from zero; NaN becomes 0x7FC0."""
-    bits = master.view(torch.int32).clone()
-    bits[master.isnan()] = 0x7FC00000
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+def held(master: torch.Tensor, second: torch.Tensor | None) -> torch.Tensor:
+    """An fp32 master as `exact` holds it beside a bf16 parameter, with a second moment or without.
+
+    Half-way between two bf16 values the sign of that moment is wanted, or without one for those
+    that are rounded towards zero. Where it is not to be had, the master becomes its neighbour that
+    is nearer to the parameter."""
+    bits, odd = master.view(torch.int32), master.view(torch.int32) >> 16 & 1
+    lost = (bits & 0xFFFF) == 0x8000
+    lost &= odd == 0 if second is None else torch.signbit(second)
+    return (bits + torch.where(lost, 2 * odd - 1, 0)).view(torch.float32)
 
 
 @dataclasses.dataclass
@@ -156,9 +161,13 @@ class ReferenceAdamW:
             )
         state.step += 1
         self._apply(state, grad, group)
-        param.data.copy_(
-            round_ties_away(state.master) if param.dtype is torch.bfloat16 else state.master
-        )
+        param.data.copy_(state.master)
+        if param.dtype is torch.bfloat16:
+            state.master.copy_(held(state.master, self._second(state)))
+
+    def _second(self, state: State) -> torch.Tensor | None:
+        """The second of the moments, if there is one."""
+        return state.exp_avg_sq
 
     def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -184,6 +193,9 @@ class ReferenceAdamW:
 class ReferenceSGD(ReferenceAdamW):
     """torch.optim.SGD with operations that round once."""
 
+    def _second(self, state: State) -> torch.Tensor | None:
+        return None
+
     def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
         g = grad
         if group["weight_decay"]:
@@ -200,6 +212,9 @@ class ReferenceSGD(ReferenceAdamW):
 
 class ReferenceLion(ReferenceAdamW):
     """Lion (arXiv 2302.06675, algorithm 2) with operations that round once."""
+
+    def _second(self, state: State) -> torch.Tensor | None:
+        return None
 
     def _apply(self, state: State, grad: torch.Tensor, group: dict[str, Any]) -> None:
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
@@ -232,6 +247,12 @@ class ReferenceTorch(ReferenceAdamW):
         state.master.grad = grad
         state.inner.step()  # type: ignore[call-arg]
         state.master.grad = None
+
+    def _second(self, state: State) -> torch.Tensor | None:
+        assert state.inner is not None
+        kept = state.inner.state[state.master].values()
+        moments = [each for each in kept if getattr(each, "shape", None) == state.master.shape]
+        return moments[1] if len(moments) > 1 else None
 
 
 class ReferenceScaler:

@@ -192,7 +192,7 @@ def test_a_model_filled_from_the_meta_device_trains_as_one_that_was_in_memory(
 
 
 def test_the_loop_stays_near_torch_adamw_on_fp32_masters() -> None:
-    """The one difference is rounding: torch fuses operations, and rounds ties of bf16 to even."""
+    """The one difference is rounding: torch fuses operations."""
     training = Training(models.llama, steps=20, lr=1e-3)
     with harness.one_thread():
         model = training.model()

@@ -681,7 +681,7 @@ def build_grads(
     comm, ranks = split.comm, split.ranks
     registry = GradRegistry(
         GradProxy.of,
-        comm.all_reduce_sum if comm.world > 1 else None,
+        comm.all_gather_floats if comm.world > 1 else None,
         grad_offload=tiers.offload,
     )
     if tiers.offload is not None:

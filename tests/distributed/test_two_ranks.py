@@ -4,6 +4,7 @@ batch."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,38 @@ def test_two_ranks_agree_with_one_and_are_bit_equal_among_placements(tmp_path: P
     for name, value in one.params.items():
         difference = (two[0].params[name].float() - value.float()).abs().mean()
         assert difference < 1e-3, name
+
+
+ORDERS = (2.0, 1.0, 3.0, 0.5, 0.0, -1.0, float("inf"), float("-inf"))
+
+
+def norms_of_orders(rank: int, place: Path) -> list[tuple[float, float]]:
+    """Norms of all gradients, here and of the same plain model: of each order, and after clipping
+    by the largest element."""
+    torch.manual_seed(0)
+    # Small: a rank may hold no element of a bias.
+    plain = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Linear(33, 1))
+    model = inf.offload(copy.deepcopy(plain))
+    batch = torch.randn(4, 16)
+    found = []
+    for each in (model, plain):
+        each(batch).sum().backward()
+        grads = [param.grad for param in each.parameters()]
+        norms = [torch.nn.utils.get_total_norm(grads, order).item() for order in ORDERS]
+        clipped = [
+            torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1, float("inf"), foreach=foreach)
+            for foreach in (None, False)
+        ]
+        found.append([*norms, *(norm.item() for norm in clipped)])
+    inf.handle(model).close()
+    return list(zip(*found, strict=True))
+
+
+def test_norms_of_any_order_on_two_ranks_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    results = on_two_ranks(norms_of_orders, tmp_path / "run")
+    assert results[0] == results[1]
+    ours, theirs = zip(*results[0], strict=True)
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 @pytest.mark.ranks

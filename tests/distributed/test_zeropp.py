@@ -19,7 +19,6 @@ from tests.distributed.plain_ranks import Rules, assert_modelled, coarse
 from tests.distributed.rank_models import Odd, Routed, RoutedTraining
 from tests.distributed.ranks import Train, assert_ranks_agree, named, on_ranks
 from tests.harness import Result, Training
-from tests.reference import round_ties_away
 
 QUICK = (2, 1)
 """The mesh of the quick run, on which some of the jobs are left out."""
@@ -209,7 +208,7 @@ def test_all_ranks_compute_with_the_same_int8_groups_of_the_exact_weights(tmp_pa
         for seen, evaluated, shown, masters in results[rank]:
             assert len(seen) > 20
             for name, master in masters.items():
-                exact = round_ties_away(master)
+                exact = master.bfloat16()
                 assert torch.equal(shown[name], exact), name
                 assert torch.equal(seen[name], coarse(exact, 8).to(torch.bfloat16)), name
                 assert torch.equal(evaluated[name], seen[name]), name
@@ -300,7 +299,7 @@ def test_windows_reads_and_exports_show_what_rests_and_a_partial_write_changes_n
         for stage, shown, first in zip(STAGES, stages, results[0], strict=True):
             with named(rank, stage):
                 for name, master in shown.before.items():
-                    exact = round_ties_away(master)
+                    exact = master.bfloat16()
                     assert torch.equal(shown.window[name], exact), name
                     assert torch.equal(shown.read[name], exact), name
                     assert torch.equal(shown.exported[name], exact), name

@@ -15,7 +15,7 @@ import dataclasses
 import errno
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ from infinity._src.checkpoint.writer import (
     write_part,
 )
 from infinity._src.dtypes import dtype_of
-from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity._src.kernels.state_codec import clear_signs, decode_sections, encode_sections
 from infinity._src.memory.layout import FlatLayout, plan_flat
 from infinity._src.memory.planner import chunk_numel_of, state_format
 from infinity._src.params.chunk_pipeline import Bytes, ChunkPipeline, slab_buffers
@@ -88,17 +88,17 @@ def compose(
     part: Part,
     target: Format,
     dtype: torch.dtype,
-    sections: Iterable[int],
     section: Callable[[int, int, int], Bytes],
     *,
     states: bool,
     missed: Callable[[Piece, AioError], None] | None = None,
 ) -> None:
-    """Read a part and put it into these sections of a chunk of format `target`. Blocks. Raises: as
-    `ChunkReader.get`; the error names the parameter, too.
+    """Read a part and put it into a chunk of format `target`. Blocks. Raises: as `ChunkReader.get`;
+    the error names the parameter, too.
 
-    section: gives the memory of (section, first element, elements). states: as `convert`. missed:
-    gets a piece that cannot be read, in place of the error; its elements stay as they are.
+    section: gives the memory of (section, first element, elements). states: as `convert`; without
+    them the moments stay, and `target.master_sections` have their values of before. missed: gets a
+    piece that cannot be read, in place of the error; its elements stay as they are.
     """
     source = part.saved.flat.state_format
     for piece, ref in zip(part.pieces, part.refs, strict=True):
@@ -117,8 +117,13 @@ def compose(
             for each, array in zip(part.saved.flat.sections, arrays, strict=True)
         ]
         made = convert(source, given, target, dtype, states=states)
-        for index in sections:
-            section(index, part.start + piece.at, piece.numel)[:] = made[index]
+        at, numel = part.start + piece.at, piece.numel
+        if not states and target.sign_section is not None:
+            lo, moment = (section(index, at, numel) for index in target.master_sections[1:])
+            every = torch.ones((), dtype=torch.bool)
+            clear_signs(torch.from_numpy(lo), torch.from_numpy(moment), every)
+        for index in range(len(made) if states else target.master_count):
+            section(index, at, numel)[:] = made[index]
 
 
 def convert(
@@ -427,9 +432,9 @@ class _RankShards:
             size = flat.sections[index].size_bytes
             return buffer[low + size(start) : low + size(start + numel)]
 
-        every, dtype = range(len(flat.sections)), dtype_of(flat.dtype)
+        dtype = dtype_of(flat.dtype)
         for part in turn.parts:
-            compose(reader, part, flat.state_format, dtype, every, section, states=True)
+            compose(reader, part, flat.state_format, dtype, section, states=True)
 
 
 def _layout_of(flat: FlatEntry, world: int, state: str) -> FlatLayout:

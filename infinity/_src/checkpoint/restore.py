@@ -359,11 +359,11 @@ class _Chunk:
         """
         return any(param in held for param in self.records.flat.params)
 
-    def sections(self, held: Container[Param]) -> range:
+    def sections(self, held: Container[Param]) -> Sequence[int]:
         """The sections that are stored: the master's alone, where no states are restored."""
         form = self.records.format
         # Spilled gradients are never among them: they are no part of a checkpoint.
-        return range(form.written_count if self.with_states(held) else form.master_count)
+        return range(form.written_count) if self.with_states(held) else form.master_sections
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,7 +401,6 @@ class _Target:
 
     format: Format
     dtype: torch.dtype
-    sections: range
     buffer: ChunkBuffer
     states: bool
 
@@ -414,7 +413,6 @@ class _Target:
             part,
             self.format,
             self.dtype,
-            self.sections,
             self.buffer.section,
             states=self.states,
             missed=missed,
@@ -904,7 +902,9 @@ class RestoreJob:
         """Read the parts of a chunk. over: the values of the model are there first. notes: note
         what cannot be read, instead of raising."""
         flat, sections = turn.records.flat, turn.sections(held)
-        if not over:
+        states, signs = turn.with_states(held), turn.records.format.sign_section
+        # Moments that stay have signs that belong to the masters of before.
+        if not over and (states or signs is None):
             # Nothing is fetched: every section that is stored is composed here in full.
             buffer.assign(turn.records, turn.chunk)
             for section in sections:
@@ -913,7 +913,7 @@ class RestoreJob:
         else:
             # Beside what is restored lie frozen parameters, whose values stay, or damage.
             buffer.fetch(turn.records, turn.chunk, sections).wait()
-        target = _Target(turn.records.format, flat.dtype, sections, buffer, turn.with_states(held))
+        target = _Target(turn.records.format, flat.dtype, buffer, states)
         for part in turn.parts:
             source = part.saved.flat.state_format
             # A dict as an ordered set: each kind of rounding is told once.

@@ -38,7 +38,7 @@ from infinity._src.checkpoint.safetensors_format import (
 from infinity._src.distributed.communicator import Comm
 from infinity._src.distributed.rendezvous import Rendezvous
 from infinity._src.dtypes import bytes_of, check_kept, dtype_of, kind_of
-from infinity._src.kernels.state_codec import decode_sections
+from infinity._src.kernels.state_codec import decode_master
 from infinity._src.kernels.tiling.tiled_module import (
     tile_index,
     tiled_module_name,
@@ -53,8 +53,7 @@ from infinity._src.params.unit import Param, Unit
 from infinity._src.paths import check_link
 from infinity._src.progress import ProgressLine
 from infinity._src.sizes import format_size, parse_size
-from infinity.aio import Format
-from infinity.aio._records import Master, Moments
+from infinity.aio._records import Master
 
 INDEX = "model.safetensors.index.json"
 _WAY_OUT = "inf.save keeps it; for an export give the model another dtype"
@@ -694,19 +693,17 @@ class ExportJob:
         if self._has_master(saved):
             given = [
                 torch.from_numpy(slice_of(flat.sections[s], arrays[s], start, numel))
-                for s in range(form.master_count)
+                for s in form.master_sections
             ]
-            # A format without moments: they are neither read nor decoded.
-            found = decode_sections(Format(form.master, Moments.FP32, 0), given)[0]
+            found = decode_master(form, given)
         else:
             given = [torch.from_numpy(slice_of(flat.sections[0], arrays[0], start, numel))]
             found = given[0].view(dtype_of(flat.dtype))
         return found.to(dtype)
 
-    def _sections(self) -> range:
+    def _sections(self) -> list[int]:
         """The sections that are read."""
-        if not self._masters:
-            return range(1)
-        return range(
-            max((flat.state_format.master_count for flat in self._checkpoint.flats), default=1)
-        )
+        wanted = {0}
+        for flat in self._checkpoint.flats if self._masters else ():
+            wanted.update(flat.state_format.master_sections)
+        return sorted(wanted)

@@ -364,17 +364,24 @@ class Comm:
             )
         return whole
 
+    def all_gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """All-gather numbers, as many on each rank, in double: those of rank 0, of rank 1, ...
+        Blocks."""
+        if self.world == 1:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows: list[list[float]] = self._all_gather_rows("sums", mine).tolist()
+        return rows
+
     def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Sum each value over ranks, in double. Blocks. The result has the same bits on every
         rank."""
-        if self.world == 1:
-            return list(values)
         # Gathered and added in the order of ranks: an all_reduce may add in another order on each
         # rank.
-        total = torch.zeros(len(values), dtype=torch.float64)
-        for row in self._all_gather_rows("sums", torch.tensor(values, dtype=torch.float64)):
-            total += row
-        return [float(value) for value in total]
+        first, *others = self.all_gather_floats(values)
+        for row in others:
+            first = [total + value for total, value in zip(first, row, strict=True)]
+        return first
 
     def all_reduce_any(self, flags: Sequence[bool]) -> list[bool]:
         """Combine flags over ranks: each is set in the result if any rank has set it. Blocks."""

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import math
+import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn, Protocol
@@ -101,6 +103,16 @@ def raise_unsupported(name: str, operation: str) -> NoReturn:
             "returns its values on the CPU, and a tensor assigned to p.grad takes their place"
         )
     raise RuntimeError(f"{name}.grad rests in CPU memory and does not support {operation}: {way}")
+
+
+def norm_of_norms(norms: Sequence[float], order: float, dtype: torch.dtype) -> float:
+    """Compute the norm of a tensor from those of its parts. dtype: that of the sum."""
+    if len(norms) == 1:
+        return norms[0]
+    # The norm of order 0 counts what is not zero.
+    if order == 0:
+        return float(sum(norms))
+    return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=dtype), order))
 
 
 _SMALL_NUMEL = 1 << 16  # up to here a norm may allocate its fp32 copy instead of taking the scratch
@@ -625,22 +637,19 @@ class GradAccumulator:
             yield part.view(self.shape) if part.numel() == self.shape.numel() else part
 
     def _compute_norm(self, order: float) -> float:
+        # No element of this rank's part: it leaves the norm of the other parts as it is.
+        if not self.numel:
+            return 0.0 if order >= 0 else math.inf
         # One operation, which raises to fp32 on the way, with the same bits as below.
         if self._small and not self.log:
             return float(torch.linalg.vector_norm(self._shaped, order, dtype=torch.float32))
         # The scratch is shared, and autograd has a thread for each device.
         with self.registry.scratch_lock:
             norms = [float(torch.linalg.vector_norm(piece, order)) for piece in self._replayed()]
-        if len(norms) == 1:
-            return norms[0]
-        return (
-            float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float32), order))
-            if norms
-            else 0.0
-        )
+        return norm_of_norms(norms, order, torch.float32)
 
 
-SumReduce = Callable[[list[float]], list[float]]
+Gather = Callable[[list[float]], list[list[float]]]
 StandInOf = Callable[[GradAccumulator, torch.device], torch.Tensor]
 
 
@@ -648,15 +657,16 @@ class GradRegistry:
     """Gradient accumulators of one model: the fp32 scratch that they share, and their norms over
     all ranks.
 
-    proxy_of: makes the tensor that is `p.grad` for an accumulator on a device. reduce_sum: adds a
-    list of floats over the ranks in a fixed order, and is called with the same length on all; None
-    on one rank. grad_offload: copies gradients from a device with memory of its own.
+    proxy_of: makes the tensor that is `p.grad` for an accumulator on a device. gather: returns the
+    lists of floats that all ranks give it, in the order of ranks, and is called with the same
+    length on all; None on one rank. grad_offload: copies gradients from a device with memory of its
+    own.
     """
 
     def __init__(
         self,
         proxy_of: StandInOf,
-        reduce_sum: SumReduce | None = None,
+        gather: Gather | None = None,
         *,
         grad_offload: GradOffload | None = None,
     ) -> None:
@@ -664,7 +674,7 @@ class GradRegistry:
         self.accumulators: list[GradAccumulator] = []
         self.scratch_lock = threading.Lock()  # autograd has one thread per device
         self.grad_offload = grad_offload  # where the device has memory of its own
-        self._reduce_sum = reduce_sum
+        self._gather = gather
         self._scratch = torch.empty(0, dtype=torch.float32)
         self._factor: tuple[torch.Tensor, int, float] | None = None
 
@@ -721,43 +731,44 @@ class GradRegistry:
 
     def norms(self, accumulators: Sequence[GradAccumulator], order: float = 2.0) -> list[float]:
         """Return the norms of whole gradients, fp32 values. With several ranks the 2-norms of all
-        accumulators are reduced together and cached, so asking for one norm at a time costs one
-        reduction, too.
+        accumulators are gathered together and cached, so asking for one norm at a time costs one
+        collective, too. Of another order all ranks ask for the same ones.
 
-        Raises: RuntimeError for orders that do not add up over pieces (0, negative; on several
-        ranks inf).
+        Raises: RuntimeError for an order that is NaN.
         """
-        if not order > 0:
+        if math.isnan(order):
             raise_unsupported(accumulators[0].name, f"a norm of order {order}")
         # One rank: the part is the whole.
-        if self._reduce_sum is None:
+        if self._gather is None:
             return [accumulator.part_norm(order) for accumulator in accumulators]
-        if math.isinf(order):
-            raise_unsupported(accumulators[0].name, "an inf-norm while it is split over ranks")
         if order != 2.0:
-            sums = self._reduce_sum(
-                [accumulator.part_norm(order) ** order for accumulator in accumulators]
-            )
-            return [to_fp32(total ** (1.0 / order)) for total in sums]
+            rows = self._gather([accumulator.part_norm(order) for accumulator in accumulators])
+            return [
+                to_fp32(norm_of_norms(parts, order, torch.float64))
+                for parts in zip(*rows, strict=True)
+            ]
         if any(accumulator._norm is None for accumulator in accumulators):
-            # All accumulators, also the empty ones: the reduction then has the same length on every
+            # All accumulators, also the empty ones: the rows then have the same length on every
             # rank.
             parts = [
                 accumulator.part_norm() if accumulator.state is AccumulatorState.HELD else 0.0
                 for accumulator in self.accumulators
             ]
-            for accumulator, total in zip(
-                self.accumulators, self._reduce_sum([part * part for part in parts]), strict=True
+            rows = self._gather([part * part for part in parts])
+            for accumulator, squares in zip(
+                self.accumulators, zip(*rows, strict=True), strict=True
             ):
+                # One by one: newer Pythons' `sum` rounds otherwise.
+                total = functools.reduce(operator.add, squares)
                 accumulator._norm = to_fp32(math.sqrt(total)) if total >= 0 else math.nan
         return [accumulator._norm for accumulator in accumulators if accumulator._norm is not None]
 
     def finite(self, accumulators: Sequence[GradAccumulator]) -> bool:
         """True when these gradients are finite on every rank. With several ranks a collective."""
         mine = all(accumulator.finite() for accumulator in accumulators)
-        if self._reduce_sum is None:
+        if self._gather is None:
             return mine
-        return self._reduce_sum([0.0 if mine else 1.0])[0] == 0.0
+        return all(theirs == [1.0] for theirs in self._gather([float(mine)]))
 
     def factor(self, value: torch.Tensor | float) -> float:
         """Return a scaling factor as the fp32 number that torch would use. Reads a device scalar

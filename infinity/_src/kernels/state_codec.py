@@ -8,6 +8,12 @@ native/update_codec.h. Every line rounds once, and a divisor is a tensor: by a n
 through its reciprocal on a GPU. Integers are int32 and wrap: int64 is several times slower on a
 CPU.
 
+**Split master** (`hi` bf16, `lo` int16): the fp32 is `hi` in the upper half plus `lo`, and `hi` is
+the fp32 rounded to nearest, ties to even, as torch rounds. Of the two masters half-way to the
+neighbours of an even `hi`, `lo` can say one (-32768). The other one (32768) is stored as the same
+`lo`, and the sign bit of an fp32 second moment, which is never negative in AdamW, tells them apart.
+Without such a moment, or with a negative one, the master becomes its neighbour nearer to `hi`.
+
 **24-bit master** (`hi` bf16, `lo` int8): the upper 24 bits of the fp32, rounded at random in an
 update, since an update smaller than half of the last bit would else be lost every time. NaN is
 canonical, as in the split master.
@@ -38,7 +44,7 @@ import torch
 from infinity._src.kernels.rounding import random_bits, shift_right, sqrt_exact
 from infinity.aio._records import QUANT_GROUP, Format, GradSection, Master, Moments
 
-_NAN_BITS, _INFINITY_BITS = 0x7FC00000, 0x7F800000
+_NAN_BITS, _INFINITY_BITS, _MAGNITUDE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF
 # 2^-94, so that code 1 of moment 1 is not zero; and the largest finite bf16.
 _SCALE_LEAST, _SCALE_MOST = 0x1080, 0x7F7F
 # 127^2 and 255^4: codes are companded, so that small numbers in a group with a large one survive.
@@ -64,8 +70,8 @@ def encode_sections(
     random as an update does, `element` being the parameter's index of the first. In 8-bit formats
     that first element starts a group. Tensors: hi int16 (bf16 bits), lo int16 or int8, fp16 as it
     is, bf16 moments int16, codes uint8, scales int16 [groups * count]; fp32 sections are the
-    tensors given. Raises: ValueError for a format without states, or another number of moments than
-    it has.
+    tensors given, or a new one where signs are put into it. Raises: ValueError for a format without
+    states, or another number of moments than it has.
     """
     _check(state_format)
     if len(moments) != state_format.count:
@@ -98,6 +104,9 @@ def encode_sections(
     if scales:
         # Interleaved: the scales of a group are neighbours.
         sections.append(torch.stack(scales, dim=1).reshape(-1))
+    signs = state_format.sign_section
+    if signs is not None:
+        sections[1], sections[signs] = _encode_ties(_canonical(master), sections[signs])
     return sections
 
 
@@ -107,12 +116,39 @@ def decode_sections(
     """Decode the sections of a format (without `grad`) to (master, moments) in fp32 [numel] each.
 
     sections: 1-D contiguous tensors of any dtype of the section's bytes. An fp32 section comes back
-    as a view of itself, the rest as new tensors. Raises: ValueError for a format without states.
+    as a view of itself, or a new tensor where its signs are not its own; the rest as new tensors.
+    Raises: ValueError for a format without states.
     """
     _check(state_format)
     bare = [section.view(torch.uint8) for section in sections]
     moments = [_decode_moment(state_format, bare, index) for index in range(state_format.count)]
-    return _decode_master(state_format.master, bare), moments
+    signs = state_format.sign_section
+    if signs is not None:
+        moments[1] = _without_signs(bare[1], moments[1])
+    return decode_master(state_format, [bare[s] for s in state_format.master_sections]), moments
+
+
+def decode_master(state_format: Format, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Decode the fp32 master [numel] from `state_format.master_sections`, otherwise as
+    `decode_sections`."""
+    _check(state_format)
+    bare = [section.view(torch.uint8) for section in sections]
+    master = _decode_master(state_format.master, bare)
+    if state_format.sign_section is not None:
+        beyond = _beyond(bare[1], bare[2])
+        master.view(torch.int32).add_(beyond.to(torch.int32) << 16)
+    return master
+
+
+def clear_signs(lo: torch.Tensor, moment: torch.Tensor, where: torch.Tensor) -> bool:
+    """Give the signs of a second moment back to it, in place, `where` other masters are about to be
+    written. Returns whether any sign changed.
+
+    lo, moment: the masters' second section before that, and `sign_section`.
+    """
+    theirs = _beyond(lo, moment) & where
+    moment.view(torch.int32)[theirs] &= _MAGNITUDE
+    return bool(theirs.any())
 
 
 def _check(state_format: Format) -> None:
@@ -150,10 +186,41 @@ def _encode_master(
             bits = bits + shift_right(random, 24)
         # The low 8 bits are dropped last: the noise above decides whether bit 8 rises.
         bits &= -0x100
-    # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0. `hi` rounds
-    # ties away from zero.
-    hi = (bits + 0x8000 >> 16).to(torch.int16)
-    return [hi, (bits >> 8).to(torch.int8) if kind is Master.SPLIT8 else bits.to(torch.int16)]
+        # NaN is 0x7FC00000: 0x7FFFFFFF would round up into the sign and come back as -0.0.
+        return [(bits + 0x8000 >> 16).to(torch.int16), (bits >> 8).to(torch.int8)]
+    hi = (bits >> 16 & 1).add_(0x7FFF).add_(bits) >> 16
+    # 32768 has no code: 32767 stands for it, unless a sign can tell (`_encode_ties`).
+    return [hi.to(torch.int16), (bits - _unsaid(bits)).to(torch.int16)]
+
+
+def _unsaid(bits: torch.Tensor) -> torch.Tensor:
+    """int32: 1 where `lo` would be 32768: half-way to the next bf16, and `hi` is the one below."""
+    return (bits & 0x1FFFF).eq(0x8000).to(torch.int32)
+
+
+def _encode_ties(
+    bits: torch.Tensor, moment: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`lo` of masters whose bits are given, and the second moment with the signs that belong to it.
+    """
+    moment = moment.view(torch.int32)
+    unsaid = _unsaid(bits)
+    # A moment that needs its sign keeps it: then the master gives way, on either side of `hi`.
+    kept = ((bits & 0xFFFF) == 0x8000) & (moment < 0)
+    lo = bits + torch.where(kept, 1 - 2 * unsaid, 0)
+    signs = torch.where(kept, 0, unsaid << 31)
+    return lo.to(torch.int16), (moment | signs).view(torch.float32)
+
+
+def _beyond(lo: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """bool: where the sign bit of the second moment belongs to the master, and is set."""
+    return (lo.view(torch.int16) == -0x8000) & (moment.view(torch.int32) < 0)
+
+
+def _without_signs(lo: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """The second moment as a new tensor, with its own signs."""
+    bits = moment.view(torch.int32)
+    return torch.where(_beyond(lo, moment), bits & _MAGNITUDE, bits).view(torch.float32)
 
 
 def _decode_master(kind: Master, sections: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -137,11 +137,11 @@ class States:
             self.touch(param)
         buffer = ChunkBuffer(self.store)
         for span in spans_of(param, self.rank):
-            sections = sections_with(shard.format, value)
-            buffer.fetch(shard, span.chunk, sections).wait()
+            buffer.fetch(shard, span.chunk, sections_encoded_with(shard.format, value)).wait()
             given = wanted[span.element : span.element + span.numel].contiguous()
-            encode_value(shard.format, value, given, span_sections(buffer, span))
-            buffer.store(sections).wait()
+            changed = encode_value(shard.format, value, given, span_sections(buffer, span))
+            if changed:
+                buffer.store(changed).wait()
             # With update="delayed" forwards compute with a second copy, which must show the written
             # value too.
             if value == 0 and self._delayed_params is not None:
@@ -280,12 +280,23 @@ def check_tensor(what: str, param: Param, value: object) -> None:
 
 
 def sections_with(form: Format, value: int) -> list[int]:
-    """Return the sections that hold the master (value 0) or a moment (1, 2, 3)."""
+    """Return the sections that the master (value 0) or a moment (1, 2, 3) is decoded from."""
     if value == 0:
-        return list(range(form.master_count))
+        return list(form.master_sections)
+    section = form.master_count + value - 1
+    # `lo` says whether a sign is the moment's own.
+    if section == form.sign_section:
+        return [1, section]
     # 8-bit moments share one section of scales, so a moment needs that too.
     scales = [form.master_count + form.count] if form.moments is Moments.Q8 else []
-    return [form.master_count + value - 1, *scales]
+    return [section, *scales]
+
+
+def sections_encoded_with(form: Format, value: int) -> list[int]:
+    """Return the sections that `encode_value` wants to see."""
+    found = sections_with(form, value)
+    # A master and the moment that has signs of it are encoded together.
+    return list(form.master_sections) if form.sign_section in found else found
 
 
 def span_sections(buffer: ChunkBuffer, span: ParamSpan) -> list[Bytes]:
@@ -325,20 +336,29 @@ def encode_values(
         target[:] = source.numpy().view(np.uint8)
 
 
-def encode_value(form: Format, value: int, tensor: torch.Tensor, sections: Sequence[Bytes]) -> None:
+def encode_value(
+    form: Format, value: int, tensor: torch.Tensor, sections: Sequence[Bytes]
+) -> list[int]:
     """Put the master (value 0) or one moment (1, 2, 3) into its sections, rounded to nearest; other
-    values keep their bits."""
-    blank = torch.zeros_like(tensor)
-    values = [tensor if index == value else blank for index in range(1 + form.count)]
+    values keep their bits. Returns the sections that changed."""
+    wanted = sections_with(form, value)
+    if form.sign_section in wanted:
+        values = decode_values(form, sections)
+    else:
+        values = [torch.zeros_like(tensor)] * (1 + form.count)
+    values[value] = tensor
     master, *moments = values
-    coded = [
-        section.numpy()
-        for section in encode_sections(form.with_grad(GradSection.NONE), master, moments)
-    ]
-    for index in sections_with(form, value):
+    coded = encode_sections(form.with_grad(GradSection.NONE), master, moments)
+    changed = []
+    for index in wanted:
+        old: npt.NDArray[Any] = sections[index]
+        new: npt.NDArray[Any] = coded[index].numpy().view(np.uint8)
         # The section of scales has a column for each moment, and only this one's changes.
         if value and index == form.master_count + form.count:
-            columns = sections[index].view(np.int16).reshape(-1, form.count)
-            columns[:, value - 1] = coded[index].reshape(-1, form.count)[:, value - 1]
-        else:
-            sections[index][:] = coded[index].view(np.uint8)
+            old, new = (
+                each.view(np.int16).reshape(-1, form.count)[:, value - 1] for each in (old, new)
+            )
+        if not np.array_equal(old, new):
+            old[:] = new
+            changed.append(index)
+    return changed

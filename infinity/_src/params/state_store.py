@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from infinity._src.dtypes import as_integers
+from infinity._src.kernels.state_codec import clear_signs
 from infinity._src.memory import constants
 from infinity._src.memory.device import Device
 from infinity._src.memory.heap import give_back
@@ -479,40 +480,46 @@ class StateStore:
         shard = self._flats[flat]
         end = start + values.numel()
         touched = flat.layout.chunks.touched(start, len(values))
-        starts = np.array(touched, dtype=np.int64) * flat.layout.chunk_numel
-        sections = range(shard.format.master_count)
+        form = shard.format
         first = flat.layout.chunks[touched[0]].start
         last = flat.layout.chunks[touched[-1]]
         numel = last.start + last.numel - first
-        dtypes = (flat.dtype, _SECOND_DTYPES.get(shard.format.master, flat.dtype))
-        buffers = [torch.empty(numel, dtype=dtypes[section]) for section in sections]
-        # Jobs add the place of a chunk in the shard, and these buffers begin at `first`.
-        addresses = [buffer.data_ptr() - first * buffer.element_size() for buffer in buffers]
+        dtypes = (flat.dtype, _SECOND_DTYPES.get(form.master, flat.dtype), torch.float32)
+        buffers = {
+            section: torch.empty(numel, dtype=dtype)
+            for section, dtype in zip(form.master_sections, dtypes, strict=False)
+        }
         # Read before written: the elements beside the range are in the same chunks.
-        for kind in (JobKind.FETCH, JobKind.STORE):
-            jobs = np.zeros(len(touched), dtype=JOB)
-            jobs["chunk"] = shard.ids[touched]
-            jobs["kind"] = kind
-            jobs["mask"] = sum(1 << section for section in sections)
-            jobs["base"] = -1
-            for section, address in zip(sections, addresses, strict=True):
-                at = starts * shard.sections[section].itemsize + address
-                jobs["ptr"][:, section] = at.astype(np.uint64)
-            self._executor.submit(jobs, priority=Priority.DEMAND).wait()
-            if kind is JobKind.FETCH:
-                old, *second = [buffer[start - first : end - first] for buffer in buffers]
-                for buffer in second:
-                    # By bits: NaNs are the same if theirs are.
-                    same = as_integers(old) == as_integers(values)
-                    # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value
-                    # itself.
-                    fresh = (
-                        values.to(buffer.dtype)
-                        if buffer.is_floating_point()
-                        else torch.zeros_like(buffer)
-                    )
-                    buffer.copy_(torch.where(same, buffer, fresh))
-                old.copy_(values)
+        self._move_buffers(shard, touched, JobKind.FETCH, buffers)
+        old, *others = [buffer[start - first : end - first] for buffer in buffers.values()]
+        replaced = as_integers(old) != as_integers(values)
+        # Before `lo` changes: it says which signs belong to the masters that go.
+        if form.sign_section is not None and not clear_signs(others[0], others[1], replaced):
+            del buffers[form.sign_section]
+        for buffer in others[: form.master_count - 1]:
+            # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value itself.
+            fresh = values.to(buffer.dtype) if buffer.is_floating_point() else 0
+            buffer.copy_(torch.where(replaced, fresh, buffer))
+        old.copy_(values)
+        self._move_buffers(shard, touched, JobKind.STORE, buffers)
+
+    def _move_buffers(
+        self,
+        shard: ShardRecords,
+        chunks: range,
+        kind: JobKind,
+        buffers: Mapping[int, torch.Tensor],
+    ) -> None:
+        """Fetch or store sections of neighbouring chunks; each buffer begins with the first chunk.
+        Blocks."""
+        starts = np.array(chunks, dtype=np.int64) * shard.flat.layout.chunk_numel
+        jobs = np.zeros(len(chunks), dtype=JOB)
+        jobs["chunk"], jobs["kind"], jobs["base"] = shard.ids[chunks], kind, -1
+        jobs["mask"] = sum(1 << section for section in buffers)
+        for section, buffer in buffers.items():
+            at = (starts - starts[0]) * shard.sections[section].itemsize
+            jobs["ptr"][:, section] = (at + buffer.data_ptr()).astype(np.uint64)
+        self._executor.submit(jobs, priority=Priority.DEMAND).wait()
 
     def forget(self, flat: Flat, start: int, numel: int) -> None:
         """Zero the optimizer's states of elements [start, start + numel). The parameter and spilled

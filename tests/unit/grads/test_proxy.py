@@ -71,7 +71,7 @@ def assert_same(accumulators: list[GradAccumulator], params: list[torch.nn.Param
 
 @pytest.mark.parametrize("foreach", [None, True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, 0.5, 0.0, -1.0, math.inf, -math.inf])
 def test_clip_grad_norm_equals_clipping_of_fp32_gradients(
     foreach: bool | None, dtype: torch.dtype, norm_type: float
 ) -> None:
@@ -275,7 +275,7 @@ def test_a_write_waits_for_the_update_that_reads() -> None:
         lambda grad: grad.view(-1),
         lambda grad: grad.to("meta"),
         lambda grad: grad.norm(dim=0),
-        lambda grad: grad.norm(0),
+        lambda grad: grad.norm(math.nan),
         lambda grad: grad.norm(dtype=torch.float64),
         lambda grad: grad.copy_(torch.ones(grad.shape)),
         lambda grad: torch.ones(grad.shape).copy_(grad),
@@ -419,15 +419,13 @@ def test_stand_ins_and_ordinary_gradients_clip_together() -> None:
 
 
 def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
-    """Two books stand for two ranks, each with half of every gradient; the reduction adds what both
-    said."""
+    """Two books stand for two ranks, each with half of every gradient; the second one gathers what
+    both said."""
     torch.manual_seed(1)
     grads = [torch.randn(64).bfloat16() for _ in range(5)]
     said: list[list[float]] = []
-    books = [GradRegistry(GradProxy.of, lambda parts: said.append(parts) or parts), None]
-    books[1] = GradRegistry(
-        GradProxy.of, lambda parts: [a + b for a, b in zip(parts, said[-1], strict=True)]
-    )
+    books = [GradRegistry(GradProxy.of, lambda parts: said.append(parts) or [parts]), None]
+    books[1] = GradRegistry(GradProxy.of, lambda parts: [said[-1], parts])
     for rank, book in enumerate(books):
         for index, grad in enumerate(grads):
             accumulator = book.add(
@@ -442,17 +440,22 @@ def test_norms_over_ranks_take_one_reduction_for_all_parameters() -> None:
         assert accumulator.proxy.norm().item() == accumulator.norm()
     assert len(said) == 1
     assert len(said[0]) == 5
-    with pytest.raises(RuntimeError, match="inf-norm"):
-        books[1].norms(books[1].accumulators, math.inf)
+    for order in (1.0, 3.0, 0.5, 0.0, -1.0, math.inf, -math.inf, 400.0):
+        books[0].norms(books[0].accumulators, order)
+        found = books[1].norms(books[1].accumulators, order)
+        wanted = [torch.linalg.vector_norm(grad.float(), order).item() for grad in grads]
+        assert found == pytest.approx(wanted, rel=1e-6), order
     with pytest.raises(RuntimeError, match="split over ranks"):
         books[1].accumulators[0].materialize()
 
 
 def test_a_part_of_no_elements_counts_nothing() -> None:
-    book = GradRegistry(GradProxy.of, lambda parts: parts)
+    book = GradRegistry(GradProxy.of, lambda parts: [[2.0], parts])
     accumulator = book.add("w", torch.Size((8,)), torch.empty(0), torch.device("cpu"))
     accumulator.accumulate(torch.empty(0))
-    assert accumulator.norm() == 0.0
+    for order in (0.0, 1.0, 3.0, -1.0, math.inf, -math.inf):
+        assert accumulator.norm(order) == 2.0, order
+    assert accumulator.norm() == pytest.approx(math.sqrt(2.0))  # gathered squared
     assert accumulator.finite()
 
 

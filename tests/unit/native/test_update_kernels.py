@@ -36,7 +36,12 @@ ROWS = {
             lr=1e-2, betas=(0.8, 0.9), eps=1e-6, weight_decay=0, step=1, key=3, log=LOG
         ),
     ),
+    # Masters stay, so that those half-way between two bf16 values (SPECIAL_BITS) come back as such.
+    "adamw at rest": (
+        2, hyper_row_adamw(lr=0, betas=(0.9, 0.98), eps=1e-8, weight_decay=0, step=7, key=4)
+    ),
     "sgd": (0, hyper_row_sgd(lr=0.1, first=False, weight_decay=0.01, key=11)),
+    "sgd at rest": (0, hyper_row_sgd(lr=0, first=False, key=10)),
     "sgd plain": (0, hyper_row_sgd(lr=0.1, first=True, key=1, log=LOG)),
     "momentum": (
         1,

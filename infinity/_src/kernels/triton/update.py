@@ -53,8 +53,8 @@ BLOCK_NUMEL = 1024
 GROUP = tl.constexpr(QUANT_GROUP)
 COLUMNS = tl.constexpr(7)
 WORDS = tl.constexpr(HYPER.itemsize // 4)
-SPLIT8, MASTER_FP32, MASTER_FP16 = (
-    tl.constexpr(int(m)) for m in (Master.SPLIT8, Master.FP32, Master.FP16)
+SPLIT, SPLIT8, MASTER_FP32, MASTER_FP16 = (
+    tl.constexpr(int(m)) for m in (Master.SPLIT, Master.SPLIT8, Master.FP32, Master.FP16)
 )
 MOMENTS_FP32, MOMENTS_BF16, MOMENTS_Q8 = (
     tl.constexpr(int(m)) for m in (Moments.FP32, Moments.BF16, Moments.Q8)
@@ -269,6 +269,14 @@ def _block(
         v = _load_moment(s3, scales, at + within, groups, mask, in_groups, 1, MOMENTS, COUNT, WHOLE)
     else:
         v = p
+    # `Format.sign_section`; a launch has two moments at most.
+    SIGNS: tl.constexpr = MASTER == SPLIT and MOMENTS == MOMENTS_FP32 and COUNT > 1
+    if SIGNS:
+        # Read again, from the cache: `p` is hi and lo together by now.
+        lo = _load(s1 + at + within, mask, WHOLE)
+        beyond = tl.where(lo == -32768, bits_of(v) & 0x80000000, 0).to(tl.uint32)
+        p = float_of(bits_of(p) + (beyond >> 15))
+        v = float_of(bits_of(v) ^ beyond)
     if ALGORITHM == ADAMW:
         p, m, v = _adamw(p, m, v, g, hyper)
     elif ALGORITHM == SGD:
@@ -284,41 +292,16 @@ def _block(
         random = random_bits(low.to(tl.uint64) | (high.to(tl.uint64) << 32), element, within)
     else:
         random = within.to(tl.uint32)
-    _store_master(s0, s1, at + within, p, random, mask, MASTER, WHOLE)
+    _store_master(s0, s1, at + within, p, random, mask, MASTER, SIGNS, WHOLE)
+    if SIGNS:
+        # Kernels write this second moment for AdamW alone, where it is never negative.
+        v = float_of(bits_of(v) | (_unsaid(canonical_bits(p)) << 31))
     if COUNT > 0:
-        _store_moment(
-            s2,
-            scales,
-            at + within,
-            groups,
-            m,
-            random,
-            mask,
-            in_groups,
-            0,
-            MASTER,
-            MOMENTS,
-            COUNT,
-            GROUPS,
-            WHOLE,
-        )
+        _store_moment(s2, scales, at + within, groups, m, random, mask, in_groups, 0,
+                      MASTER, MOMENTS, COUNT, GROUPS, WHOLE)  # fmt: skip
     if COUNT > 1:
-        _store_moment(
-            s3,
-            scales,
-            at + within,
-            groups,
-            v,
-            random,
-            mask,
-            in_groups,
-            1,
-            MASTER,
-            MOMENTS,
-            COUNT,
-            GROUPS,
-            WHOLE,
-        )
+        _store_moment(s3, scales, at + within, groups, v, random, mask, in_groups, 1,
+                      MASTER, MOMENTS, COUNT, GROUPS, WHOLE)  # fmt: skip
 
 
 # -- algorithms on fp32 ----------------------------------------------------------------------------
@@ -456,7 +439,7 @@ def _load_master(
 @triton.jit
 def _store_master(
     s0: tl.tensor, s1: tl.tensor, at: tl.tensor, p: tl.tensor, random: tl.tensor, mask: tl.tensor,
-    MASTER: tl.constexpr, WHOLE: tl.constexpr,
+    MASTER: tl.constexpr, SIGNS: tl.constexpr, WHOLE: tl.constexpr,
 ) -> None:  # fmt: skip
     if MASTER == MASTER_FP32:
         _store(s0 + at, p, mask, WHOLE)
@@ -472,11 +455,19 @@ def _store_master(
             # The upper 8 random bits; the moments take the others.
             bits = bits + (random >> 24)
             _store(s1 + at, (bits >> 8).to(tl.int8), mask, WHOLE)
-            bits = (bits >> 8) << 8
+            # `hi` rounds ties away from zero; `lo` is the signed rest.
+            hi = (((bits >> 8) << 8) + 0x8000) >> 16
         else:
-            _store(s1 + at, bits.to(tl.int16), mask, WHOLE)
-        # `hi` rounds ties away from zero; `lo` is the signed rest.
-        _store(s0 + at, ((bits + 0x8000) >> 16).to(tl.int16), mask, WHOLE)
+            hi = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            lo = bits if SIGNS else bits - _unsaid(bits)
+            _store(s1 + at, lo.to(tl.int16), mask, WHOLE)
+        _store(s0 + at, hi.to(tl.int16), mask, WHOLE)
+
+
+@triton.jit
+def _unsaid(bits: tl.tensor) -> tl.tensor:
+    """uint32: 1 where `lo` would be 32768, which int16 lacks."""
+    return ((bits & 0x1FFFF) == 0x8000).to(tl.uint32)
 
 
 @triton.jit
