@@ -48,6 +48,12 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
                                  accumulate_grad_hook               at rest are not taken
     make_wrapper                 Tensor._make_wrapper_subclass      a parameter at rest needs
                                                                     storage
+    exchange                     _C._swap_tensor_impl, __class__    what refers to a parameter keeps
+                                 and hooks of Tensor                the original, and trains nothing
+    storage_of, storage_uses     Tensor.untyped_storage,            tensors over the memory of a
+                                 _C._storage_Use_Count              parameter go unseen
+    gradient_node                Tensor._use_count,                 a graph from before `offload`
+                                 autograd.graph.get_gradient_edge   gives its gradients to nothing
     METADATA                     getters and methods of Tensor,     asking a parameter at rest for
                                  Tensor.grad_dtype                  its shape raises
     separate_version             Tensor.data, getter                a write to one parameter counts
@@ -327,15 +333,70 @@ def set_sequence_number(node: Any, number: int) -> None:
 
 
 def make_wrapper(
-    cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    cls: type,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    requires_grad: bool,
+    strides: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """A tensor of subclass `cls` that has metadata and no storage."""
+    """A tensor of subclass `cls` that has metadata and no storage. strides: None: contiguous."""
     # A parameter made under inference mode could not be trained.
     with torch.inference_mode(False):
         made: torch.Tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
+            cls, shape, strides=strides, dtype=dtype, device=device, requires_grad=requires_grad
         )
     return made
+
+
+def exchange(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Let two tensor objects exchange all that they are: class, attributes, hooks, and the tensor
+    in C++. References to an object find the content of the other one in it. A second exchange
+    undoes the first.
+
+    `torch.utils.swap_tensors` refuses objects with weak references, and tensors that a graph holds.
+    Raises: RuntimeError where C++ has weak references to one; nothing has changed then.
+    """
+    with DisableTorchFunctionSubclass():
+        of_first, of_second = _hook_dicts(first), _hook_dicts(second)
+        _C._swap_tensor_impl(first, second)
+        first.__class__, second.__class__ = second.__class__, first.__class__
+        first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+        # These two belong to the objects, and C++ has them besides.
+        _set_hook_dicts(second, of_first)
+        _set_hook_dicts(first, of_second)
+
+
+def _hook_dicts(tensor: Any) -> tuple[Any, Any]:
+    return tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+
+
+def _set_hook_dicts(tensor: Any, dicts: tuple[Any, Any]) -> None:
+    tensor._backward_hooks, tensor._post_accumulate_grad_hooks = dicts
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """The storage of a tensor of any class; None for one without (sparse, wrapped by functorch)."""
+    try:
+        with DisableTorchFunctionSubclass():
+            return torch.Tensor.untyped_storage(tensor)
+    except RuntimeError:
+        return None
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Count the tensors in C++ that have this storage."""
+    # One reference is that of the Python object.
+    return int(_C._storage_Use_Count(storage._cdata)) - 1
+
+
+def gradient_node(leaf: torch.Tensor) -> Any:
+    """The node at which a living graph accumulates the gradient of `leaf`; None where no graph
+    leads there."""
+    if not leaf.requires_grad or _TENSOR._use_count(leaf) == 1:
+        return None
+    node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+    return node
 
 
 def _getters(names: Sequence[str]) -> set[Any]:

@@ -69,6 +69,7 @@ from infinity._src.optim.state_access import States
 from infinity._src.optim.step import StepPipeline
 from infinity._src.optim.transaction import Transaction
 from infinity._src.optim.update_mode import DeferredUpdate, ModeParts, UpdateMode
+from infinity._src.params.aliases import find_aliases
 from infinity._src.params.discover import build, check_gatherable, device_memory_bytes, find_units
 from infinity._src.params.materialize import (
     NamedTensors,
@@ -80,6 +81,7 @@ from infinity._src.params.materialize import (
 )
 from infinity._src.params.module_buffers import ModuleBuffers
 from infinity._src.params.prefetch_schedule import PassTracker, Progress, Schedule
+from infinity._src.params.rollback import Rollback
 from infinity._src.params.source_files import place_of
 from infinity._src.params.state_store import StateStore
 from infinity._src.params.unit import Flat, Param, Unit
@@ -203,9 +205,10 @@ def build_engine(
     owner: EngineHandle,
     timeline: Timeline,
     undo: contextlib.ExitStack,
+    rollback: Rollback,
 ) -> EngineParts:
     """Take `model` apart and wire its engine. `undo` gets the calls that close the parts, also if
-    this raises. Collective.
+    this raises; `rollback` is told what changes the model. Collective.
     """
     # The ranks meet before anything is opened: a rank that cannot go on stops all of them here.
     split = take_apart(model, policy, device, transport, owner, undo)
@@ -214,9 +217,8 @@ def build_engine(
     tiers = open_tiers(split, seam, owner, undo, source, in_parts=in_parts)
     # malloc keeps some freed memory of gathered units, instead of faulting it in for each gather.
     heap = Heap.for_units((unit.size_bytes for unit in split.units), device.type)
-    # The model keeps its values until `build_hooks`: an error before that leaves it as it was.
-    fill_tiers(split, tiers, source, Heap.for_stream(), in_parts=in_parts)
-    buffers = sync_buffers(split, model)
+    fill_tiers(split, tiers, source, Heap.for_stream(), rollback, in_parts=in_parts)
+    buffers = sync_buffers(split, model, rollback)
     # The mode comes first of the parts that behave: all that follows asks it.
     progress = start_progress(tiers, timeline)
     mode = choose_mode(split, tiers, progress)
@@ -238,7 +240,7 @@ def build_engine(
     durable = open_durable_run(tiers, optimizer, model, owner, undo)
     # Last: once hooks are on, any forward may call every part above.
     lifecycle = build_hooks(
-        split, tiers, progress, grads, unsharder, whole, model, owner, timeline, undo
+        split, tiers, progress, grads, unsharder, whole, model, owner, timeline, undo, rollback
     )
     # Every flat was made once outside of the gathers' pool: torch would keep a block as large as
     # the largest, for nobody.
@@ -329,6 +331,8 @@ def take_apart(
         passes,
         slice_grads(model, policy.grad_dtype),
     )
+    # Before anything is opened; it is looked up again when the parameters become sharded ones.
+    find_aliases(model)
     units = build(
         model,
         specs,
@@ -470,9 +474,16 @@ def _transit_bytes(split: Split, buffers: GradBuffers) -> int:
 
 
 def fill_tiers(
-    split: Split, tiers: Tiers, source: OpenSource, heap: Heap, *, in_parts: bool
+    split: Split,
+    tiers: Tiers,
+    source: OpenSource,
+    heap: Heap,
+    rollback: Rollback,
+    *,
+    in_parts: bool,
 ) -> None:
-    """Write the model's values to their tiers, unit by unit. Blocks; collective.
+    """Write the model's values to their tiers, unit by unit, and fill its buffers. Blocks;
+    collective.
 
     in_parts: all ranks read the same files, and each reads its own part of them. Raises:
     PeerFailed, ValueError, AioError.
@@ -492,19 +503,19 @@ def fill_tiers(
             # A fill takes long: the others do not go on to its end when one rank has failed.
             split.resources.check_peers()
         filling.end()
-    source.fill_buffers(split.device.torch_device)
+    source.fill_buffers(split.device.torch_device, rollback.keep)
     # From here on collectives report the error of a rank, and no longer the rendezvous.
     split.resources.end_rendezvous()
     # Each rank stores a part: from different values the whole would be no rank's model.
     split.ranks.check_values()
 
 
-def sync_buffers(split: Split, model: torch.nn.Module) -> ModuleBuffers:
+def sync_buffers(split: Split, model: torch.nn.Module, rollback: Rollback) -> ModuleBuffers:
     """Give all ranks the buffers of rank 0, if the policy asks for it. Blocks; collective."""
     policy = split.policy
     buffers = ModuleBuffers(model, split.comm, follow=policy.broadcast_buffers)
     if policy.sync_module_states or policy.broadcast_buffers:
-        buffers.broadcast()
+        buffers.broadcast(rollback.keep)
     return buffers
 
 
@@ -890,9 +901,10 @@ def build_hooks(
     owner: EngineHandle,
     timeline: Timeline,
     undo: contextlib.ExitStack,
+    rollback: Rollback,
 ) -> Lifecycle:
-    """Put released parameters into the model, and the hooks on it: from here on torch calls the
-    engine.
+    """Make the model's parameters sharded ones, and put the hooks on it: from here on torch calls
+    the engine.
     """
     # One stack for hooks and activations: both ask which module runs.
     frames, tier = FrameStack(), split.policy.params
@@ -907,6 +919,7 @@ def build_hooks(
         check_state_dict=owner.check_state_dict,
         activations=tiers.storage.open_activations(model, split.units, timeline, frames, undo),
         frames=frames,
+        rollback=rollback,
     )
     if is_microbatched(model):
         sum_slices_as_they_wait(split.flats, grads.reducer.dtype)

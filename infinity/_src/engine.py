@@ -38,7 +38,9 @@ from infinity._src.hooks.state_dict import check_copies
 from infinity._src.memory.device import compute_device
 from infinity._src.microbatch.microbatched import slices_in_mean
 from infinity._src.optim.state_access import OptimizerState
+from infinity._src.params.discover import check_modules
 from infinity._src.params.materialize import NamedTensors, Source
+from infinity._src.params.rollback import Rollback
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Param
 from infinity._src.paths import absolute
@@ -93,16 +95,9 @@ def offload(
             f"inf.offload takes an inf.Policy, not a {type(policy).__name__}; write "
             "inf.Policy(params=..., ...)"
         )
-    before = model.__dict__.get(_HANDLE)
-    if before is not None and before.closed:
-        raise ValueError(
-            "the engine of this model was closed, and its values with it: build the model anew "
-            "(inf.export_safetensors "
-            "before close() keeps the values, and load= takes them up)"
-        )
-    if before is not None:
-        raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
+    _check_not_offloaded(model)
     # Before the model is touched, all that can be known of a mistake.
+    check_modules(model)
     check_launched()
     device = compute_device(model, (policy or Policy()).device)
     if isinstance(load, (str, os.PathLike)):
@@ -113,23 +108,43 @@ def offload(
         for name, parameter in model.named_parameters()
         if not why_not_bits(parameter) and not parameter.is_contiguous()
     ]
-    with hub_checkpoint(model, load) as source:
-        handle_ = Handle(model, policy or Policy(), device, source, init, _seam, _transport)
-    model.__dict__[_HANDLE] = handle_
-    # Closed at exit, if its user does not.
-    _OPEN.add(handle_)
-    # All ranks of a node have the same environment: one tells.
-    if device.type == "cpu" and handle_.rank == 0:
-        openmp.warn_if_active(torch.get_num_threads())
-    if strided:
-        warnings.warn(
-            f"{listed(strided, 3)}: dimensions are in another order in memory "
-            "(channels_last, transposed); offloaded "
-            "they are contiguous, with the same values, and kernels that choose by the order may "
-            "round otherwise",
-            stacklevel=2,
-        )
+    with contextlib.ExitStack() as undo:
+        rollback = Rollback(model)
+        undo.callback(rollback.undo)
+        with hub_checkpoint(model, load) as source:
+            handle_ = Handle(
+                model, policy or Policy(), device, source, init, _seam, _transport, rollback
+            )
+            undo.callback(handle_.end, commit=False)
+        model.__dict__[_HANDLE] = handle_
+        # Closed at exit, if its user does not.
+        _OPEN.add(handle_)
+        # All ranks of a node have the same environment: one tells.
+        if device.type == "cpu" and handle_.rank == 0:
+            openmp.warn_if_active(torch.get_num_threads())
+        if strided:
+            # A filter may make it an error: then the model is not offloaded.
+            warnings.warn(
+                f"{listed(strided, 3)}: dimensions are in another order in memory "
+                "(channels_last, transposed); offloaded "
+                "they are contiguous, with the same values, and kernels that choose by the order "
+                "may round otherwise",
+                stacklevel=2,
+            )
+        # With `rollback` go the values that the model had.
+        undo.pop_all()
     return model
+
+
+def _check_not_offloaded(model: torch.nn.Module) -> None:
+    before = model.__dict__.get(_HANDLE)
+    if before is not None and before.closed:
+        raise ValueError(
+            "the engine of this model was closed, and its values with it: build the model anew "
+            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
+        )
+    if before is not None:
+        raise ValueError("this model is offloaded already; inf.handle(model).close() ends that")
 
 
 def handle(model: torch.nn.Module) -> Handle:
@@ -206,6 +221,7 @@ class Handle:
         init: Callable[[], torch.nn.Module] | None,
         seam: Seam | None,
         transport: type[Transport] | None,
+        rollback: Rollback,
     ) -> None:
         self.timeline = Timeline(spans_max=200_000)
         self.extra: Any = None  # the user's state, for durable runs and saves
@@ -222,20 +238,22 @@ class Handle:
                 owner=self,
                 timeline=self.timeline,
                 undo=undo,
+                rollback=rollback,
+            )
+            self.parts = parts
+            split = parts.split
+            self.policy, self.units, self.comm = split.policy, split.units, split.comm
+            self.rank = self.comm.rank
+            self.unsharder, self.durable = parts.unsharder, parts.durable
+            self.gradients = parts.grads.reducer
+            self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
+            self.saving = parts.optimizer.saving
+            self._accumulation = Accumulation(
+                parts.lifecycle, self.policy.units, split.ranks.on_any_rank
             )
             # Built: from here on `end` closes the parts. An error above has closed them already, in
             # reverse order.
             self._undo = undo.pop_all()
-        self.parts = parts
-        self.policy, self.units, self.comm = parts.split.policy, parts.split.units, parts.split.comm
-        self.rank = self.comm.rank
-        self.unsharder, self.durable = parts.unsharder, parts.durable
-        self.gradients = parts.grads.reducer
-        self.pipeline, self.states = parts.optimizer.pipeline, parts.optimizer.states
-        self.saving = parts.optimizer.saving
-        self._accumulation = Accumulation(
-            parts.lifecycle, self.policy.units, parts.split.ranks.on_any_rank
-        )
 
     def register(self, optimizer: Any, params: list[Param]) -> None:
         """Give parameters the states that `optimizer.moments_of` names (called by optimizers)."""

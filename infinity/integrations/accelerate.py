@@ -26,8 +26,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +112,6 @@ class _Offloading(Accelerator):  # type: ignore[misc]
     _offloading_twins: tuple[tuple[torch.optim.Optimizer, torch.optim.Optimizer], ...] = ()
 
     # -- prepare -----------------------------------------------------------------------------------
-
-    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        models = [each for each in (*self._models, *args) if isinstance(each, torch.nn.Module)]
-        for each in args:
-            if isinstance(each, torch.optim.Optimizer):
-                _check_params_of(each, models)
-        return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
         self,
@@ -274,26 +266,6 @@ def _close(objects: Iterable[Any]) -> None:
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _check_params_of(
-    optimizer: torch.optim.Optimizer, models: Sequence[torch.nn.Module]
-) -> None:
-    """Raise ValueError for an optimizer that was built before its model was offloaded: it would
-    step, and nothing would train."""
-    known = {id(param) for model in models for param in model.parameters()}
-    params = _params_of(optimizer)
-    if not params or any(inf.is_offloaded(param) or id(param) in known for param in params):
-        return
-    shapes = Counter(param.shape for param in params)
-    for engine in (engine for model in models for engine in inf.offloaded_modules(model)):
-        # Offloading has replaced the parameters; shapes tell whose they were.
-        if shapes <= Counter(param.shape for param in engine.parameters()):
-            raise ValueError(
-                f"accelerator.prepare: {type(optimizer).__name__} holds the parameters that "
-                f"{type(engine).__name__} had before inf.offload replaced them, and would train "
-                "nothing; build the optimizer after inf.offload"
-            )
 
 
 def _replacement_of(optimizer: torch.optim.Optimizer) -> Any:

@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 import threading
+import weakref
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,6 +34,57 @@ def test_a_storage_that_numpy_has_seen_is_known_not_to_be_resizable() -> None:
     flat = torch.zeros(8)
     flat.numpy()
     assert not compat.is_resizable(flat)
+
+
+def test_exchanged_tensors_have_all_that_the_other_had_and_keep_their_references() -> None:
+    first, second = nn.Parameter(torch.ones(3)), torch.zeros(2)
+    first.tag, seen = "mine", []  # type: ignore[attr-defined]
+    handle = first.register_hook(lambda _: seen.append("grad"))
+    first.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    weak, graph = weakref.ref(first), (first * 2).sum()
+    node = compat.gradient_node(first)
+    compat.exchange(first, second)
+    assert weak() is first
+    assert (type(first), type(second)) == (torch.Tensor, nn.Parameter)
+    assert first.shape == (2,)
+    assert second.tag == "mine"
+    assert not first.__dict__
+    assert not first._backward_hooks
+    assert compat.gradient_node(second) is node
+    graph.backward()
+    assert seen == ["grad", "accumulated"]
+    assert torch.equal(second.grad, torch.full((3,), 2.0))
+    compat.exchange(first, second)
+    handle.remove()
+    (first * 2).sum().backward()
+    assert seen == ["grad", "accumulated", "accumulated"]
+    assert torch.equal(first.grad, torch.full((3,), 4.0))
+
+
+def test_a_weak_reference_in_c_forbids_an_exchange_and_nothing_changes() -> None:
+    first, second = nn.Parameter(torch.ones(3)), torch.zeros(2)
+    weak = torch._C._WeakTensorRef(first)
+    with pytest.raises(RuntimeError, match="weakrefs"):
+        compat.exchange(first, second)
+    assert type(first) is nn.Parameter
+    assert not weak.expired()
+
+
+def test_the_tensors_of_a_storage_and_the_graphs_of_a_leaf_are_known() -> None:
+    leaf = nn.Parameter(torch.ones(3))
+    storage = compat.storage_of(leaf)
+    assert storage is not None
+    assert compat.storage_uses(storage) == 1
+    view = leaf.detach()
+    assert compat.storage_uses(storage) == 2
+    del view
+    assert compat.storage_uses(storage) == 1
+    assert compat.storage_of(torch.eye(3).to_sparse()) is None
+    assert compat.gradient_node(leaf) is None
+    graph = leaf * 2
+    assert compat.gradient_node(leaf) is graph.grad_fn.next_functions[0][0]
+    del graph
+    assert compat.gradient_node(leaf) is None
 
 
 def test_a_separate_tensor_shares_storage_but_not_the_version_counter() -> None:

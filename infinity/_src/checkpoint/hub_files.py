@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from infinity._src._torch_compat import set_data
 from infinity._src.checkpoint import safetensors_files
 from infinity._src.checkpoint.gguf_files import UnpackedGguf, open_gguf
 from infinity._src.checkpoint.hub_conversion import (
@@ -370,8 +371,8 @@ def hub_checkpoint(
     try:
         yield source
     except BaseException:
-        for store, attr, value in before:
-            store[attr] = value
+        for tensor, was in before:
+            set_data(tensor, was)
         raise
     source.finish()
 
@@ -409,20 +410,20 @@ def _like(files: StoredTensors, name: str) -> torch.Tensor:
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
-def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
+def _plan_dtypes(model: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Give parameters and buffers on meta, and persistent buffers that are real, the dtypes that
-    transformers wants for them; return what was there: (store, attribute, value).
+    transformers wants for them. The objects stay; returns each that was changed, with what it was.
     """
     plan = model._get_dtype_plan(_main_dtype(model))
     if not plan:
         return []
     pattern, by_group, _ = transformers_loading().build_glob_alternation(list(plan))
-    before: list[tuple[dict[str, Any], str, Any]] = []
-    # A tensor that several modules share stays one.
-    made: dict[int, torch.Tensor] = {}
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # A tensor that several modules share has the dtype that its first name asks for.
+    seen: set[int] = set()
     for prefix, module in model.named_modules():
         for store in (module._parameters, module._buffers):
-            for attr, value in list(store.items()):
+            for attr, value in store.items():
                 if value is None or not value.is_floating_point():
                     continue
                 is_buffer = store is module._buffers
@@ -431,19 +432,12 @@ def _plan_dtypes(model: Any) -> list[tuple[dict[str, Any], str, Any]]:
                     continue
                 found = pattern.search(f"{prefix}.{attr}" if prefix else attr)
                 dtype = plan[by_group[found.lastgroup]] if found else value.dtype
-                if value.dtype != dtype:
-                    before.append((store, attr, value))
-                    store[attr] = made.setdefault(id(value), _recast(value, dtype))
+                if value.dtype != dtype and id(value) not in seen:
+                    seen.add(id(value))
+                    was = value.detach()
+                    before.append((value, was))
+                    set_data(value, was.to(dtype))
     return before
-
-
-def _recast(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    cast = value.detach().to(dtype)
-    if isinstance(value, torch.nn.Parameter):
-        cast = torch.nn.Parameter(cast, requires_grad=value.requires_grad)
-    # Attributes that others have put on it.
-    cast.__dict__.update(value.__dict__)
-    return cast
 
 
 def _keeps_fp32(model: Any) -> bool:

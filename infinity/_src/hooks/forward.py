@@ -49,6 +49,7 @@ from infinity._src.hooks.whole_params import ShownWindow, WholeParams
 from infinity._src.kernels.tiling.tiled_experts import ChosenTiles
 from infinity._src.kernels.tiling.tiled_module import exclude_from_compile, is_idle_call
 from infinity._src.params.prefetch_schedule import PassTracker
+from infinity._src.params.rollback import Rollback
 from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import (
     EngineHook,
@@ -174,6 +175,7 @@ class Lifecycle:
         check_state_dict: Check | None = None,
         activations: Activations | None = None,
         frames: FrameStack | None = None,
+        rollback: Rollback | None = None,
     ) -> None:
         self.model = model
         self.units = units
@@ -195,7 +197,12 @@ class Lifecycle:
         self._log = BlockLog()
         self._grad_hooked: set[Param] = set()
         self._installed: Installed = install(
-            model, units, owner=self, on_demand=self.in_forward, read=unsharder.read
+            model,
+            units,
+            owner=self,
+            on_demand=self.in_forward,
+            read=unsharder.read,
+            rollback=rollback or Rollback(model),
         )
         self._refs: dict[Unit, UnitRefs] = {
             unit: UnitRefs(
@@ -212,7 +219,8 @@ class Lifecycle:
             for param in unit.params:
                 # Users' hooks come after the engine's: they find the stand-in in `p.grad`.
                 self._hook_grad(param)
-                for hook in self._installed.post_accumulate.get(param, ()):
+                if param in self._installed.post_accumulate:
+                    hook = self._installed.post_accumulate[param]
                     param.at_rest.register_post_accumulate_grad_hook(hook)
         self._hooked: dict[torch.nn.Module, list[UnitRefs]] = {}
         self._methods: dict[tuple[torch.nn.Module, str], HookedMethod] = {}
@@ -706,17 +714,19 @@ def attach(
     check_state_dict: Check | None = None,
     activations: Activations | None = None,
     frames: FrameStack | None = None,
+    rollback: Rollback | None = None,
 ) -> Lifecycle:
-    """Replace the parameters of `units` in `model` by sharded parameters, and run their life cycle
-    with hooks.
+    """Make the parameters of `units` in `model` sharded parameters, and run their life cycle with
+    hooks.
 
-    The values must already be on their tiers: the original parameters are dropped here. Sets
+    The values must already be on their tiers: `rollback` alone has them from here on. Sets
     `at_rest` and `gathered` of every Param. whole: shows parameters between passes.
     where: names the tier of a parameter in errors.
     check_state_dict: see `infinity._src.hooks.state_dict.Check`. activations: notes every hooked
-    module's forward, and looks at the same `frames`.
+    module's forward, and looks at the same `frames`. rollback: undoes this; the caller does so on
+    an error.
 
-    Raises: ValueError when a parameter already has a gradient.
+    Raises: ValueError for a tensor that shares a parameter's memory and cannot follow it.
     """
     return Lifecycle(
         model,
@@ -729,4 +739,5 @@ def attach(
         check_state_dict=check_state_dict,
         activations=activations,
         frames=frames,
+        rollback=rollback,
     )

@@ -22,11 +22,17 @@ from typing import Any, NoReturn
 
 import torch
 
-from infinity._src._torch_compat import DisableTorchFunctionSubclass, dynamo_disable
+from infinity._src._torch_compat import (
+    DisableTorchFunctionSubclass,
+    dynamo_disable,
+    gradient_node,
+)
 from infinity._src.params import unsharded_param as gathered
-from infinity._src.params.sharded_param import ParamHost, ShardedParameter
+from infinity._src.params.aliases import find_aliases
+from infinity._src.params.rollback import Rollback
+from infinity._src.params.sharded_param import ParamHost, ShardedParameter, ShardedView
 from infinity._src.params.unit import Param, Unit
-from infinity.errors import ReplacedOutsideEngine
+from infinity.errors import ParameterReleased, ReplacedOutsideEngine
 
 OnDemand = Callable[[Param], "torch.Tensor | None"]
 Read = Callable[[Param], torch.Tensor]
@@ -178,8 +184,6 @@ class ModuleParameters(dict[str, Any]):
 
 
 Hook = Callable[[torch.Tensor], None]
-_CAPTURE_DEPTH = 3
-"""Depth of nested containers to which captured parameters are searched for."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -188,32 +192,33 @@ class Installed:
 
     owned: dict[torch.nn.Module, ModuleParameters] = dataclasses.field(default_factory=dict)
     modules_of: dict[Unit, list[torch.nn.Module]] = dataclasses.field(default_factory=dict)
-    # Hooks that users had registered. They are registered again after the engine's own, so that
-    # they find the proxy in `p.grad`.
-    post_accumulate: dict[Param, list[Hook]] = dataclasses.field(default_factory=dict)
+    # What runs the hooks that users had registered. It is registered after the engine's own hook,
+    # so that they find the proxy in `p.grad`.
+    post_accumulate: dict[Param, Hook] = dataclasses.field(default_factory=dict)
 
 
 def install(
-    model: torch.nn.Module, units: list[Unit], *, owner: ParamHost, on_demand: OnDemand, read: Read
+    model: torch.nn.Module,
+    units: list[Unit],
+    *,
+    owner: ParamHost,
+    on_demand: OnDemand,
+    read: Read,
+    rollback: Rollback,
 ) -> Installed:
-    """Make sharded and gathered parameters for all of `units`, and put the sharded ones into their
-    modules. on_demand, read: see `ModuleParameters`."""
+    """Make the parameters of all `units` sharded ones, the tensors over their memory views of
+    these, and gathered parameters beside them. The objects stay. on_demand, read: see
+    `ModuleParameters`. Raises: as `find_aliases` and `Rollback.replace`."""
     installed = Installed()
-    replaced: dict[int, ShardedParameter] = {}
-    originals: list[torch.Tensor] = []  # kept alive to the end: `replaced` is keyed by id()
-    # All are checked before the first is replaced: an error leaves the model as it was.
+    # Casts that autocast keeps refer to weights weakly; the next use casts again.
+    torch.clear_autocast_cache()
+    aliases = find_aliases(model)
     for unit in units:
-        for param in unit.params:
-            module, attr = param.sites[0]
-            original = module._parameters[attr]
-            if original is not None and original.grad is not None:
-                raise ValueError(
-                    f"{param.name} has a gradient, which offloading would lose: call "
-                    "`model.zero_grad()` first"
-                )
-    for unit in units:
-        _install_unit(unit, owner, installed, replaced, originals)
-    _replace_captured(model, replaced)
+        _install_unit(unit, owner, installed, rollback)
+    for alias in aliases:
+        sharded = alias.of
+        assert isinstance(sharded, ShardedParameter)
+        rollback.replace(alias.tensor, ShardedView(alias, sharded))
     on_demand = dynamo_disable(on_demand)
     for unit in units:
         modules = list({module: None for param in unit.params for module, _ in param.sites})
@@ -226,78 +231,66 @@ def install(
 
 
 def _install_unit(
-    unit: Unit,
-    owner: ParamHost,
-    installed: Installed,
-    replaced: dict[int, ShardedParameter],
-    originals: list[torch.Tensor],
+    unit: Unit, owner: ParamHost, installed: Installed, rollback: Rollback
 ) -> None:
-    first = {param: _original(param) for param in unit.params}
+    first = {param: _objects(param)[0] for param in unit.params}
     gathered.bind(
         unit, requires_grad={param: original.requires_grad for param, original in first.items()}
     )
-    for param, original in first.items():
-        at_rest = ShardedParameter(param, param.flat.tensor.device, original.requires_grad, owner)
-        hooks = _carry_over(original, at_rest, param)
-        if hooks:
-            installed.post_accumulate[param] = hooks
+    for param in unit.params:
+        # Several only where a model on meta declares them tied.
+        for original in _objects(param):
+            hooks = _carry_over(original, param)
+            if hooks is not None and original is first[param]:
+                installed.post_accumulate[param] = hooks
+            _refuse_backward(original, param.name, rollback)
+            device, requires_grad = param.flat.tensor.device, original.requires_grad
+            rollback.replace(original, ShardedParameter(param, device, requires_grad, owner))
+        at_rest: Any = first[param]
         param.at_rest = at_rest
         for module, attr in param.sites:
-            site = module._parameters[attr]
-            assert site is not None
-            originals.append(site)
-            replaced[id(site)] = at_rest
-            setattr(module, attr, at_rest)  # not in the dict: nn.RNNBase keeps a list besides
+            if module._parameters[attr] is not at_rest:
+                # Not in the dict: nn.RNNBase keeps a list besides.
+                setattr(module, attr, at_rest)
 
 
-def _original(param: Param) -> torch.nn.Parameter:
-    module, attr = param.sites[0]
-    original = module._parameters[attr]
-    assert original is not None, f"{param.name} is not in its module"
-    return original
+def _objects(param: Param) -> list[torch.nn.Parameter]:
+    """The Parameter objects that the modules of a parameter hold."""
+    held = [module._parameters[attr] for module, attr in param.sites]
+    return list({id(each): each for each in held if each is not None}.values())
 
 
-def _carry_over(
-    original: torch.nn.Parameter, at_rest: ShardedParameter, param: Param
-) -> list[Hook]:
-    """Copy attributes and hooks that users put on the original parameter. Returns its
-    post-accumulate hooks."""
-    for target in (at_rest, param.gathered):
-        target.__dict__.update(original.__dict__)
+def _carry_over(original: torch.nn.Parameter, param: Param) -> Hook | None:
+    """Give the gathered parameter what users put on the original one: attributes, and the dict of
+    its hooks, in which their handles remove them. Returns what runs its post-accumulate hooks."""
     hooks: Any = original
-    for hook in (hooks._backward_hooks or {}).values():
-        at_rest.register_hook(hook)
-    return list((hooks._post_accumulate_grad_hooks or {}).values())
+    param.gathered.__dict__.update(original.__dict__)
+    if hooks._backward_hooks is not None:
+        param.gathered._backward_hooks = hooks._backward_hooks
+    after: dict[int, Hook] | None = hooks._post_accumulate_grad_hooks
+    if after is None:
+        return None
+
+    def run(parameter: torch.Tensor) -> None:
+        for hook in tuple(after.values()):
+            hook(parameter)
+
+    return run
 
 
-def _replace_captured(model: torch.nn.Module, replaced: dict[int, ShardedParameter]) -> None:
-    """Replace parameters in lists, tuples and dicts that modules keep. A module would train the old
-    ones otherwise."""
-    for module in model.modules():
-        for name, value in list(module.__dict__.items()):
-            if name.startswith("_parameters") or name == "_modules":
-                continue
-            swapped = _swap(value, replaced)
-            if swapped is not value:
-                module.__dict__[name] = swapped
+def _refuse_backward(original: torch.Tensor, name: str, rollback: Rollback) -> None:
+    """Have backward raise through a graph that was made of the original parameter."""
+    node = gradient_node(original)
+    if node is None:
+        return
 
+    def refuse(*_grads: object) -> None:
+        raise ParameterReleased(
+            f"backward of a graph that was made before inf.offload: the gradient of {name} would "
+            "reach memory that the parameter no longer has; run forward again, after inf.offload"
+        )
 
-def _swap(value: Any, replaced: dict[int, ShardedParameter], depth: int = 0) -> Any:
-    if isinstance(value, torch.Tensor):
-        return replaced.get(id(value), value)
-    if depth == _CAPTURE_DEPTH:
-        return value
-    if type(value) is list:
-        for index, item in enumerate(value):
-            value[index] = _swap(item, replaced, depth + 1)
-    elif type(value) is tuple:
-        parts = [_swap(item, replaced, depth + 1) for item in value]
-        if any(new is not old for new, old in zip(parts, value, strict=True)):
-            return tuple(parts)
-    elif type(value) is dict:
-        for key, item in list(value.items()):
-            value[key] = _swap(item, replaced, depth + 1)
-    return value
+    rollback.refuse(node, refuse)
 
 
 def uninstall(installed: Installed) -> None:

@@ -32,7 +32,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -60,6 +60,7 @@ from infinity._src.params.blocks import (
     list_children,
 )
 from infinity._src.params.call_order import call_order
+from infinity._src.params.sharded_param import ShardedParameter
 from infinity._src.params.unit import Flat, Param, Unit, keys_of, place_at
 from infinity._src.params.unsharded_param import empty_flat
 from infinity._src.sizes import format_size
@@ -145,6 +146,44 @@ def find_units(
     for entry in entries:
         _check_holdable(model, entry)
     return _Finder(model, entries, unit_bytes_max, nested).find(units)
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise ValueError for a model that has parameters of another engine, or of one that was
+    closed, and for modules whose calls no hook sees."""
+    for prefix, module in model.named_modules():
+        name = f"{type(model).__name__}.{prefix}" if prefix else type(model).__name__
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name} is a {type(module).__name__} of torch.jit, whose parameters and hooks "
+                "belong to TorchScript; give inf.offload the module that it was made of (hooks "
+                "gather parameters, and TorchScript does not call them)"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name} is a DistributedDataParallel, which would reduce gradients that it never "
+                "gets; offload the module inside of it (the engine reduces gradients over the "
+                "ranks itself)"
+            )
+        for attr, parameter in module._parameters.items():
+            if isinstance(parameter, ShardedParameter):
+                _refuse_held(f"{name}.{attr}", parameter)
+
+
+def _refuse_held(name: str, parameter: ShardedParameter) -> NoReturn:
+    """Raise for a parameter that an engine has, or had."""
+    link = parameter.infinity_link
+    held = f"the engine of {type(link.owner.model).__name__}, as {link.param.name}"
+    if link.owner.closed:
+        raise ValueError(
+            f"{name} has no values: {held}, held it, and was closed; build that module anew "
+            "(inf.export_safetensors before close() keeps the values, and load= takes them up)"
+        )
+    raise ValueError(
+        f"{name} is offloaded already: {held}, holds it. A parameter has one engine: offload one "
+        "module that has both as children (a torch.nn.ModuleList), or make a copy of the shared "
+        "module before inf.offload (copy.deepcopy)"
+    )
 
 
 def find_parameters(model: nn.Module) -> list[FoundParameter]:

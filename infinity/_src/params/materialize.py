@@ -166,8 +166,18 @@ class FileTensors(NamedTensors):
         """
 
 
+Keep = Callable[[torch.Tensor], None]
+
+
+def _keep_nothing(_buffer: torch.Tensor) -> None:
+    """Note nothing: an error may leave buffers half filled."""
+
+
 class OpenSource(abc.ABC):
     """A source, checked against the model and ready to fill it. Base of all kinds."""
+
+    writes_buffers = True
+    """False if real buffers keep their values."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -190,9 +200,9 @@ class OpenSource(abc.ABC):
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         """Fill a persistent buffer; one that is real already may keep its values."""
 
-    def fill_buffers(self, device: torch.device) -> None:
+    def fill_buffers(self, device: torch.device, keep: Keep = _keep_nothing) -> None:
         """Give every buffer its values and replace those on the meta device by real ones on
-        `device`. Blocks.
+        `device`. Blocks. keep: called with each real one that is about to be written.
 
         Buffers that are not persistent are in no checkpoint: Hugging Face models recompute theirs.
         Raises: ValueError naming buffers that nobody can compute.
@@ -207,6 +217,8 @@ class OpenSource(abc.ABC):
                         if buffer.value.is_meta
                         else buffer.value.to(device)
                     )
+                    if out is buffer.value and self.writes_buffers:
+                        keep(out)
                     self.fill_buffer(buffer.names, out, was_meta=buffer.value.is_meta)
                     buffer.module._buffers[buffer.attr] = out
                 elif buffer.value.is_meta:
@@ -303,6 +315,8 @@ def fill_shards(
 class _ModuleSource(OpenSource):
     """The module holds the values."""
 
+    writes_buffers = False
+
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
         # Raised before anything is filled: a model on meta has no values to take.
@@ -337,7 +351,7 @@ class _ReceivedSource(OpenSource):
     def fill_buffer(self, names: tuple[str, ...], out: torch.Tensor, *, was_meta: bool) -> None:
         raise AssertionError((names, out, was_meta))
 
-    def fill_buffers(self, device: torch.device) -> None:
+    def fill_buffers(self, device: torch.device, _keep: Keep = _keep_nothing) -> None:
         """Give buffers their memory on `device`."""
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):
@@ -433,7 +447,7 @@ class _InitSource(_WholeSource):
         assert was_meta or not out.is_meta, names
         self._make(self._name_of(names), out)
 
-    def fill_buffers(self, device: torch.device) -> None:
+    def fill_buffers(self, device: torch.device, _keep: Keep = _keep_nothing) -> None:
         # All of them, persistent or not: the function has computed them as they begin.
         with torch.inference_mode(False), torch.no_grad():
             for buffer in find_buffers(self._model):

@@ -11,7 +11,7 @@ valid.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -50,10 +50,11 @@ class ModuleBuffers:
             self._in_no_sync = before
 
     @torch.no_grad()
-    def broadcast(self) -> None:
+    def broadcast(self, keep: Callable[[torch.Tensor], None] = lambda _buffer: None) -> None:
         """Give all ranks the buffers of rank 0, bit for bit. Collective; blocks.
 
-        Raises: RanksDiverged where ranks have other buffers: in number, shape or dtype.
+        keep: called with each buffer that is about to be written. Raises: RanksDiverged where ranks
+        have other buffers: in number, shape or dtype.
         """
         held = {
             name: value
@@ -70,6 +71,7 @@ class ModuleBuffers:
         for value in held.values():
             part = slice(start, start + value.nbytes)
             if not torch.equal(mine[part], theirs[part]):
+                keep(value)
                 found = from_bytes(theirs[part].numpy().data, value.dtype, tuple(value.shape))
                 copy_(value, found)
             start = part.stop

@@ -6,6 +6,10 @@ cycle) has at that moment: the gathered parameter inside forward, a window on it
 otherwise they raise `ParameterReleased` with the name. Operations that would part the parameter
 from the engine (`.data =`, `share_memory_`, pickle, deepcopy, `autograd.grad`) always raise: each
 was a silent loss or a segfault.
+
+`replace_by_sharded` makes the model's own Parameter object one, so that all that refers to it (an
+optimizer, a closure, another module) goes on referring to the parameter. A tensor that shared the
+parameter's memory becomes a `ShardedView` in the same way.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from infinity._src._torch_compat import (
     METADATA,
     DisableTorchFunctionSubclass,
+    exchange,
     is_replicating,
     make_wrapper,
     parse_to,
@@ -39,6 +44,10 @@ class ParamHost(Protocol):
     """The life cycle of a model, which answers for its at-rest parameters."""
 
     closed: bool
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that is offloaded."""
 
     def readable(self, param: Param) -> Tensor | None:
         """The tensor that stands for the parameter here and now, gathering it if need be; None when
@@ -144,7 +153,7 @@ class ShardedParameter(torch.nn.Parameter):
     ) -> NoReturn:
         """Raise for calls from C++, which do not go through `__torch_function__`."""
         found = _at_rest_in((args, kwargs or {}))
-        raise_released(found[0], str(func)) if found else None
+        raise_released(found[0].infinity_link, str(func)) if found else None
         raise ParameterReleased(f"{func} met an offloaded parameter")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -177,12 +186,114 @@ class ShardedParameter(torch.nn.Parameter):
         )
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return _require_readable(self, "numpy").detach().cpu().__array__(*args, **kwargs)
+        values = _require_readable(self.infinity_link, "numpy").detach().cpu()
+        return values.__array__(*args, **kwargs)
 
 
-def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """A tensor over elements of a contiguous parameter, from `offset` on.
+
+    tracks: gradients go through it to the parameter (it was made by an operation on it).
+    """
+
+    tensor: torch.Tensor
+    of: torch.Tensor
+    offset: int
+    tracks: bool
+
+
+class ShardedView(torch.Tensor):
+    """A tensor over elements of an at-rest parameter: operations get those of the tensor that
+    stands for it, or raise `ParameterReleased`, as on the parameter.
+
+    alias: where its elements are, as `params.aliases` has found it.
+    """
+
+    infinity_link: EngineLink
+    infinity_tracks: bool
+    infinity_offset: int
+
+    @staticmethod
+    def __new__(  # noqa: PYI034
+        cls, alias: Alias, parameter: ShardedParameter
+    ) -> ShardedView:
+        """The view of `parameter` that takes the place of a tensor over its old memory."""
+        like = alias.tensor
+        made = make_wrapper(
+            cls, like.shape, like.dtype, parameter.device, like.requires_grad, like.stride()
+        )
+        assert isinstance(made, ShardedView)
+        made.infinity_link = parameter.infinity_link
+        made.infinity_tracks, made.infinity_offset = alias.tracks, alias.offset
+        return made
+
+    def __init__(self, alias: Alias, parameter: ShardedParameter) -> None:
+        # Python hands the arguments of `__new__` here, too; the view is complete by then.
+        pass
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer metadata, redirect values, refuse what would part it from the parameter."""
+        kwargs = kwargs or {}
+        if func in METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _PARTING and isinstance(args[0], ShardedView):
+            name = args[0].infinity_link.param.name
+            raise ParameterReleased(f"{_name_of(func)} on a view of {name}: do it on the parameter")
+        return _on_values(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> NoReturn:
+        """Raise for calls from C++, which do not go through `__torch_function__`."""
+        raise ParameterReleased(f"{func} met a view of an offloaded parameter")
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        link = self.infinity_link
+        return (
+            f"ShardedView(of {link.param.name}, shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"on {link.owner.where(link.param)})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def infinity_values(self, operation: str) -> Tensor:
+        """The elements of the tensor that stands for the parameter here and now. Raises:
+        ParameterReleased."""
+        whole = _require_readable(self.infinity_link, operation)
+        whole = whole if self.infinity_tracks else whole.detach()
+        start = int(whole.storage_offset()) + self.infinity_offset
+        return whole.as_strided(self.shape, self.stride(), start)
+
+
+def replace_by_sharded(original: Tensor, sharded: ShardedParameter | ShardedView) -> None:
+    """Make the object `original` what `sharded` is, and the other way round. Attributes that users
+    have put on it stay on it. Raises: ValueError where C++ refers to it weakly.
+    """
+    name = sharded.infinity_link.param.name
+    attributes = dict(original.__dict__)
+    try:
+        exchange(original, sharded)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{name} cannot be offloaded in its place: C++ code holds a weak reference to it "
+            f"({error}); drop that before inf.offload (a CUDA graph, a compiled call)"
+        ) from error
+    original.__dict__.update({**attributes, **original.__dict__})
+
+
+def raise_released(link: EngineLink, operation: str) -> NoReturn:
     """Raise the error for an operation on a parameter whose values are not gathered."""
-    link = parameter.infinity_link
     name = link.param.name
     # After close no gather() can help, so the error must not recommend it.
     if link.owner.closed:
@@ -200,8 +311,10 @@ def raise_released(parameter: ShardedParameter, operation: str) -> NoReturn:
     raise ParameterReleased(
         f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
         "To train through another method than forward: `inf.forward_methods(model, \"method\")`. "
-        "To read or write it: `with inf.handle(model).gather(parameter): ...`. If a "
-        f"trainer does this (DistributedDataParallel, an optimizer of torch): {TRAINERS}; "
+        "To read or write it: `with inf.handle(model).gather(parameter): ...` (writes inside are "
+        "kept). An optimizer of torch cannot train it: build inf.AdamW(model.parameters()), "
+        "inf.SGD, inf.Lion or inf.Elementwise after inf.offload. If a trainer does this "
+        f"(DistributedDataParallel, an optimizer of torch): {TRAINERS}; "
         "infinity.integrations.peft.merge(model) merges adapters"
     )
 
@@ -217,11 +330,10 @@ def _describe(parameter: ShardedParameter) -> str:
     return f"{link.param.name}, which is offloaded (on {where})"
 
 
-def _require_readable(parameter: ShardedParameter, operation: str) -> Tensor:
-    link = parameter.infinity_link
+def _require_readable(link: EngineLink, operation: str) -> Tensor:
     tensor = link.owner.readable(link.param) if not link.owner.closed else None
     if tensor is None:
-        raise_released(parameter, operation)
+        raise_released(link, operation)
     return tensor
 
 
@@ -233,10 +345,16 @@ def _name_of(func: Any) -> str:
     return str(name)
 
 
-def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, ShardedParameter]]) -> Any:
-    """`value` with every at-rest parameter in it replaced by the tensor that stands for it."""
+def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, Tensor]]) -> Any:
+    """`value` with every at-rest parameter, and view of one, in it replaced by the tensor that
+    stands for it.
+    """
     if isinstance(value, ShardedParameter):
-        tensor = _require_readable(value, operation)
+        tensor = _require_readable(value.infinity_link, operation)
+        replaced.append((tensor, value))
+        return tensor
+    if isinstance(value, ShardedView):
+        tensor = value.infinity_values(operation)
         replaced.append((tensor, value))
         return tensor
     if type(value) in (list, tuple):
@@ -248,7 +366,7 @@ def _substitute(value: Any, operation: str, replaced: list[tuple[Tensor, Sharded
 
 def _on_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `func` on the values: of gathered parameters, or raise."""
-    replaced: list[tuple[Tensor, ShardedParameter]] = []
+    replaced: list[tuple[Tensor, Tensor]] = []
     operation = _name_of(func)
     result = func(
         *(_substitute(arg, operation, replaced) for arg in args),
@@ -288,7 +406,7 @@ def _requires_grad_set(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _data_get(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
     # detach(), not .data: it shares the version counter, so that a write through it is seen.
-    return _require_readable(args[0], ".data").detach()
+    return _require_readable(args[0].infinity_link, ".data").detach()
 
 
 def _data_set(_func: Any, args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Any:
@@ -423,7 +541,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         source = args[1]
         # Loading the model's own state_dict(keep_vars=True).
         if isinstance(source, ShardedParameter):
-            source = _require_readable(source, "loading from it")
+            source = _require_readable(source.infinity_link, "loading from it")
         link.owner.load(link.param, source)
         return parameter
     return _on_values(func, args, kwargs)
@@ -476,3 +594,9 @@ SPECIAL: dict[Any, Handler] = {
     ),
     torch.autograd.backward: _forbid("torch.autograd.backward", "call `loss.backward()`"),
 }
+
+_PARTING = frozenset(
+    {_TENSOR.data.__set__, _TENSOR.requires_grad.__set__, _GRAD.__set__}
+    | {getattr(_TENSOR, name) for name in ("requires_grad_", "set_", "resize_", "share_memory_")}
+)
+"""Operations that would change the tensor that stands for a view at the moment, and not it."""

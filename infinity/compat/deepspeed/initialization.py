@@ -249,7 +249,6 @@ def _offloaded(
 ) -> ZeROOptimizer | None:
     """Offload the model, unless it is, and build its optimizer. On an error the engine is closed,
     and the model with it."""
-    names = {id(param): name for name, param in model.named_parameters(remove_duplicate=False)}
     learning = {name for name, param in model.named_parameters() if param.requires_grad}
     if not inf.offloaded_modules(model):
         if settings.stage == 3:
@@ -260,11 +259,9 @@ def _offloaded(
         _make_directories(policy)
         _cast(settings, model)
         broadcast_module(model)
-        attributes = _attributes_of(model)
         inf.offload(model, policy)
         undo.callback(inf.handle(model).close)
         gather_whole(model)
-        _give(model, attributes)
         if plan is None:
             # A trainer may ask which ones learn, and bring their optimizer later.
             for name, param in model.named_parameters():
@@ -275,8 +272,7 @@ def _offloaded(
             note_zero_param(param)
     if plan is None:
         return None
-    now = dict(model.named_parameters(remove_duplicate=False))
-    built = plan.build(lambda param: now[names[id(param)]])
+    built = plan.build()
     scaler = loss_scaler(settings)
     kind = DeepSpeedZeroOptimizer_Stage3 if settings.stage == 3 else DeepSpeedZeroOptimizer
     return kind(
@@ -320,20 +316,6 @@ def _cast(settings: Settings, model: torch.nn.Module) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and not any(part in kept for part in name.split(".")):
             buffer.data = buffer.data.to(dtype)
-
-
-def _attributes_of(model: torch.nn.Module) -> dict[str, dict[str, Any]]:
-    """The attributes that scripts have put on parameters, by name."""
-    return {
-        name: {key: value for key, value in vars(param).items() if not key.startswith("ds_")}
-        for name, param in model.named_parameters()
-    }
-
-
-def _give(model: torch.nn.Module, attributes: Mapping[str, dict[str, Any]]) -> None:
-    """Put them on the parameters that took their place."""
-    for name, param in model.named_parameters():
-        vars(param).update(attributes.get(name, {}))
 
 
 def _check_schedule(settings: Settings, plan: OptimizerPlan | None, client: Any) -> None:

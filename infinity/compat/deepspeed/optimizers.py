@@ -67,16 +67,14 @@ class OptimizerPlan:
     rehearsal: Any = None
     coupled: bool = False
 
-    def build(self, renewed: Callable[[Any], Any]) -> Any:
-        """Build it over the parameters of the offloaded model. renewed: gives the parameter that
-        took another's place. On an error the groups are as they were.
+    def build(self) -> Any:
+        """Build it over the parameters, which are offloaded by now. On an error the groups are as
+        they were.
         """
         if self.twin is None:
             return self.ready
         before = [dict(group) for group in self.groups]
         try:
-            for group in self.groups:
-                group["params"] = [renewed(param) for param in group["params"]]
             built = self.twin.build(self.groups)
         except BaseException:
             for group, kept in zip(self.groups, before, strict=True):

@@ -1,0 +1,275 @@
+"""Tensors that share the memory of a model's parameters, found before the model is offloaded.
+
+Offloaded, a parameter has other memory. A tensor that shares the old memory (`weight.t()`,
+`weight.detach()`, an entry of a `state_dict()`) must follow the parameter, or be refused by name:
+
+    followed   tensors over a range of one parameter, which compute its values: an `Alias` each
+    refused    two parameters, or a buffer, over the same memory; another leaf; another dtype; a
+               tensor that goes beyond the parameter; numpy arrays
+
+Tensors that only C++ holds are left alone: a graph made before keeps the old values, and backward
+through it is refused when it comes (`hooks.module_params`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity._src._torch_compat import gradient_node, storage_of, storage_uses
+from infinity._src.params.discover import FoundParameter, find_parameters
+from infinity._src.params.materialize import find_buffers
+from infinity._src.params.sharded_param import Alias
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Bytes [start, stop) of a device, or of one storage on meta, that a tensor lies in."""
+
+    where: object
+    start: int
+    stop: int
+    name: str
+    is_buffer: bool
+
+
+def find_aliases(model: nn.Module) -> list[Alias]:
+    """Find the tensors that follow parameters of `model`. Changes nothing.
+
+    Takes microseconds for each parameter, and a look at all objects of the process where something
+    shares memory. Raises: ValueError for tensors that cannot follow, with their holders, and for
+    gradients.
+    """
+    entries = find_parameters(model)
+    for entry in entries:
+        if entry.parameter.grad is not None:
+            raise ValueError(
+                f"{entry.names[0]} has a gradient, which offloading would lose: call "
+                "`model.zero_grad()` first"
+            )
+    buffers = [(each.names[0], each.value) for each in find_buffers(model)]
+    _check_apart(_places(entries, buffers))
+    known = {id(tensor): tensor for entry in entries for tensor in _objects(entry)}
+    known |= {id(buffer): buffer for _, buffer in buffers}
+    shared = _shared_storages(known.values())
+    ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+    reduced = ranks and any(gradient_node(entry.parameter) is not None for entry in entries)
+    if not shared and not reduced:
+        return []
+    misfit = ""
+    for _ in range(2):
+        found = _living_aliases(entries, known, shared)
+        misfit = next(filter(None, (_misfit(pair, model) for pair in found)), "")
+        if not misfit:
+            return [_alias(pair) for pair in found]
+        # What a cycle of garbage holds shares nothing with anyone.
+        del found
+        gc.collect()
+    raise ValueError(misfit)
+
+
+def _places(
+    entries: Iterable[FoundParameter], buffers: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[_Place]:
+    for entry in entries:
+        for tensor in _objects(entry):
+            yield from _place_of(entry.names[0], tensor, is_buffer=False)
+    for name, tensor in buffers:
+        yield from _place_of(name, tensor, is_buffer=True)
+
+
+def _objects(entry: FoundParameter) -> list[torch.Tensor]:
+    """The Parameter objects of a parameter: several only where a model on meta declares them tied.
+    """
+    held = (module._parameters[attr] for module, attr in entry.sites)
+    return list({id(each): each for each in held if each is not None}.values())
+
+
+def _place_of(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Iterator[_Place]:
+    storage = storage_of(tensor)
+    if storage is None or tensor.numel() == 0:
+        return
+    start, stop = (each * tensor.element_size() for each in _span(tensor))
+    where: object = ("meta", storage._cdata)
+    if not tensor.is_meta:
+        # Two storages may lie over the same memory: of a file, or of numpy.
+        where, base = str(tensor.device), storage.data_ptr()
+        start, stop = base + start, base + stop
+    yield _Place(where, start, stop, name, is_buffer)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First element of its storage that a tensor has, and the one after its last."""
+    first = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return first, first + 1 + sum((size - 1) * stride for size, stride in steps)
+
+
+def _check_apart(places: Iterable[_Place]) -> None:
+    """Raise ValueError for two parameters, or a parameter and a buffer, that share memory."""
+    last: dict[object, _Place] = {}
+    last_parameter: dict[object, _Place] = {}
+    for place in sorted(places, key=lambda each: (each.start, each.stop)):
+        seen = (last_parameter if place.is_buffer else last).get(place.where)
+        if seen is not None and place.start < seen.stop:
+            raise ValueError(_shared_text(seen, place))
+        if not place.is_buffer:
+            last_parameter[place.where] = _further(last_parameter.get(place.where), place)
+        last[place.where] = _further(last.get(place.where), place)
+
+
+def _further(one: _Place | None, other: _Place) -> _Place:
+    return other if one is None or other.stop > one.stop else one
+
+
+def _shared_text(one: _Place, other: _Place) -> str:
+    if not one.is_buffer and not other.is_buffer:
+        return (
+            f"{one.name} and {other.name} are two parameters over the same memory; offloaded, each "
+            "gets memory of its own, and they would train apart. Before inf.offload, make them one "
+            "Parameter (`module.weight = other.weight`), or give one its own memory "
+            "(`parameter.data = parameter.data.clone()`)"
+        )
+    buffer, parameter = (one.name, other.name) if one.is_buffer else (other.name, one.name)
+    return (
+        f"the buffer {buffer} shares the memory of the parameter {parameter}; offloaded, it would "
+        "keep the values of now while the parameter trains. Before inf.offload, register a copy "
+        "(`.clone()`), or compute it in forward from the parameter"
+    )
+
+
+def _shared_storages(known: Iterable[torch.Tensor]) -> set[int]:
+    """Return the storages that more tensors have than the known ones."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    users: dict[int, int] = {}
+    for tensor in known:
+        storage = storage_of(tensor)
+        if storage is not None:
+            storages[storage._cdata] = storage
+            users[storage._cdata] = users.get(storage._cdata, 0) + 1
+    return {key for key, storage in storages.items() if storage_uses(storage) > users[key]}
+
+
+def _living_aliases(
+    entries: Iterable[FoundParameter], known: dict[int, Any], shared: set[int]
+) -> list[tuple[torch.Tensor, FoundParameter]]:
+    """Return the tensors that share elements with a parameter, each with that parameter. Raises:
+    ValueError for parameters that a DistributedDataParallel reduces."""
+    by_storage: dict[int, list[tuple[int, int, FoundParameter]]] = {}
+    for entry in entries:
+        storage = storage_of(entry.parameter)
+        if storage is not None and storage._cdata in shared:
+            size = entry.parameter.element_size()
+            start, stop = (each * size for each in _span(entry.parameter))
+            by_storage.setdefault(storage._cdata, []).append((start, stop, entry))
+    found: list[tuple[torch.Tensor, FoundParameter]] = []
+    for each in gc.get_objects():
+        kind = type(each)
+        if issubclass(kind, nn.parallel.DistributedDataParallel):
+            _refuse_reduced(each, known)
+        if not issubclass(kind, torch.Tensor) or id(each) in known:
+            continue
+        storage = storage_of(each)
+        if storage is None or each.numel() == 0:
+            continue
+        for start, stop, entry in by_storage.get(storage._cdata, ()):
+            first, last = (bound * each.element_size() for bound in _span(each))
+            if first < stop and start < last:
+                found.append((each, entry))
+                break
+    return found
+
+
+def _refuse_reduced(wrapper: nn.Module, known: dict[int, Any]) -> None:
+    if any(id(parameter) in known for parameter in wrapper.parameters()):
+        raise ValueError(DDP)
+
+
+DDP = (
+    "DistributedDataParallel was built around this model, and would reduce gradients that it never "
+    "gets: offload the module without it (the engine reduces gradients over the ranks itself)"
+)
+
+
+def _alias(pair: tuple[torch.Tensor, FoundParameter]) -> Alias:
+    """Return the alias that a tensor becomes."""
+    tensor, entry = pair
+    offset = _span(tensor)[0] - _span(entry.parameter)[0]
+    return Alias(tensor, entry.parameter, offset, tracks=not tensor.is_leaf)
+
+
+def _misfit(pair: tuple[torch.Tensor, FoundParameter], model: nn.Module) -> str:
+    """Say why a tensor cannot follow its parameter; empty where it can."""
+    tensor, entry = pair
+    parameter = entry.parameter
+    first, stop = _span(parameter)
+    start, last = _span(tensor)
+    reason, holders = "", []
+    if tensor.is_leaf and tensor.requires_grad and tensor._base is not parameter:
+        reason = "it is a leaf of its own, which would train apart"
+    elif type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_conj() or tensor.is_neg():
+        reason = f"it is a {type(tensor).__name__}"
+    elif tensor.dtype != parameter.dtype:
+        reason = f"it has another dtype, {tensor.dtype}"
+    elif not parameter.is_contiguous():
+        reason = "the parameter is not contiguous, and will be"
+    elif start < first or last > stop:
+        reason = "it goes beyond that parameter"
+    elif not tensor.is_leaf and tensor._base is not parameter:
+        reason = "it was made by an operation that cannot be repeated"
+    if reason or not _resizable(tensor):
+        holders = _holders(tensor, model, pair)
+    if not reason and not _resizable(tensor) and not holders:
+        reason, holders = "its memory cannot move", ["a numpy array"]
+    if not reason:
+        return ""
+    return (
+        f"a tensor of shape {tuple(tensor.shape)} shares the memory of {entry.names[0]}, and "
+        f"cannot follow the parameter when that is offloaded: {reason}. Its holder is "
+        f"{', '.join(holders) or 'an object that Python does not show'}: hold the Parameter "
+        "itself, or a copy (`.clone()`), or drop it before inf.offload"
+    )
+
+
+def _resizable(tensor: torch.Tensor) -> bool:
+    storage: Any = storage_of(tensor)
+    return bool(storage.resizable())
+
+
+def _holders(tensor: torch.Tensor, model: nn.Module, mine: object) -> list[str]:
+    """Name what holds a tensor beside `mine`: attributes of modules, variables of running
+    functions, else objects and containers. Empty: nothing that Python shows."""
+    # By its id: a comprehension that uses the tensor would hold it in a cell.
+    key = id(tensor)
+    names = [
+        f"{type(model).__name__}.{prefix}{'.' if prefix else ''}{attr}"
+        for prefix, module in model.named_modules()
+        for attr, value in module.__dict__.items()
+        if id(value) == key
+    ]
+    frame = sys._getframe().f_back
+    while frame is not None:
+        # Functions of this file hold it, too.
+        if frame.f_globals is not globals():
+            names += [
+                f"the variable {name} of {frame.f_code.co_name}()"
+                for name, value in frame.f_locals.items()
+                if id(value) == key
+            ]
+        frame = frame.f_back
+    return names or [
+        _named(holder) for holder in gc.get_referrers(tensor) if holder is not mine
+    ]
+
+
+def _named(holder: object) -> str:
+    """Name an object, or the object whose attributes a dict has."""
+    owners = gc.get_referrers(holder) if type(holder) is dict else []
+    owner = next((each for each in owners if getattr(each, "__dict__", None) is holder), holder)
+    return f"a {type(owner).__name__}"
