@@ -16,7 +16,7 @@ from infinity._src.checkpoint.restore import Damaged, Restored, RestoreJob
 from infinity._src.checkpoint.run_copies import run_among
 from infinity._src.checkpoint.save import Save
 from infinity._src.engine import Handle, handle
-from infinity._src.paths import absolute
+from infinity._src.paths import absolute, check_link
 from infinity._src.wording import listed
 
 log = logging.getLogger("infinity")
@@ -115,6 +115,9 @@ def restore(
         raise ValueError(f"damaged={damaged!r}: give 'raise', 'report' or 'from-older'")
     given = [directory] if isinstance(directory, (str, os.PathLike)) else directory
     several = [absolute(each, "directory") for each in given]
+    # One of several may be a drive that is lost.
+    if len(several) == 1:
+        check_link(several[0])
     of = handle(model)
     of.flush()
     run = of.durable

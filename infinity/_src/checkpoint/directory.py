@@ -151,7 +151,6 @@ def readable_heads(directory: Path) -> list[Head] | None:
 
 
 def _newest(directory: Path, read: Callable[[Path, int], list[_Kind]]) -> list[_Kind]:
-    check_link(directory)
     if not directory.is_dir():
         raise AioError("there is no checkpoint", errno=errno.ENOENT, path=str(directory), op="open")
     missing: AioError | None = None
