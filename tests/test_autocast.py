@@ -170,9 +170,9 @@ def test_the_cache_is_cleared_for_fp32_weights_alone(
         cleared += 1
         clear()
 
-    monkeypatch.setattr(torch, "clear_autocast_cache", counted)
     model = models.make(models.Small, dtype=dtype)
     offload(model, policy(tmp_path))
+    monkeypatch.setattr(torch, "clear_autocast_cache", counted)
     batch = models.token_batches(1)[0]
     models.loss_of(model, batch)
     assert cleared == 0, "no region is open"

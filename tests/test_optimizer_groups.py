@@ -111,22 +111,6 @@ def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(tmp_path: Path) 
     inf.handle(model).close()
 
 
-def test_frozen_parameters_in_an_optimizer_cost_no_states_and_thawed_ones_raise(
-    tmp_path: Path,
-) -> None:
-    model = moe()
-    model.head.weight.requires_grad_(False)  # type: ignore[union-attr]
-    inf.offload(model, nvme(tmp_path))
-    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
-    before = model.state_dict()["head.weight"]
-    train([(model, optimizer)], 0, 2)
-    assert torch.equal(model.state_dict()["head.weight"], before)
-    model.head.weight.requires_grad_(True)  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"head\.weight has a gradient"):
-        train([(model, optimizer)], 2, 3)
-    inf.handle(model).close()
-
-
 def test_a_step_over_two_models_happens_to_both_or_to_none(tmp_path: Path) -> None:
     left, right = inf.offload(moe(), nvme(tmp_path)), inf.offload(moe(), nvme(tmp_path))
     optimizer = inf.AdamW([*left.parameters(), *right.parameters()], lr=0.1)

@@ -157,14 +157,14 @@ def test_rprop_which_has_no_weight_decay_is_torchs_too(factory: Any, tmp_path: P
     inf.handle(model).close()
 
 
-def test_three_states_for_each_element_rest_in_memory_and_are_refused_on_nvme(
-    tmp_path: Path,
-) -> None:
+def test_three_states_for_each_element_rest_in_memory_and_on_nvme(tmp_path: Path) -> None:
     chosen = Training(models.Small, steps=3, optimizer="Adam", options=(("amsgrad", True),))
     result = harness.offloaded(chosen, policy(tmp_path, params="nvme", optim="cpu", ram="min"))
     harness.assert_equal(result, harness.reference(chosen))
-    with pytest.raises(ValueError, match=r"three moments.*optim='cpu'"):
-        harness.offloaded(dataclasses.replace(chosen, factory=wide_llama), policy(tmp_path, **MIN))
+    wide = dataclasses.replace(chosen, factory=wide_llama)
+    # Its chunks with three moments are larger than the pool was made for: the pool grows.
+    result = harness.offloaded(wide, policy(tmp_path, **MIN))
+    harness.assert_equal(result, harness.reference(wide))
 
 
 def test_gradients_that_spilled_reach_the_class(
@@ -347,7 +347,7 @@ def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
     """Rounding is keyed on the parameter's name and element, not on where its chunks begin."""
     chosen = rounding("AdamW")
     whole = harness.offloaded(
-        chosen, policy(tmp_path, **MIN, state=state, units=["LlamaForCausalLM"])
+        chosen, policy(tmp_path, **MIN, state=state, units=["Small"])
     )
     parts = harness.offloaded(chosen, policy(tmp_path, **MIN, state=state, unit_bytes_max=8192))
     harness.assert_equal(parts, whole)
@@ -358,9 +358,9 @@ def test_units_cut_otherwise_round_alike(state: str, tmp_path: Path) -> None:
 
 def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Path) -> None:
     def halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        of_layers = [param for name, param in model.named_parameters() if ".layers." in name]
+        of_layers = [param for name, param in model.named_parameters() if "blocks." in name]
         return of_layers, [
-            param for name, param in model.named_parameters() if ".layers." not in name
+            param for name, param in model.named_parameters() if "blocks." not in name
         ]
 
     model = inf.offload(models.make(models.Small), policy(tmp_path, **MIN))
@@ -391,13 +391,13 @@ def test_different_optimizers_hold_different_parameters_of_a_model(tmp_path: Pat
 
 def test_optimizers_with_as_many_moments_share_a_unit_and_others_do_not(tmp_path: Path) -> None:
     model = inf.offload(models.make(models.Small), policy(tmp_path, **MIN))
-    layer = [param for name, param in model.named_parameters() if ".layers.0." in name]
+    layer = [param for name, param in model.named_parameters() if "blocks.0." in name]
     with pytest.raises(ValueError, match=r"different numbers of moments.*Policy\(units"):
-        inf.SGD([{"params": layer[:3], "momentum": 0.9}, {"params": layer[3:]}])
-    lion = inf.Lion(layer[:3])
+        inf.SGD([{"params": layer[:2], "momentum": 0.9}, {"params": layer[2:]}])
+    lion = inf.Lion(layer[:2])
     with pytest.raises(ValueError, match="different numbers of moments"):
-        inf.AdamW(layer[3:])
-    sgd = inf.SGD(layer[3:], momentum=0.9)
+        inf.AdamW(layer[2:])
+    sgd = inf.SGD(layer[2:], momentum=0.9)
     models.loss_of(model, models.token_batches(1)[0]).backward()
     lion.step()
     sgd.step()

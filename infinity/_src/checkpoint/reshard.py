@@ -162,6 +162,11 @@ def rounding(source: Format, target: Format) -> str:
     if target.master is Master.SPLIT8 and source.master is not Master.SPLIT8:
         # lo goes from 16 bits to 8.
         lost.append("masters to 24 bits (1 parameter in 512, about, becomes the next bf16)")
+    if source.master is Master.SPLIT8 and target.master is Master.SPLIT:
+        # 24-bit masters half-way between two bf16 have their parameters rounded away from zero.
+        lost.append("parameters half-way between two bf16 to the even one (1 in 512, about)")
+        if target.sign_section is None:
+            lost.append("their masters by one unit in the last place")
     if target.count and target.moments is not source.moments and target.moments is not Moments.FP32:
         kind = "bf16" if target.moments is Moments.BF16 else "8 bits in groups of 64"
         lost.append(f"moments to {kind}")

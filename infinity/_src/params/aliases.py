@@ -92,7 +92,8 @@ def _objects(entry: FoundParameter) -> list[torch.Tensor]:
 
 
 def _place_of(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> Iterator[_Place]:
-    storage = storage_of(tensor)
+    # The set-up refuses nested tensors by name.
+    storage = None if tensor.is_nested else storage_of(tensor)
     if storage is None or tensor.numel() == 0:
         return
     start, stop = (each * tensor.element_size() for each in _span(tensor))

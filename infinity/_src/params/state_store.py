@@ -492,14 +492,15 @@ class StateStore:
         # Read before written: the elements beside the range are in the same chunks.
         self._move_buffers(shard, touched, JobKind.FETCH, buffers)
         old, *others = [buffer[start - first : end - first] for buffer in buffers.values()]
-        replaced = as_integers(old) != as_integers(values)
-        # Before `lo` changes: it says which signs belong to the masters that go.
-        if form.sign_section is not None and not clear_signs(others[0], others[1], replaced):
-            del buffers[form.sign_section]
-        for buffer in others[: form.master_count - 1]:
-            # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value itself.
-            fresh = values.to(buffer.dtype) if buffer.is_floating_point() else 0
-            buffer.copy_(torch.where(replaced, fresh, buffer))
+        if others:
+            replaced = as_integers(old) != as_integers(values)
+            # Before `lo` changes: it says which signs belong to the masters that go.
+            if form.sign_section is not None and not clear_signs(others[0], others[1], replaced):
+                del buffers[form.sign_section]
+            for buffer in others[: form.master_count - 1]:
+                # `lo` is 0 where the master is exactly `hi`; an fp32 master is the value itself.
+                fresh = values.to(buffer.dtype) if buffer.is_floating_point() else 0
+                buffer.copy_(torch.where(replaced, fresh, buffer))
         old.copy_(values)
         self._move_buffers(shard, touched, JobKind.STORE, buffers)
 
