@@ -34,6 +34,7 @@ from infinity._src.hooks.unit_refs import UnitRefs
 from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ReleasedInBackward, SecondOrderUnsupported
 
+_CLOSED = "backward: the engine of this model was closed, and its parameters' values with it"
 WINDOW = -1
 """Number, in place of a module's, of a call that is a window of `gather()`."""
 
@@ -158,6 +159,12 @@ class Backward:
             calls = self._calls if graph_task_id() == NO_TASK else self._recomputed
             calls[threading.get_ident()].made_no_graph(use)
 
+    def close(self) -> None:
+        """Let later backwards over graphs of the model raise."""
+        self.closed = True
+        for calls in self._calls.values():
+            calls.forget()
+
     def prune_calls(self) -> None:
         """Forget the calls whose graphs are gone. Not to be called while one runs."""
         for calls in self._calls.values():
@@ -186,6 +193,8 @@ class Backward:
         param = next((each for each in params if each.evicted_version == version), None)
         if param is None:
             return
+        if self.closed:
+            raise EngineClosed(_CLOSED) from error
         for calls in self._calls.values():
             calls.walk_always()
         module = type(param.sites[0][0]).__name__
@@ -204,10 +213,7 @@ class Backward:
         gathered."""
         with self._lock:
             if self.closed:
-                raise EngineClosed(
-                    "backward: the engine of this model was closed, and its parameters' values "
-                    "with it"
-                )
+                raise EngineClosed(_CLOSED)
             # Autograd enables gradients inside of nodes exactly when create_graph=True.
             if torch.is_grad_enabled():
                 names = ", ".join(refs.unit.name for refs in (*use.held, *use.idle))

@@ -282,7 +282,8 @@ class Lifecycle:
             method.remove()
         self._methods.clear()
         uninstall(self._installed)
-        self.closed = self.backward.closed = True
+        self.closed = True
+        self.backward.close()
 
     @contextmanager
     def noting(self, blocks: frozenset[torch.nn.Module]) -> Iterator[BlockLog]:

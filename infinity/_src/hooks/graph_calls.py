@@ -119,6 +119,8 @@ class GraphCalls:
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
         """Hook the exits through which a backward from these nodes enters calls."""
+        # Another model's backward begins, too: graphs of this one may be gone since its last forward.
+        self.prune()
         calls = [call for call in self._calls if call.first < call.end]
         if not calls:
             return
@@ -155,6 +157,9 @@ def _walk(roots: Iterable[Any], calls: list[GraphCall]) -> int:
         hooked += _enter(root, number, call, -1)
     for node in pending:
         number, call = seen[node]
+        # Nodes from before the first call were made by other nodes from before.
+        if number < starts[0]:
+            continue
         for below, _ in node.next_functions:
             if below is None:
                 continue
