@@ -23,6 +23,7 @@ from infinity.aio._executor import Executor
 from infinity.aio._handles import load_uring
 from infinity.aio._spares import SPARE
 from infinity.errors import AioError
+from tests.oracle import decode_sections, encode_sections
 
 Array = npt.NDArray[Any]
 
@@ -42,29 +43,16 @@ def adamw(fmt: int, sections: list[Array], grad: Array, hyper: Any, element: int
         for k in range(int(hyper["log_count"])):
             value = one(hyper["log_value"][k])
             g = g / value if hyper["log_kind"][k] else g * value
-        hi, lo, m, v = (
-            sections
-            if fmt == records.Format.SPLIT
-            else (sections[0], None, sections[1], sections[2])
-        )
-        if lo is None:
-            p = hi.copy()
-        else:
-            p = ((hi.astype(np.uint32) << 16) + lo.astype(np.int32).view(np.uint32)).view(
-                np.float32
-            )
+        kind = records.Format.SPLIT if fmt == records.Format.SPLIT else records.Format.FP32
+        p, (m, v) = decode_sections(kind, sections)
         p = p * one(hyper["decay"])
         m[:] = m * one(hyper["beta1"]) + g * one(hyper["one_minus_beta1"])
         v[:] = v * one(hyper["beta2"]) + (g * g) * one(hyper["one_minus_beta2"])
         p = p - (m / (np.sqrt(v) / one(hyper["bc2_sqrt"]) + one(hyper["eps"]))) * one(
             hyper["step_size"]
         )
-    if lo is None:
-        hi[:] = p
-        return
-    bits = np.where(np.isnan(p), np.uint32(0x7FC00000), p.view(np.uint32))
-    hi[:] = ((bits + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
-    lo[:] = (bits & np.uint32(0xFFFF)).astype(np.uint16).view(np.int16)
+    for section, values in zip(sections, encode_sections(kind, p, [m, v]), strict=True):
+        section[:] = values.view(section.dtype)
 
 
 def hyper_record(step: int = 1) -> Array:
