@@ -22,11 +22,13 @@ class Rollback:
 
     def __init__(self, model: nn.Module) -> None:
         self._undo = contextlib.ExitStack()
+        # Most tables are empty, and need no copy.
+        self._tables: list[tuple[dict[Any, Any], dict[Any, Any] | None]] = []
         for module in model.modules():
             attributes = module.__dict__
             tables = (attributes[name] for name in _TABLES if name in attributes)
-            for table in (attributes, *tables):
-                self._undo.callback(_put_back, table, table.copy())
+            self._tables += [(table, table.copy() or None) for table in (attributes, *tables)]
+        self._undo.callback(self._put_back)
 
     def replace(self, original: torch.Tensor, sharded: ShardedParameter | ShardedView) -> None:
         """Make the object `original` what `sharded` is. Raises: as `replace_by_sharded`."""
@@ -45,10 +47,10 @@ class Rollback:
         """Put everything back."""
         self._undo.close()
 
-
-def _put_back(table: dict[Any, Any], before: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(before)
+    def _put_back(self) -> None:
+        for table, before in reversed(self._tables):
+            table.clear()
+            table.update(before or {})
 
 
 def _write_back(tensor: torch.Tensor, before: torch.Tensor) -> None:
