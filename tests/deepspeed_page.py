@@ -48,6 +48,11 @@ differs. No key is left unread:
 - `aio` inside of `zero_optimization`, as Hugging Face's page has it, is read like that at the top;
   `bfloat16` is an old name of `bf16`, and `zero_optimization: true` of stage 1.
 
+Stage 0, with `"stage": 0` or without `zero_optimization`, splits and offloads nothing in DeepSpeed.
+`inf.Policy.from_deepspeed` and `infinity train` refuse it, and name stages 1 to 3. `initialize` of
+`infinity.compat.deepspeed` takes it as stage 1, to the same numbers, and logs that: states rest in
+CPU memory then.
+
 The tables are written from the table that is in the code (`infinity/_src/deepspeed_keys.py`).
 '''
 

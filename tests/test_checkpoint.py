@@ -215,7 +215,11 @@ TIES = "parameters half-way between two bf16 to the even one (1 in 512, about)"
         ),
         ("exact", "bf16", "rounded to nearest: moments to bf16"),
         ("compact", "exact", f"rounded to nearest: {TIES}"),
-        ("compact", "bf16", f"rounded to nearest: {TIES} and {MASTERS_AT_TIES} and moments to bf16"),
+        (
+            "compact",
+            "bf16",
+            f"rounded to nearest: {TIES} and {MASTERS_AT_TIES} and moments to bf16",
+        ),
     ],
 )
 def test_another_state_format_rounds_and_says_what(

@@ -71,8 +71,8 @@ class SafeStream:
         return True
 
     def end(self) -> None:
-        """Flush for the last time, and give up the rest. The interpreter would try again to write it
-        at exit, and end with another status.
+        """Flush for the last time, and give up the rest. The interpreter would try to write it
+        again at exit, and end with another status.
         """
         if self.flush():
             return

@@ -88,8 +88,8 @@ def read_object(file: Path) -> dict[str, Any] | None:
             raise TypeError(f"it is a {type(found).__name__}, not an object")
     except (ValueError, TypeError, RecursionError) as error:
         raise WeightsError(
-            f"{file} cannot be read ({error}), and may say which files have the weights and that "
-            "they are quantized; copy or download it again",
+            f"{file}: it cannot be read ({error}), and may say which files have the weights and "
+            "that they are quantized; copy or download it again",
             path=str(file),
         ) from error
     return found

@@ -347,6 +347,13 @@ class _Turn(NamedTuple):
     cuda: torch.Tensor | None
 
 
+def _text_of(value: Any) -> Any:
+    """An option as JSON takes it: paths as text."""
+    if isinstance(value, list):
+        return [_text_of(each) for each in value]
+    return str(value) if isinstance(value, Path) else value
+
+
 class _Run:
     """One run, phase after phase; `stack` closes what it opens, in reverse order, whatever happens.
     """
@@ -981,10 +988,7 @@ class _Run:
         self._say(f"the page of the run is {self.options.out / PAGE_NAME}")
 
     def _description(self) -> dict[str, Any]:
-        options = {
-            key: str(value) if isinstance(value, Path) else value
-            for key, value in vars(self.options).items()
-        }
+        options = {key: _text_of(value) for key, value in vars(self.options).items()}
         drives = [hardware.drive(path) for path in self.directories]
         return {
             "schema": SCHEMA,

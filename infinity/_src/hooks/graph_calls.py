@@ -119,7 +119,7 @@ class GraphCalls:
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
         """Hook the exits through which a backward from these nodes enters calls."""
-        # Another model's backward begins, too: graphs of this one may be gone since its last forward.
+        # Another model's backward may begin, and graphs of this one be gone since its last forward.
         self.prune()
         calls = [call for call in self._calls if call.first < call.end]
         if not calls:

@@ -67,7 +67,7 @@ def test_names_of_shared_weights_are_all_there(tmp_path: Path) -> None:
     )
     assert torch.equal(source.read("head.weight"), source.read("embed.weight"))
     assert source.shape("head.weight") == (10, 7)
-    assert source.is_floating_point("scale")
+    assert source.dtype("scale").is_floating_point
     source.close()
 
 

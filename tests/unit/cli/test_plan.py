@@ -471,9 +471,9 @@ def test_a_model_of_405_billion_parameters_takes_seconds(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{ no JSON", "not a valid JSON file"),
+        ("{ no JSON", "it cannot be read (Expecting property name"),
         ("{}", "model_type"),
-        ("[1, 2]", "model_type"),
+        ("[1, 2]", "it is a list, not an object"),
         ('{"model_type": "zork"}', "zork"),
         ('{"model_type": "llama", "hidden_size": "many"}', "hidden_size"),
         (
