@@ -189,7 +189,7 @@ def test_a_pipe_that_is_named_for_a_result_is_written_to_and_stays(odd: Path) ->
     reader = os.open(odd / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     try:
         assert main([*command, "--json", str(odd / "pipe")]) == 0
-        assert json.loads(os.read(reader, 1 << 20))["prediction"]["fits"]
+        assert json.loads(os.read(reader, 1 << 20))["plan"]["fits"]
     finally:
         os.close(reader)
     assert (odd / "pipe").is_fifo()
