@@ -4,6 +4,7 @@ every update mode, with more blocks than fit in memory at a time."""
 
 from __future__ import annotations
 
+import threading
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -314,16 +315,140 @@ def test_a_backward_that_no_walk_has_prepared_is_a_named_error_and_the_next_one_
 ) -> None:
     """The net below the walk: freed memory is never read."""
     ways = ("queue",) * 10
-    walk = graph_calls._walk
-    monkeypatch.setattr(graph_calls, "_walk", lambda _roots, _calls: 0)
+    walk = graph_calls._Walk.hook_exits
+    monkeypatch.setattr(graph_calls._Walk, "hook_exits", lambda _self: 0)
     with one_thread():
         model = make(ways)
         inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=[str(tmp_path)], ram="min"))
         optimizer = inf.AdamW(model.parameters(), lr=1e-2)
         with pytest.raises(ReleasedInBackward, match=r"blocks\.\d\..* of this \w+ .*again"):
             train(model, optimizer)
-        monkeypatch.setattr(graph_calls, "_walk", walk)
+        monkeypatch.setattr(graph_calls._Walk, "hook_exits", walk)
         optimizer.zero_grad()
         losses = train(model, optimizer)
         assert losses == reference(ways, frozen=False)[0]
         inf.handle(model).close()
+
+
+# -- what the search costs, and whose graphs it takes for the model's ------------------------------
+
+
+def noted(model: nn.Module) -> int:
+    return sum(map(len, inf.handle(model).parts.lifecycle.backward._calls))
+
+
+def x_of(seed: int) -> torch.Tensor:
+    return torch.randn(2, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("way", ["returned", "queue"])
+def test_a_loop_that_keeps_its_loss_notes_one_pass_and_walks_once(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    walks = []
+    walk = graph_calls._Walk.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        walks.append(1)
+        walk(self, *args)
+
+    monkeypatch.setattr(graph_calls._Walk, "__init__", counted)
+    model = inf.offload(make((way,) * 8), inf.Policy(nvme=[str(tmp_path)]))
+    optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+    counts = []
+    for step in range(12):
+        loss = sum(model(x_of(step)), torch.zeros(()))
+        loss.backward()  # the last one's graph lives until here
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(noted(model))
+    assert len(set(counts)) == 1
+    assert len(walks) == (1 if way == "returned" else 12)
+    # Without backwards: bounded, though each graph lives until the next is there.
+    for step in range(120):
+        kept = model(x_of(step))
+    assert noted(model) <= 64 + (graph_calls._UNSURE_MAX + 2) * 9
+    del kept
+    for _ in range(300):
+        with inf.handle(model).gather(model):
+            (model.blocks[0].scale * 1).sum()
+    assert noted(model) <= 2 * (64 + (graph_calls._UNSURE_MAX + 2) * 9)
+    inf.handle(model).close()
+
+
+def in_a_thread(run: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(run()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_another_models_graph_in_another_thread_is_left_alone(tmp_path: Path) -> None:
+    """Its nodes have the numbers of this model's."""
+    model = inf.offload(make(("returned",) * 8), inf.Policy(nvme=[str(tmp_path)]))
+    kept = in_a_thread(lambda: model(x_of(0)))
+    plain = make(("returned",) * 8)
+
+    def penalty() -> bool:
+        x = x_of(1).requires_grad_()
+        loss = plain(x)[0] ** 2
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        grad.float().square().sum().backward()
+        return next(plain.parameters()).grad is not None
+
+    assert in_a_thread(penalty)
+    sum(kept, torch.zeros(())).backward()
+    inf.handle(model).close()
+
+
+@pytest.mark.parametrize("shift", [0, 7, 31])
+def test_forwards_of_two_threads_have_one_backward(shift: int, tmp_path: Path) -> None:
+    """Each thread numbers its nodes from 0, and the second takes the first one's identity over."""
+
+    def losses(model: Any) -> torch.Tensor:
+        def feature(nodes: int, block: int) -> torch.Tensor:
+            p = torch.zeros(1, requires_grad=True)
+            for _ in range(nodes):
+                p = p.tanh()
+            found: list[torch.Tensor] = []
+            hook = model.blocks[block].lin.register_forward_hook(
+                lambda _module, _args, out: found.append(out)
+            )
+            model(x_of(block))
+            hook.remove()
+            return found[0].float().square().mean()
+
+        return in_a_thread(lambda: feature(0, 3)) + in_a_thread(lambda: feature(shift, 7))
+
+    with one_thread():
+        plain, model = make(("returned",) * 10), make(("returned",) * 10)
+        inf.offload(model, inf.Policy(params="nvme", optim="nvme", nvme=[str(tmp_path)], ram="min"))
+        for each, optimizer in (
+            (plain, ReferenceAdamW([{"params": list(plain.parameters())}], lr=1e-2)),
+            (model, inf.AdamW(model.parameters(), lr=1e-2)),
+        ):
+            for _ in range(2):
+                losses(each).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        ours, theirs = values_of(model), values_of(plain)
+        assert [name for name in theirs if not torch.equal(ours[name], theirs[name])] == []
+        inf.handle(model).close()
+
+
+def test_interrupted_forwards_leave_no_calls(tmp_path: Path) -> None:
+    model = inf.offload(make(("returned",) * 8), inf.Policy(nvme=[str(tmp_path)]))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[6].lin.register_forward_pre_hook(interrupt)
+    counts = []
+    for step in range(6):
+        with pytest.raises(KeyboardInterrupt):
+            model(x_of(step))
+        counts.append(noted(model))
+    hook.remove()
+    assert len(set(counts)) == 1
+    inf.handle(model).close()

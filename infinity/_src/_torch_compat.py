@@ -15,6 +15,9 @@ torch moves one, a test of `test_torch_compat.py` fails, and the line says what 
     sequence_number,             _C._autograd._get_sequence_nr,     an output that is an input
     node_sequence_number         Node._sequence_nr                  passed through gathers units
                                                                     again that are done
+    leaf_of                      AccumulateGrad.variable, its       backwards of other models in
+                                 _sequence_nr                       other threads are taken for
+                                                                    one of this
     set_sequence_number          Node._set_sequence_nr              one backward over the
                                                                     micro-batches of accumulate()
                                                                     takes the last one first, whole
@@ -325,6 +328,13 @@ def register_post_accumulate(tensor: torch.Tensor, hook: Callable[[torch.Tensor]
 def node_sequence_number(node: Any) -> int:
     """The sequence number of an autograd node (see `sequence_number`)."""
     return int(node._sequence_nr())
+
+
+def leaf_of(node: Any) -> torch.Tensor | None:
+    """The leaf whose gradient an autograd node accumulates; None for another node."""
+    # Such a node has the highest number that there is.
+    leaf: torch.Tensor | None = node.variable if node._sequence_nr() >= 2**63 else None
+    return leaf
 
 
 def set_sequence_number(node: Any, number: int) -> None:

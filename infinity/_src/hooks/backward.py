@@ -14,6 +14,7 @@ The recomputing forward makes the outer task known, so that these are all parts 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 
 from infinity._src._torch_compat import (
     NO_TASK,
+    graph_is_kept,
     graph_task_id,
     node_sequence_number,
     queue_callback,
@@ -119,10 +121,13 @@ class Backward:
         self._gradients = gradients
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
-        # By thread, whose nodes are numbered; calls that recompute are part of a backward, and go
-        # with it.
-        self._calls: dict[int, GraphCalls] = {}
-        self._recomputed: dict[int, GraphCalls] = {}
+        # Of graph tasks, as `_tasks`: whether it retains its graph, which may then run again.
+        self._retained: dict[int, bool] = {}
+        # Calls of each thread, which numbers its nodes. A thread that ended may leave its number to
+        # another one, so they are found by an object of the thread. Calls that recompute are part
+        # of a backward, and go with it.
+        self._local = threading.local()
+        self._calls: list[GraphCalls] = []
         self.closed = False
         watch_backward(self)
 
@@ -136,12 +141,22 @@ class Backward:
     def call_begins(self, module: int) -> BackwardUse:
         """Note a call that makes a graph; module: its number."""
         use = BackwardUse(self, module, sequence_number())
-        calls = self._calls if graph_task_id() == NO_TASK else self._recomputed
-        thread = threading.get_ident()
-        if thread not in calls:
-            calls[thread] = GraphCalls()
-        calls[thread].begin(use)
+        self._calls_here().begin(use)
         return use
+
+    def _calls_here(self) -> GraphCalls:
+        """Return the calls of this thread: those that recompute inside of a backward."""
+        local = self._local
+        if graph_task_id() != NO_TASK:
+            if not hasattr(local, "recomputed"):
+                local.recomputed = GraphCalls()
+            recomputed: GraphCalls = local.recomputed
+            return recomputed
+        if not hasattr(local, "calls"):
+            local.calls = GraphCalls()
+            self._calls.append(local.calls)
+        calls: GraphCalls = local.calls
+        return calls
 
     def call_ends(
         self,
@@ -153,36 +168,45 @@ class Backward:
         """Note the end of a call, its units (those that were gathered on demand inside of it are
         among them) and the tensors found in its output."""
         use.held, use.idle, use.end = tuple(held), tuple(idle), sequence_number()
-        if use.end > use.first:
+        if use.end > use.first and (held or idle):
             use.hook_outputs(outputs)
         else:
-            calls = self._calls if graph_task_id() == NO_TASK else self._recomputed
-            calls[threading.get_ident()].made_no_graph(use)
+            self._calls_here().leave_out(use)
 
     def close(self) -> None:
         """Let later backwards over graphs of the model raise."""
         self.closed = True
-        for calls in self._calls.values():
+        for calls in self._calls:
             calls.forget()
 
     def prune_calls(self) -> None:
         """Forget the calls whose graphs are gone. Not to be called while one runs."""
-        for calls in self._calls.values():
-            calls.prune()
+        for calls in self._calls:
+            calls.prune(between_passes=True)
+        self._calls = [calls for calls in self._calls if len(calls) or calls.thread.is_alive()]
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
         """Have a backward from these nodes find the units of every call that it enters."""
         with self._lock:
-            if graph_task_id() == NO_TASK:
-                for calls in self._calls.values():
-                    calls.hook_exits(roots)
-            elif (inner := self._recomputed.get(threading.get_ident())) is not None:
-                inner.hook_exits(roots)
+            if graph_task_id() != NO_TASK:
+                self._calls_here().hook_exits(roots, alone=True, is_ours=self._is_ours)
+                return
+            noted = [calls for calls in self._calls if len(calls)]
+            for calls in noted:
+                calls.hook_exits(roots, alone=len(noted) == 1, is_ours=self._is_ours)
+
+    def _is_ours(self, leaf: Any) -> bool:
+        return id(leaf) in self._leaves
+
+    @functools.cached_property
+    def _leaves(self) -> frozenset[int]:
+        """Identities of the gathered parameters, which are made after this object, and once."""
+        return frozenset(id(param.gathered) for unit in self._units for param in unit.params)
 
     def renumbers(self, roots: Sequence[Any]) -> None:
         """Hook the exits of a graph whose nodes are about to get other numbers."""
         self.hook_exits(roots)
-        for calls in self._calls.values():
+        for calls in self._calls:
             calls.forget()
 
     def failed(self, error: RuntimeError) -> None:
@@ -195,7 +219,7 @@ class Backward:
             return
         if self.closed:
             raise EngineClosed(_CLOSED) from error
-        for calls in self._calls.values():
+        for calls in self._calls:
             calls.walk_always()
         module = type(param.sites[0][0]).__name__
         raise ReleasedInBackward(
@@ -231,7 +255,7 @@ class Backward:
                         refs.acquire()
                         held += 1
                 except BaseException:
-                    # The use stays inactive, so nobody else would give these references back.
+                    # The use stays inactive, so that nothing else gives these references back.
                     for refs in use.held[:held]:
                         refs.release(check=False)
                     raise
@@ -255,6 +279,7 @@ class Backward:
             # Nested tasks are parts of one backward, which begins with the first.
             first = not self._tasks
             uses = self._tasks[task] = []
+            self._retained[task] = graph_is_kept()
             queue_callback(lambda: self._end_task(task))
             # The task is noted by now, so that `reset` finds the backward if this raises.
             if first:
@@ -264,8 +289,9 @@ class Backward:
     def reset(self) -> None:
         """Release the units that a broken-off backward has left in use."""
         with self._lock:
-            self._recomputed.clear()
+            self._forget_recomputed()
             tasks, self._tasks = self._tasks, {}
+            self._retained.clear()
             for uses in tasks.values():
                 for use in uses:
                     use.active = False
@@ -281,16 +307,20 @@ class Backward:
             while uses:
                 self._end_use(uses.pop())
             # A nested task that ends is no end of the backward around it.
-            if self._tasks.keys() - {task}:
-                if (inner := self._recomputed.get(threading.get_ident())) is not None:
-                    inner.forget()
-            else:
-                self._recomputed.clear()
+            self._forget_recomputed()
+            if not self._tasks.keys() - {task}:
                 self._unsharder.backward_end()
             self._tasks.pop(task, None)
+            self._retained.pop(task, None)
+
+    def _forget_recomputed(self) -> None:
+        """Forget the calls that recomputed in this thread."""
+        if hasattr(self._local, "recomputed"):
+            self._local.recomputed.forget()
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
+        use.done = not self._retained.get(use.task, True)
         # Before the release: update="backward" then updates the unit if `unit_done` has counted
         # all of its uses.
         try:

@@ -529,10 +529,10 @@ class Lifecycle:
             # Also of a reentrant checkpoint, whose backward inside is only a part of this one.
             self.backward.task()
             return False
-        self.backward.prune_calls()
         if self._frames or self.backward.running:
             # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
+        self.backward.prune_calls()
         self.unsharder.forward_start()
         return True
 
