@@ -198,7 +198,8 @@ class AioError(InfinityError, OSError):
         length: int = 0,
         chunk: int = -1,
     ) -> None:
-        where = f"{op} of {length} bytes at offset {offset} of {path}" if path else op
+        transfer = f"{op} of {length} bytes at offset {offset}" if length else op
+        where = f"{transfer} of {path}" if path else op
         cause = f" [errno {errno}: {os.strerror(errno)}]" if errno else ""
         text = f"{message}: {where}{cause}" if where else f"{message}{cause}"
         super().__init__(text)

@@ -3,7 +3,7 @@ and released as in forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,20 @@ class Clip(nn.Module):
 
     def fails(self, x: torch.Tensor) -> torch.Tensor:
         raise KeyError(self.encode_image(x).sum().item())
+
+    def halves(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield from self.encode_image(x).chunk(2)
+
+    async def later(self, x: torch.Tensor) -> torch.Tensor:
+        return self.encode_image(x)
+
+    async def halves_later(self, x: torch.Tensor) -> AsyncIterator[torch.Tensor]:
+        for half in self.halves(x):
+            yield half
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        raise AssertionError("a property is not evaluated to be refused")
 
     def features(self, x: torch.Tensor, into: dict[str, torch.Tensor]) -> None:
         into["x"] = self.encode_text(x)
@@ -171,6 +185,15 @@ def test_a_method_that_raises_leaves_a_clean_state_and_close_puts_methods_back(
         inf.forward_methods(model, "encode_image")
 
 
+REFUSED = {
+    "image": r"Clip\.image is a module.*forward_methods\(model\.image, ",
+    "halves": r"Clip\.halves returns a generator",
+    "later": r"Clip\.later returns a coroutine",
+    "halves_later": r"Clip\.halves_later returns a generator",
+    "temperature": r"Clip\.temperature is a property",
+}
+
+
 def test_mistakes_are_named(model: Clip) -> None:
     with pytest.raises(ValueError, match="no method 'encode_sound'"):
         inf.forward_methods(model, "encode_sound")
@@ -178,5 +201,9 @@ def test_mistakes_are_named(model: Clip) -> None:
         inf.forward_methods(model, "scale")
     with pytest.raises(ValueError, match="got no names"):
         inf.forward_methods(model)
+    for name, why in REFUSED.items():
+        with pytest.raises(ValueError, match=why):
+            inf.forward_methods(model, "encode_image", name)
+    assert "encode_image" not in model.__dict__
     with pytest.raises(ValueError, match="0 offloaded models"):
         inf.forward_methods(nn.Linear(2, 2), "forward")

@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import sys
 import warnings
 import weakref
@@ -298,6 +299,32 @@ def test_views_held_outside_answer_as_the_parameter_does() -> None:
     inf.handle(net).close()
 
 
+@contextlib.contextmanager
+def frozen() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    yield
+    # What was frozen is garbage now: it is collected, and the rest frozen, as before.
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+def test_a_view_that_gc_freeze_hides_is_found() -> None:
+    net = Net()
+    net.use, view = nn.Identity(), net.weight.t()
+    values = view.clone()
+    with frozen():
+        assert not any(each is view for each in gc.get_objects())
+        offload(net, policy("cpu", Path("/tmp")))
+        assert gc.get_freeze_count() > 0
+        with pytest.raises(ParameterReleased, match=r"blocks\.0\.linear\.weight"):
+            view.sum()
+        with inf.handle(net).gather(net.weight):
+            assert torch.equal(view, values)
+        inf.handle(net).close()
+
+
 def test_hooks_of_users_go_on_and_their_handles_remove_them() -> None:
     net, seen = Net(), []
     net.use, weight = nn.Identity(), net.weight
@@ -352,8 +379,9 @@ def test_a_model_that_ddp_reduces_is_refused_by_name() -> None:
     try:
         around = nn.parallel.DistributedDataParallel(net)
         for model, name in ((net, "built around this model"), (around, "^Dist.* offload the mod")):
-            with unchanged(net), pytest.raises(ValueError, match=name):
-                offload(model, policy("cpu", Path("/tmp")))
+            for hidden in (contextlib.nullcontext, frozen):
+                with hidden(), unchanged(net), pytest.raises(ValueError, match=name):
+                    offload(model, policy("cpu", Path("/tmp")))
     finally:
         torch.distributed.destroy_process_group()
 
@@ -477,6 +505,7 @@ def test_whichever_step_of_an_offload_fails_the_model_is_as_it_was(
     tmp_path: Path, files: tuple[str, ...]
 ) -> None:
     net, arguments = with_all(tmp_path)
+    gc.collect()  # Or engines of tests before this one end their threads in the middle.
     found, other = Calls(), with_all(tmp_path)[0]
     # It also opens what stays open, and makes the imports.
     found.offload(other, **arguments)

@@ -281,7 +281,8 @@ def test_one_more_slice_costs_the_same_however_many_there_are(
     unit: str, few: int, tmp_path: Path
 ) -> None:
     """Calls and memory of Python, counted; weights are gathered as often as for one slice."""
-    counts = (few, 2 * few, 8 * few, 9 * few)
+    # Far apart: how often a thread waits for the drive, and so what it calls, varies by a percent.
+    counts = (few, 4 * few, 8 * few, 16 * few)
     costs, read = [], set()
     for count in counts:
         model = models.make(Microbatched(functools.partial(Own, None, 0.1), count))
@@ -302,7 +303,9 @@ def test_one_more_slice_costs_the_same_however_many_there_are(
         read.add((after.bytes_read - before.bytes_read, after.demands - before.demands))
         inf.handle(model).close()
         costs.append(cost)
-    first, last = (costs[place + 1] - costs[place] for place in (0, 2))
+    first, last = (
+        (costs[place + 1] - costs[place]) / (counts[place + 1] - counts[place]) for place in (0, 2)
+    )
     assert 0 < last <= SLOPE_MAX * first
     assert len(read) == 1
 

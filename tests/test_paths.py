@@ -255,6 +255,13 @@ def test_a_path_keeps_its_links_and_has_its_home(
         with pytest.raises(ValueError, match=r"directory=.* is no path"):
             absolute(wrong, "directory")  # type: ignore[arg-type]
     model, optimizer = made()
+    before = sorted(tmp_path.iterdir())
+    for door in (inf.save, inf.restore, inf.load_dcp):
+        with pytest.raises(ValueError, match=r"is an empty path.*give '\.'"):
+            door(model, optimizer, "")  # type: ignore[operator]
+    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(argparse.ArgumentTypeError, match="empty path"):
+        argument("")
     inf.save(model, optimizer, "~/saved").wait()
     assert (tmp_path / "saved" / "manifest-00000001.rank0").exists()
 

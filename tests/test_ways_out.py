@@ -338,7 +338,8 @@ def noted(model: nn.Module) -> int:
 
 
 def x_of(seed: int) -> torch.Tensor:
-    return torch.randn(2, WIDTH, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, WIDTH, dtype=torch.bfloat16, generator=generator)
 
 
 @pytest.mark.parametrize("way", ["returned", "queue"])

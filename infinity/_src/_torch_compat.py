@@ -332,8 +332,9 @@ def node_sequence_number(node: Any) -> int:
 
 def leaf_of(node: Any) -> torch.Tensor | None:
     """The leaf whose gradient an autograd node accumulates; None for another node."""
-    # Such a node has the highest number that there is.
-    leaf: torch.Tensor | None = node.variable if node._sequence_nr() >= 2**63 else None
+    # Such a node has the highest number that there is, and so has the node that only raises.
+    highest = node._sequence_nr() >= 2**63
+    leaf: torch.Tensor | None = getattr(node, "variable", None) if highest else None
     return leaf
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import logging
 import os
 import sys
@@ -165,7 +166,7 @@ def forward_methods(module: torch.nn.Module, *names: str) -> None:
     closes. The counterpart of FSDP2's `register_fsdp_forward_method`.
 
     Raises: ValueError for a module that has no offloaded parameters, and for a name that is no
-    method of it.
+    method of it, or one that returns before it has used parameters: a generator or a coroutine.
     """
     engines = {
         parameter.infinity_link.param.unit.engine
@@ -178,16 +179,45 @@ def forward_methods(module: torch.nn.Module, *names: str) -> None:
             f"forward_methods(): {kind} has parameters of {len(engines)} offloaded models; call it "
             "after `inf.offload`, with the model or a module in it"
         )
-    wrong = [name for name in names if not callable(getattr(module, name, None))]
-    if wrong or not names:
+    if not names:
         raise ValueError(
-            f"forward_methods(): {kind} has no method {wrong[0]!r}"
-            if wrong
-            else "forward_methods() got no names: forward_methods(model, 'encode_image')"
+            "forward_methods() got no names: forward_methods(model, 'encode_image')"
         )
+    for name in names:
+        fault = _why_no_forward_method(module, name)
+        if fault:
+            raise ValueError(f"forward_methods(): {fault}")
     (engine,) = engines
     for name in names:
         engine.parts.lifecycle.hook_method(module, name)
+
+
+def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
+    """Return why calls of this name cannot be treated as forward's; empty where they can."""
+    kind = type(module).__name__
+    if isinstance(module._modules.get(name), torch.nn.Module):
+        return (
+            f"{kind}.{name} is a module, whose calls gather what they use as it is; for a method "
+            f"of it call forward_methods(model.{name}, ...)"
+        )
+    # Not getattr, which runs the code of a property.
+    found = inspect.getattr_static(module, name, None)
+    if isinstance(found, property):
+        return f"{kind}.{name} is a property; make it a method, or compute it inside of forward"
+    if not callable(found):
+        return f"{kind} has no method {name!r}"
+    plain = inspect.unwrap(found)
+    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+        returned = "a generator"
+    elif inspect.iscoroutinefunction(plain):
+        returned = "a coroutine"
+    else:
+        return ""
+    return (
+        f"{kind}.{name} returns {returned}, which uses parameters after the call has returned and "
+        "they are released: make it a function that returns its results, or iterate over it inside "
+        "of gather()"
+    )
 
 
 def offloaded_modules(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -15,11 +15,13 @@ from pathlib import Path
 def absolute(path: str | os.PathLike[str], what: str) -> Path:
     """Make a path absolute, `~` and `~user` expanded as a shell does. what: the argument's name.
 
-    Raises: ValueError for what is no path, and for a relative one while the current directory is
-    removed, or cannot be read.
+    Raises: ValueError for what is no path, for an empty one, and for a relative one while the
+    current directory is removed, or cannot be read.
     """
     if not isinstance(path, (str, os.PathLike)) or not isinstance(os.fspath(path), str):
         raise ValueError(f"{what}={path!r} is no path: give a str or a pathlib.Path")
+    if not os.fspath(path):
+        raise ValueError(f"{what} is an empty path: for the current directory give '.'")
     # Not Path.expanduser, which raises where there is no such user; a shell leaves the text.
     given = Path(os.path.expanduser(path))  # noqa: PTH111
     try:

@@ -13,9 +13,9 @@ calls of the same shape go without: the same modules made as many nodes, with as
 roots have the same place behind them. If a result leaves unseen without a change of shape, autograd
 meets the version of an evicted parameter, and `Backward` raises.
 
-Each thread numbers the nodes that it makes, so two threads make nodes with equal numbers. A backward
-that runs in another thread than the calls, as may that of any other model, is taken for one over
-these calls only if its graph has a parameter of the model.
+Each thread numbers the nodes that it makes, so two threads make nodes with equal numbers. A
+backward that runs in another thread than the calls, as may that of any other model, is taken for
+one over these calls only if its graph has a parameter of the model.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -43,8 +44,9 @@ def find_aliases(model: nn.Module) -> list[Alias]:
     """Find the tensors that follow parameters of `model`. Changes nothing.
 
     Takes microseconds for each parameter, and a look at all objects of the process where something
-    shares memory. Raises: ValueError for tensors that cannot follow, with their holders, and for
-    gradients.
+    shares memory. If `gc.freeze()` hides that from the look, all objects are unfrozen for it, and
+    frozen afterwards. Raises: ValueError for tensors that cannot follow, with their holders, and
+    for gradients.
     """
     entries = find_parameters(model)
     for entry in entries:
@@ -57,21 +59,35 @@ def find_aliases(model: nn.Module) -> list[Alias]:
     _check_apart(_places(entries, buffers))
     known = {id(tensor): tensor for entry in entries for tensor in _objects(entry)}
     known |= {id(buffer): buffer for _, buffer in buffers}
-    shared = _shared_storages(known.values())
+    shared = _users_unknown(known.values())
     ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
     reduced = ranks and any(gradient_node(entry.parameter) is not None for entry in entries)
     if not shared and not reduced:
         return []
     misfit = ""
     for _ in range(2):
-        found = _living_aliases(entries, known, shared)
+        found, missed = _living_aliases(gc.get_objects(), entries, known, shared)
+        # Graphs in C++ are missed too, and cost the look that finds nothing.
+        if (missed or reduced) and gc.get_freeze_count():
+            found, _ = _living_aliases(_objects_and_frozen(), entries, known, shared)
         misfit = next(filter(None, (_misfit(pair, model) for pair in found)), "")
         if not misfit:
             return [_alias(pair) for pair in found]
-        # What a cycle of garbage holds shares nothing with anyone.
+        # The tensor may be garbage in a cycle: then no code can use it.
         del found
         gc.collect()
     raise ValueError(misfit)
+
+
+def _objects_and_frozen() -> list[Any]:
+    """Return all objects that the garbage collector knows, also those that `gc.freeze()` keeps from
+    `gc.get_objects()`. All objects are frozen then, so it collects first."""
+    gc.collect()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _places(
@@ -145,8 +161,8 @@ def _shared_text(one: _Place, other: _Place) -> str:
     )
 
 
-def _shared_storages(known: Iterable[torch.Tensor]) -> set[int]:
-    """Return the storages that more tensors have than the known ones."""
+def _users_unknown(known: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return the storages that more tensors have than the known ones, and how many more."""
     storages: dict[int, torch.UntypedStorage] = {}
     users: dict[int, int] = {}
     for tensor in known:
@@ -154,14 +170,20 @@ def _shared_storages(known: Iterable[torch.Tensor]) -> set[int]:
         if storage is not None:
             storages[storage._cdata] = storage
             users[storage._cdata] = users.get(storage._cdata, 0) + 1
-    return {key for key, storage in storages.items() if storage_uses(storage) > users[key]}
+    unknown = {key: storage_uses(storage) - users[key] for key, storage in storages.items()}
+    return {key: count for key, count in unknown.items() if count > 0}
 
 
 def _living_aliases(
-    entries: Iterable[FoundParameter], known: dict[int, Any], shared: set[int]
-) -> list[tuple[torch.Tensor, FoundParameter]]:
-    """Return the tensors that share elements with a parameter, each with that parameter. Raises:
-    ValueError for parameters that a DistributedDataParallel reduces."""
+    objects: Iterable[Any],
+    entries: Iterable[FoundParameter],
+    known: dict[int, Any],
+    shared: dict[int, int],
+) -> tuple[list[tuple[torch.Tensor, FoundParameter]], bool]:
+    """Return the tensors among objects that share elements with a parameter, each with that
+    parameter, and whether a storage has users that are not among them. shared: storages, and how
+    many users of each are not known. Raises: ValueError for parameters that a
+    DistributedDataParallel reduces."""
     by_storage: dict[int, list[tuple[int, int, FoundParameter]]] = {}
     for entry in entries:
         storage = storage_of(entry.parameter)
@@ -170,21 +192,26 @@ def _living_aliases(
             start, stop = (each * size for each in _span(entry.parameter))
             by_storage.setdefault(storage._cdata, []).append((start, stop, entry))
     found: list[tuple[torch.Tensor, FoundParameter]] = []
-    for each in gc.get_objects():
+    missing = Counter(shared)
+    for each in objects:
         kind = type(each)
         if issubclass(kind, nn.parallel.DistributedDataParallel):
             _refuse_reduced(each, known)
         if not issubclass(kind, torch.Tensor) or id(each) in known:
             continue
         storage = storage_of(each)
-        if storage is None or each.numel() == 0:
+        if storage is None:
+            continue
+        if storage._cdata in shared:
+            missing[storage._cdata] -= 1
+        if each.numel() == 0:
             continue
         for start, stop, entry in by_storage.get(storage._cdata, ()):
             first, last = (bound * each.element_size() for bound in _span(each))
             if first < stop and start < last:
                 found.append((each, entry))
                 break
-    return found
+    return found, any(count > 0 for count in missing.values())
 
 
 def _refuse_reduced(wrapper: nn.Module, known: dict[int, Any]) -> None:
