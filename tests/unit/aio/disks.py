@@ -3,6 +3,8 @@ happens."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,11 +44,15 @@ def tmpfs(where: Path, size_bytes: int, monkeypatch: pytest.MonkeyPatch) -> Iter
 @contextmanager
 def loop_ext4(where: Path, size_bytes: int) -> Iterator[Path]:
     """An ext4 of its own on a loop device: real O_DIRECT, real ENOSPC."""
+    # A user's PATH may lack /usr/sbin.
+    mkfs = shutil.which("mkfs.ext4", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+    if mkfs is None:
+        pytest.skip("NOT TESTED, no ext4 can be made here: there is no mkfs.ext4")
     image = where.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(size_bytes)
     done = subprocess.run(
-        ["mkfs.ext4", "-q", "-F", "-m", "0", str(image)],
+        [mkfs, "-q", "-F", "-m", "0", str(image)],
         check=False,
         capture_output=True,
         text=True,
