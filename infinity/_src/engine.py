@@ -202,6 +202,8 @@ def _why_no_forward_method(module: torch.nn.Module, name: str) -> str:
         )
     # Not getattr, which runs the code of a property.
     found = inspect.getattr_static(module, name, None)
+    if isinstance(found, (classmethod, staticmethod)):
+        found = found.__func__
     if isinstance(found, property):
         return f"{kind}.{name} is a property; make it a method, or compute it inside of forward"
     if not callable(found):
@@ -516,7 +518,7 @@ class Handle:
             self.parts.access.check_drives()
             # A save reads chunks that are freed below.
             self.saving.wait_for_last()
-            # States that nobody can read any more are no reason to wait for other ranks, which may
+            # States that cannot be read any more are no reason to wait for other ranks, which may
             # have gone.
             self.pipeline.wait(together=commit and self.durable is not None)
             self.saving.raise_fault()

@@ -23,7 +23,6 @@ import torch
 
 from infinity._src._torch_compat import (
     NO_TASK,
-    graph_is_kept,
     graph_task_id,
     node_sequence_number,
     queue_callback,
@@ -31,7 +30,7 @@ from infinity._src._torch_compat import (
     version_found_by,
     watch_backward,
 )
-from infinity._src.hooks.graph_calls import GraphCall, GraphCalls
+from infinity._src.hooks.graph_calls import GraphCall, GraphCalls, prune
 from infinity._src.hooks.unit_refs import UnitRefs
 from infinity._src.params.unit import GradientsInterface, Param, Unit, UnsharderInterface
 from infinity.errors import EngineClosed, ReleasedInBackward, SecondOrderUnsupported
@@ -44,23 +43,24 @@ WINDOW = -1
 class BackwardUse(GraphCall):
     """Use of units by backward, on behalf of one hooked forward call."""
 
-    __slots__ = ("active", "backward", "task")
+    __slots__ = ("active", "backward", "generations", "task")
 
     def __init__(self, backward: Backward, module: int, first: int) -> None:
         super().__init__(module, first)
         self.backward = backward
         self.active = False
         self.task = -1  # the graph task in which it is, or was last, active
+        self.generations: tuple[int, ...] = ()  # of the values of `held` that forward has read
 
-    def start(self, _grads: object = None) -> None:
-        """Prehook of the nodes that made the call's outputs."""
+    def start(self) -> None:
+        """Gather the units, if no other node has had them gathered in this task."""
         # Several outputs call it; the first one starts the use. Another task is a nested or a later
         # backward, which needs the units again.
         if not self.active or self.task != graph_task_id():
             self.backward.start(self)
 
-    def finish(self, _grad: object = None) -> None:
-        """Hook of the call's inputs."""
+    def finish(self) -> None:
+        """Release the units, if they are held in this task."""
         # Several inputs call it; the gradient of the first one finishes the use.
         if self.active and self.task == graph_task_id():
             self.backward.finish(self)
@@ -74,7 +74,7 @@ class BackwardUse(GraphCall):
         """
         for tensor in inputs:
             if tensor.requires_grad and tensor.grad_fn is not None and tensor.device == device:
-                tensor.register_hook(self.finish)
+                tensor.register_hook(self.hooks().finish)
                 self.ends_at_inputs = True
 
     def hook_outputs(self, outputs: list[torch.Tensor]) -> None:
@@ -92,7 +92,7 @@ class BackwardUse(GraphCall):
                 number = node_sequence_number(node)
                 if number >= self.first and number not in self.exits:
                     self.exits.add(number)
-                    node.register_prehook(self.start)  # type: ignore[arg-type]
+                    node.register_prehook(self.hooks().start)  # type: ignore[arg-type]
 
 
 def _second_order(names: str) -> str:
@@ -103,6 +103,16 @@ def _second_order(names: str) -> str:
         "torch.func.grad, vjp, jacrev and hessian run backward so, and torch.autograd.functional's "
         "jvp, hvp and hessian; torch.func.jvp and jacfwd (also inside of vmap), and "
         "torch.autograd.functional.jacobian and vjp, do not"
+    )
+
+
+def _changed(name: str, error: RuntimeError) -> str:
+    """Say that parameters of this unit have other values than in the forward. error: autograd's."""
+    return (
+        f"backward needs the values that {name} had in its forward, and it has been updated since. "
+        "With update='backward' the first backward over a graph updates: run all backwards of a "
+        "step but the last inside `with inf.handle(model).no_sync():`. Otherwise opt.step() or a "
+        f"write came between: run the forward again after it ({error})"
     )
 
 
@@ -121,13 +131,14 @@ class Backward:
         self._gradients = gradients
         self._lock = lock
         self._tasks: dict[int, list[BackwardUse]] = {}
-        # Of graph tasks, as `_tasks`: whether it retains its graph, which may then run again.
-        self._retained: dict[int, bool] = {}
         # Calls of each thread, which numbers its nodes. A thread that ended may leave its number to
         # another one, so they are found by an object of the thread. Calls that recompute are part
         # of a backward, and go with it.
         self._local = threading.local()
         self._calls: list[GraphCalls] = []
+        self._threads_room = 8  # threads, before the calls of ended ones are pruned
+        # True after a node was missed: numbers of nodes are trusted no more.
+        self._hooks_all = False
         self.closed = False
         watch_backward(self)
 
@@ -140,12 +151,15 @@ class Backward:
 
     def call_begins(self, module: int) -> BackwardUse:
         """Note a call that makes a graph; module: its number."""
+        calls = self._calls_here()
+        if len(calls) >= calls.room:
+            self._prune()
         use = BackwardUse(self, module, sequence_number())
-        self._calls_here().begin(use)
+        calls.begin(use)
         return use
 
     def _calls_here(self) -> GraphCalls:
-        """Return the calls of this thread: those that recompute inside of a backward."""
+        """Return the calls of this thread; inside of a backward, the calls that recompute."""
         local = self._local
         if graph_task_id() != NO_TASK:
             if not hasattr(local, "recomputed"):
@@ -153,6 +167,8 @@ class Backward:
             recomputed: GraphCalls = local.recomputed
             return recomputed
         if not hasattr(local, "calls"):
+            if len(self._calls) >= self._threads_room:
+                self._prune()
             local.calls = GraphCalls()
             self._calls.append(local.calls)
         calls: GraphCalls = local.calls
@@ -165,9 +181,10 @@ class Backward:
         idle: list[UnitRefs],
         outputs: list[torch.Tensor],
     ) -> None:
-        """Note the end of a call, its units (those that were gathered on demand inside of it are
-        among them) and the tensors found in its output."""
+        """Note the end of a call, its units (also units that were gathered on demand inside of it)
+        and the tensors found in its output."""
         use.held, use.idle, use.end = tuple(held), tuple(idle), sequence_number()
+        use.generations = tuple(refs.unit.generation for refs in held)
         if use.end > use.first and (held or idle):
             use.hook_outputs(outputs)
         else:
@@ -179,21 +196,28 @@ class Backward:
         for calls in self._calls:
             calls.forget()
 
-    def prune_calls(self) -> None:
-        """Forget the calls whose graphs are gone. Not to be called while one runs."""
-        for calls in self._calls:
-            calls.prune(between_passes=True)
+    def _prune(self) -> None:
+        """Forget the calls whose graphs are gone."""
+        prune(self._calls)
         self._calls = [calls for calls in self._calls if len(calls) or calls.thread.is_alive()]
+        self._threads_room = max(8, 2 * len(self._calls))
 
     def hook_exits(self, roots: Sequence[Any]) -> None:
         """Have a backward from these nodes find the units of every call that it enters."""
         with self._lock:
-            if graph_task_id() != NO_TASK:
-                self._calls_here().hook_exits(roots, alone=True, is_ours=self._is_ours)
-                return
-            noted = [calls for calls in self._calls if len(calls)]
+            here = threading.current_thread()
+            nested = graph_task_id() != NO_TASK
+            noted = [calls for calls in self._calls if calls.forget_if_gone()]
+            if nested and self._calls_here().hook_exits(
+                roots, own=True, ends=True, is_ours=self._is_ours
+            ):
+                # The graph was made in this thread, inside of the backward: other threads' numbers
+                # say nothing of it.
+                noted = [calls for calls in noted if calls.thread is here]
             for calls in noted:
-                calls.hook_exits(roots, alone=len(noted) == 1, is_ours=self._is_ours)
+                own = calls.thread is here and not self._hooks_all
+                ends = own and len(noted) == 1 and not nested
+                calls.hook_exits(roots, own=own, ends=ends, is_ours=self._is_ours)
 
     def _is_ours(self, leaf: Any) -> bool:
         return id(leaf) in self._leaves
@@ -210,24 +234,29 @@ class Backward:
             calls.forget()
 
     def failed(self, error: RuntimeError) -> None:
-        """Raise `ReleasedInBackward` if the error is autograd's, of a parameter that was evicted.
-        """
+        """Raise an error that names the parameter if this one is autograd's, of a parameter that
+        was evicted or updated."""
         version = version_found_by(error)
+        if version is None:
+            return
+        for uses in self._tasks.values():
+            for use in uses:
+                for refs, generation in zip(use.held, use.generations, strict=True):
+                    if refs.unit.generation == version != generation:
+                        raise RuntimeError(_changed(refs.unit.name, error)) from error
         params = (param for unit in self._units for param in unit.params)
         param = next((each for each in params if each.evicted_version == version), None)
         if param is None:
             return
         if self.closed:
             raise EngineClosed(_CLOSED) from error
-        for calls in self._calls:
-            calls.walk_always()
-        module = type(param.sites[0][0]).__name__
+        self._hooks_all = True
         raise ReleasedInBackward(
-            f"backward needs {param.name}, which was released: it entered a call of this "
-            f"{module} through a tensor that the engine has not seen leave the call. Take the step "
-            "again from its forward: from now on the engine searches the whole graph of this model "
-            "for such tensors before each backward, which costs about a microsecond per node. Or "
-            "return the tensor from the forward of its module"
+            f"backward needs {param.name}, which was released: it entered a forward call of "
+            f"{param.unit.name} through a tensor that the engine has not seen leave the call. Take "
+            "the step again from its forward: from now on the engine hooks every node of such a "
+            "call, which costs some microseconds per node. Or return the tensor from the forward "
+            "of its module"
         ) from error
 
     # -- uses --------------------------------------------------------------------------------------
@@ -279,7 +308,6 @@ class Backward:
             # Nested tasks are parts of one backward, which begins with the first.
             first = not self._tasks
             uses = self._tasks[task] = []
-            self._retained[task] = graph_is_kept()
             queue_callback(lambda: self._end_task(task))
             # The task is noted by now, so that `reset` finds the backward if this raises.
             if first:
@@ -291,7 +319,6 @@ class Backward:
         with self._lock:
             self._forget_recomputed()
             tasks, self._tasks = self._tasks, {}
-            self._retained.clear()
             for uses in tasks.values():
                 for use in uses:
                     use.active = False
@@ -311,7 +338,6 @@ class Backward:
             if not self._tasks.keys() - {task}:
                 self._unsharder.backward_end()
             self._tasks.pop(task, None)
-            self._retained.pop(task, None)
 
     def _forget_recomputed(self) -> None:
         """Forget the calls that recomputed in this thread."""
@@ -320,7 +346,6 @@ class Backward:
 
     def _end_use(self, use: BackwardUse) -> None:
         use.active = False
-        use.done = not self._retained.get(use.task, True)
         # Before the release: update="backward" then updates the unit if `unit_done` has counted
         # all of its uses.
         try:

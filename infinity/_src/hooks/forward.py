@@ -532,7 +532,6 @@ class Lifecycle:
         if self._frames or self.backward.running:
             # All frames are dead, and no graph task runs here: an exception left them.
             self._reset()
-        self.backward.prune_calls()
         self.unsharder.forward_start()
         return True
 

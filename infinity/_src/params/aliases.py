@@ -8,7 +8,9 @@ Offloaded, a parameter has other memory. A tensor that shares the old memory (`w
                tensor that goes beyond the parameter; numpy arrays
 
 Tensors that only C++ holds are left alone: a graph made before keeps the old values, and backward
-through it is refused when it comes (`hooks.module_params`).
+through it is refused when it comes (`hooks.module_params`). The graph of a view that is followed
+is made anew at each use, so the parameter may add up its gradients in another order than a plain
+loop does, whose view was made once.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def find_aliases(model: nn.Module) -> list[Alias]:
 
 
 def _objects_and_frozen() -> list[Any]:
-    """Return all objects that the garbage collector knows, also those that `gc.freeze()` keeps from
-    `gc.get_objects()`. All objects are frozen then, so it collects first."""
+    """Return all objects that the garbage collector knows, also the objects that `gc.freeze()` has
+    hidden from `gc.get_objects()`. All objects are frozen then, so it collects first."""
     gc.collect()
     gc.unfreeze()
     try:

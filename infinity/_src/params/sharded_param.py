@@ -310,7 +310,8 @@ def raise_released(link: EngineLink, operation: str) -> NoReturn:
         )
     raise ParameterReleased(
         f"{name} is on {where}, and {operation} wants its values outside of the model's forward. "
-        "To train through another method than forward: `inf.forward_methods(model, \"method\")`. "
+        "To train through another method than forward: `inf.forward_methods(model, \"method\")`, "
+        "and have the method compute what it returns before it returns. "
         "To read or write it: `with inf.handle(model).gather(parameter): ...` (writes inside are "
         "kept). An optimizer of torch cannot train it: build inf.AdamW(model.parameters()), "
         "inf.SGD, inf.Lion or inf.Elementwise after inf.offload. If a trainer does this "
