@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import infinity
-from infinity._src.kernels.launch import on_device
+from infinity._src.kernels.launch import on_device, table_on
 from tests.fake_cuda import FakeCuda
 
-KERNELS = Path(infinity.__file__).parent / "_src" / "kernels" / "triton"
+PACKAGE = Path(infinity.__file__).parent
+KERNELS = PACKAGE / "_src" / "kernels" / "triton"
+NON_BLOCKING = {
+    "bench/device_copy.py": "it measures both kinds of memory",
+    "distributed/transport.py": "host memory of its own, pinned",
+    "grads/accumulator.py": "the storage of gradients is in pinned slabs",
+    "grads/reduce.py": "flags for the host, in pinned memory",
+    "kernels/launch.py": "`table_on` pins",
+    "params/delayed_params.py": "shards are in pinned slabs",
+    "params/secondary_shards.py": "copies of shards are in pinned slabs",
+}
+"""Files with copies that must not wait, and why their host memory is pinned: from pageable memory
+the driver may wait for the stream."""
 
 
 def test_the_device_of_the_tensors_is_current_inside_and_the_users_after(
@@ -59,3 +73,50 @@ def test_every_launch_is_made_under_the_device_of_its_tensors() -> None:
             assert inside, f"{path.name}:{line}: a launch outside of on_device()"
             count += 1
     assert count >= 8
+
+
+def test_tables_go_to_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+
+    class Pinned:
+        def __init__(self, shape: torch.Size, **how: Any) -> None:
+            self.how = how
+            made.append(self)
+
+        def copy_(self, source: torch.Tensor) -> Pinned:
+            self.words = source.tolist()
+            return self
+
+        def to(self, device: torch.device, *, non_blocking: bool) -> tuple[Any, torch.device]:
+            assert non_blocking
+            return self.words, device
+
+    words = np.array([3, 1 << 60, -5], np.int64)
+    assert table_on(torch.device("cpu"), words).tolist() == words.tolist()
+    monkeypatch.setattr(torch, "empty", Pinned)
+    there = torch.device("cuda", 1)
+    assert table_on(there, words) == (words.tolist(), there)
+    (pinned,) = made
+    assert pinned.how == {"dtype": torch.int64, "device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.gpu
+def test_tables_arrive_in_order_behind_a_busy_stream() -> None:
+    """The memory of one is not reused before the copy has read it."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda", 0)
+    torch.cuda._sleep(200_000_000)
+    tables = [table_on(device, np.full(1000, index, np.int64)) for index in range(50)]
+    assert not torch.cuda.current_stream(device).query(), "a copy waited for the stream"
+    for index, table in enumerate(tables):
+        assert bool((table == index).all())
+
+
+def test_copies_that_must_not_wait_are_known() -> None:
+    found = {
+        str(path.relative_to(PACKAGE / "_src"))
+        for path in PACKAGE.rglob("*.py")
+        if "non_blocking=True" in path.read_text(encoding="utf-8")
+    }
+    assert found == NON_BLOCKING.keys()

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from infinity._src.kernels.comm_codec import codes_bytes
-from infinity._src.kernels.launch import on_device
+from infinity._src.kernels.launch import on_device, table_on
 from infinity._src.kernels.triton.quantize import (
     BLOCK_NUMEL,
     SCALE_LEAST_BITS,
@@ -110,7 +111,7 @@ def _table(tensors: Sequence[torch.Tensor], device: torch.device) -> tuple[torch
     """
     addresses = [tensor.data_ptr() for tensor in tensors]
     # On the current stream, like the kernel that reads it.
-    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    table = table_on(device, np.array(addresses, np.int64))
     return table, all(address % _ALIGN_BYTES == 0 for address in addresses)
 
 

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from infinity._src.kernels.launch import on_device
+from infinity._src.kernels.launch import on_device, table_on
 from infinity._src.kernels.triton.random import (
     INFINITY_BITS,
     bits_of,
@@ -141,11 +141,9 @@ class Launches:
                 words += [table.reshape(-1), rows]
                 at += table.size + len(rows)
         packed = np.concatenate(words) if words else np.zeros(0, np.int64)
-        # One copy for all tables of a step, without waiting for the device.
-        self._tables = torch.from_numpy(packed).to(device, non_blocking=True)
-        self._hypers = torch.from_numpy(np.ascontiguousarray(hypers).view(np.int32)).to(
-            device, non_blocking=True
-        )
+        # One copy for all tables of a step.
+        self._tables = table_on(device, packed)
+        self._hypers = table_on(device, np.ascontiguousarray(hypers).view(np.int32))
 
     def run(self, index: int, sections: Sequence[torch.Tensor], base: int) -> None:
         """Update chunk `index` in place.
