@@ -15,6 +15,7 @@ import torch
 
 import infinity as inf
 from infinity._src.cli.plan import SEQUENCE, read_shape, recommend
+from infinity._src.memory.device import rocm_lacks
 from infinity._src.perf.plan.changes import faster_update
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.predict import predict
@@ -52,7 +53,9 @@ def _machine_here(drives: Sequence[DirectoryProbe]) -> Machine:
     # Directories of one file system share its room, and are taken for one drive.
     free = {Path(probe.path).stat().st_dev: float(probe.free_bytes) for probe in drives}
     left = float(memory_left_bytes())
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    # Models cannot be offloaded from AMD's GPUs: the CPU computes.
+    there = torch.cuda.is_available() and not rocm_lacks()
+    gpu = torch.cuda.get_device_properties(0) if there else None
     return describe_machine(
         gpus=0 if gpu is None else 1,
         # Where the CPU computes, device memory is the machine's own.

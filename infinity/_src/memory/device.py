@@ -304,6 +304,18 @@ def check_current(device: torch.device) -> None:
     )
 
 
+def rocm_lacks() -> str:
+    """Say what is missing on AMD's GPUs, whose torch calls them CUDA devices; empty where torch is
+    built for NVIDIA's.
+    """
+    if torch.version.hip is None:
+        return ""
+    return (
+        f"torch {torch.__version__} is built for AMD's GPUs (ROCm {torch.version.hip}), and the "
+        "engine has copies for NVIDIA's driver only (libcuda.so.1)"
+    )
+
+
 def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
     """Choose the device that computes: the wanted one, or the model's.
 
@@ -325,6 +337,9 @@ def compute_device(model: torch.nn.Module, wanted: Any) -> torch.device:
             f"the engine computes on 'cpu' and 'cuda' devices, not on {device}; move the model "
             "with model.to(...)"
         )
+    lacking = rocm_lacks() if device.type == "cuda" else ""
+    if lacking:
+        raise ValueError(f"device={str(device)!r}: {lacking}; use device='cpu'")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"device={str(device)!r}: torch finds no CUDA device here; use device='cpu', or see "
