@@ -12,8 +12,10 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -37,6 +39,9 @@ from infinity.aio._probe import (
 )
 from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import DeviceCopyError
+
+if TYPE_CHECKING:
+    from infinity._src.kernels.trial import Trial
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
 # At 12 B per parameter, the states of a model below a billion parameters.
@@ -72,7 +77,7 @@ def run_doctor(
     table.add_column("subject", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("verdict", no_wrap=True)
-    warnings = []
+    faults = []
     for finding in findings(directories, model=model):
         table.add_row(
             finding.subject,
@@ -80,11 +85,11 @@ def run_doctor(
             "[yellow]warning[/yellow]" if finding.warning else "[green]ok[/green]",
         )
         if finding.warning:
-            warnings.append(f"{finding.subject}: {finding.warning}")
+            faults.append(f"{finding.subject}: {finding.warning}")
     console.print(table)
-    for warning in warnings:
-        console.print(f"[yellow]warning:[/yellow] {warning}", highlight=False, soft_wrap=True)
-    if not warnings:
+    for fault in faults:
+        console.print(f"[yellow]warning:[/yellow] {fault}", highlight=False, soft_wrap=True)
+    if not faults:
         console.print("nothing is missing")
     return 0
 
@@ -316,12 +321,19 @@ def _gpu() -> Finding:
         return Finding("GPU", "unknown", f"torch does not import: {error}")
     if not torch.cuda.is_available():
         return Finding("GPU", "none; models run on the CPU")
+    from infinity._src.memory.device import rocm_lacks
+
     names = [
         f"{torch.cuda.get_device_name(index)}, "
         f"{format_size(torch.cuda.get_device_properties(index).total_memory)}"
         for index in range(torch.cuda.device_count())
     ]
-    return Finding("GPU", "; ".join(names), _copies_fail(torch.cuda.device_count()))
+    lacking = rocm_lacks()
+    return Finding(
+        "GPU",
+        "; ".join(names),
+        f"{lacking}: models run on the CPU" if lacking else _copies_fail(torch.cuda.device_count()),
+    )
 
 
 def _copies_fail(device_count: int) -> str:
@@ -361,37 +373,56 @@ def _waiting() -> Finding:
 
 def _operations() -> Finding:
     """List the implementation of each operation of infinity.ops on the device that computes, a line
-    each, and why.
+    each, and why. On a GPU those that must have the bits of torch are tried.
     """
     try:
         import torch
     except ImportError:
         return Finding("operations", "unknown")  # the line on the GPU says why
     from infinity._src.kernels import choice
+    from infinity._src.memory.device import rocm_lacks
 
     device = (
         torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
+        if torch.cuda.is_available() and not rocm_lacks()
         else torch.device("cpu")
     )
-    lines, warnings = [], []
+    lines, faults = [], []
+    trials = trials_of_usual_forms()
     for op in choice.OPS.values():
         try:
-            chosen = choice.implementation(op.name, device)
+            # A failed trial warns; the table shows that in its own way.
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                chosen = choice.implementation(op.name, device, trials.get(op.name))
+            faults += [str(warning.message) for warning in caught]
             reason = choice.why(op.name, device)
         except ValueError as error:
             lines.append(f"{op.name}: none")
-            warnings.append(str(error))
+            faults.append(str(error))
             continue
         other = "" if chosen == "torch" or op.bitwise else ", which rounds in its own way"
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
-        if chosen == "triton" and not _version("triton"):
-            warnings.append(
-                f"{op.name} runs on Triton, which is not installed: pip install triton, or unset "
-                f"{choice.VARIABLE}"
-            )
-    # The first warning stands for all operations that fail alike: the lines above name each.
-    return Finding("operations", "\n".join(lines), warnings[0] if warnings else "")
+    # The first fault stands for all operations that fail alike: the lines above name each.
+    return Finding("operations", "\n".join(lines), faults[0] if faults else "")
+
+
+def trials_of_usual_forms() -> dict[str, Trial]:
+    """Make a trial of each bitwise operation, in the form that most runs use."""
+    import torch
+
+    from infinity._src.kernels import comm_codec, quantize, update
+    from infinity.aio._records import Algorithm, Format, GradDtype
+
+    bf16 = torch.bfloat16
+    return {
+        "group_quantize": quantize.quantize_trial(bf16, 8, 256, True, False),
+        "group_dequantize": quantize.dequantize_trial(bf16, 8, 256, True),
+        "wire_encode": comm_codec.encode_trial(bf16, 4, 128, True, bf16),
+        "wire_decode": comm_codec.decode_trial(bf16, 4, 128, True),
+        "ordered_sum": comm_codec.sum_trial(bf16, bf16, True),
+        "update": update.update_trial(Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),
+    }
 
 
 def _version(package: str) -> str:

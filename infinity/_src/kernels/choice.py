@@ -5,23 +5,42 @@ measurement of the moment.
                 `forced(...)` inside a block
     measured    MEASURED: the figures of `bench/gpu/f10_operations.py` for a kind of device, beside
                 torch's best, written down here by hand
-    else        torch
+    else        on a GPU Triton for bitwise operations, which torch makes of many launches; torch
+                for others, and on the CPU
 
-The choice is part of the numerics where the two do not round alike (it is recorded, and `infinity
-doctor` shows it). So the choice must not change from one run to the next. On the CPU Triton runs in
-its interpreter only (TRITON_INTERPRET=1), for tests.
+**Trial** (infinity/_src/kernels/trial.py): before the first use of a bitwise operation in a form
+(dtypes, bits, state format), a process compares Triton's bytes for a small sample on that device
+with those of torch on the CPU. If they differ, or if the kernel does not compile, a warning says
+so, and torch runs the operation, in that form and in any that is used later. With Triton forced, it
+is a ValueError instead. A form that has passed keeps Triton, so a form has one implementation in a
+run. Ranks need not agree: both implementations give the same bits.
+
+Triton before TRITON_LEAST flushes denormals in divisions and square roots. So it computes no
+bitwise operation.
+
+The choice is part of the numerics where the two do not round alike (`infinity doctor` shows it). So
+that choice must not change from one run to the next. On the CPU Triton runs in its interpreter only
+(TRITON_INTERPRET=1), for tests.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Iterator, Mapping
+import re
+import threading
+import warnings
+from collections.abc import Hashable, Iterator, Mapping
 
 import torch
 
+from infinity._src.kernels.trial import Trial, difference
+
 VARIABLE = "INFINITY_OPS"
+TRITON_LEAST = (3, 6)
+"""The first Triton whose divisions and square roots keep denormals; pyproject.toml has it, too."""
 IMPLEMENTATIONS = ("torch", "triton")
 
 
@@ -63,8 +82,14 @@ OPS: Mapping[str, KernelOp] = {
 MEASURED: Mapping[tuple[str, tuple[int, int]], float] = {}
 """(operation, compute capability) -> torch's best time / Triton's.
 
-Above 1, Triton is the default there.
+Above 1, Triton is the default there, else torch.
 """
+
+_passed: set[tuple[str, torch.device, tuple[Hashable, ...]]] = set()
+"""Operations, devices and forms whose trials have passed."""
+_failed: dict[tuple[str, torch.device], str] = {}
+"""Difference that the first failed trial of an operation on a device has found."""
+_trying = threading.Lock()
 
 # Innermost last: the latest `forced` block decides.
 _forced: list[dict[str, str]] = []
@@ -86,43 +111,134 @@ def forced(**choices: str) -> Iterator[None]:
         _forced.pop()
 
 
-def implementation(name: str, device: torch.device) -> str:
+def implementation(name: str, device: torch.device, trial: Trial | None = None) -> str:
     """Choose "torch" or "triton" for this operation on this device.
 
-    Raises: ValueError where Triton is forced and cannot run.
+    trial: of a bitwise operation, in the form that is about to run. Without one the answer is what
+    is known so far. The first call for a form on a GPU blocks until the trial is over.
+    Raises: ValueError where Triton is forced and cannot run, or has other bits than torch.
+    """
+    return _choose(name, device, trial)[0]
+
+
+def why(name: str, device: torch.device) -> str:
+    """Explain the choice for this operation on this device, for people."""
+    return _choose(name, device, None)[1]
+
+
+def may_be_triton(name: str) -> bool:
+    """Tell whether Triton computes this operation on some GPU: by force, or by figures. For plans
+    of machines that are elsewhere.
     """
     chosen = _chosen(name)
-    if chosen == "triton" and not interpreted() and device.type != "cuda":
+    if chosen is not None:
+        return chosen == "triton"
+    return any(op == name and ratio > 1.0 for (op, _), ratio in MEASURED.items())
+
+
+def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, str]:
+    """Choose an implementation, and say why."""
+    chosen = _chosen(name)
+    if chosen == "torch":
+        return "torch", "forced"
+    if chosen == "triton":
+        _check_forced(name, device, trial)
+        return "triton", "forced"
+    if not compiles(device):
+        interpreter = "TRITON_INTERPRET is set: Triton would interpret its kernels"
+        return "torch", interpreter if device.type == "cuda" else "the CPU computes"
+    # Never a measurement of the moment: a run must repeat where the two round differently.
+    ratio = MEASURED.get((name, torch.cuda.get_device_capability(device))) if MEASURED else None
+    if ratio is not None:
+        better, reason = ratio > 1.0, f"measured: torch's time is {ratio:.2f} of Triton's"
+    elif OPS[name].bitwise:
+        better, reason = True, "the same bits as torch, in one pass"
+    else:
+        better, reason = False, "not measured on such a device"
+    if not better:
+        return "torch", reason
+    fault = _fault(name, device, trial, warn=True)
+    return ("torch", fault) if fault else ("triton", reason)
+
+
+def _check_forced(name: str, device: torch.device, trial: Trial | None) -> None:
+    """Raise ValueError where Triton is forced, and cannot run the operation on this device."""
+    if device.type != "cuda" and not interpreted():
         raise ValueError(
             f"{VARIABLE} forces Triton for {name}, and its tensors are on {device.type}: there "
             "Triton runs in its interpreter only; set TRITON_INTERPRET=1 before the start (slow, "
             "for tests), or leave the operation to torch"
         )
-    if chosen is not None:
-        return chosen
-    # On the CPU Triton runs in its interpreter only, for tests.
-    if device.type != "cuda":
-        return "torch"
-    # Never a measurement of the moment: a run must repeat where the two round differently.
+    fault = _fault(name, device, trial if compiles(device) else None, warn=False)
+    if fault:
+        raise ValueError(
+            f"{VARIABLE} forces Triton for {name}: {fault}; leave the operation to torch "
+            f"({VARIABLE}={name}=torch), or install a Triton that can"
+        )
+
+
+def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) -> str:
+    """Say why Triton must not compute an operation in this form; empty if it may.
+
+    trial: None: none is made. warn: if it fails.
+    """
+    # First, since it is asked before each use.
+    if trial is not None and (name, device, trial.form) in _passed:
+        return ""
+    fault = _unfit(name) or _failed.get((name, device), "")
+    if fault or trial is None or not OPS[name].bitwise:
+        return fault
+    # Threads of lanes and of backward may come at once: one of them compiles and compares.
+    with _trying:
+        # Other forms are not tried after one has failed, so that an operation warns once.
+        if (name, device) in _failed or (name, device, trial.form) in _passed:
+            return _failed.get((name, device), "")
+        found = difference(trial, device)
+        if not found:
+            _passed.add((name, device, trial.form))
+            return ""
+        form = ", ".join(map(str, trial.form))
+        fault = f"Triton {triton_version()} failed the trial of the form ({form}): {found}"
+        _failed[name, device] = fault
+    if warn:
+        on = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        warnings.warn(
+            f"{name} on {device}{on} runs on torch, which gives the same bits and is slower: "
+            f"{fault}",
+            stacklevel=2,
+        )
+    return fault
+
+
+def _unfit(name: str) -> str:
+    """Say why the Triton that is installed must not compute an operation; empty if it may."""
+    version, least = triton_version(), ".".join(map(str, TRITON_LEAST))
+    if not version:
+        return f"Triton cannot be imported (torch for CUDA brings it; install {least} or newer)"
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    if not OPS[name].bitwise or found >= TRITON_LEAST:
+        return ""
     return (
-        "triton"
-        if MEASURED.get((name, torch.cuda.get_device_capability(device)), 0.0) > 1.0
-        else "torch"
+        f"its bits must be torch's, and Triton {version} flushes denormals in divisions and square "
+        f"roots; install {least} or newer, which torch 2.10 and newer bring"
     )
 
 
-def why(name: str, device: torch.device) -> str:
-    """Explain the choice for this operation on this device, for people."""
-    if _chosen(name) is not None:
-        return "forced"
-    if device.type != "cuda":
-        return "the CPU computes"
-    ratio = MEASURED.get((name, torch.cuda.get_device_capability(device)))
-    return (
-        "not measured on such a device"
-        if ratio is None
-        else f"measured: torch's time is {ratio:.2f} of Triton's"
-    )
+@functools.cache
+def triton_version() -> str:
+    """Return the version of the Triton that is installed; empty without one that imports."""
+    try:
+        # Not of the metadata: builds of torch bring Triton under several names.
+        import triton
+    except ImportError:
+        return ""
+    return str(triton.__version__)
+
+
+def compiles(device: torch.device) -> bool:
+    """Tell whether Triton would compile kernels for tensors on this device."""
+    return device.type == "cuda" and not interpreted()
 
 
 def interpreted() -> bool:

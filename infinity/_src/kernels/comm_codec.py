@@ -32,7 +32,8 @@ On the CPU the kernels are native/comm_codec.c: one pass in the caller's thread,
 a GPU torch or Triton computes (infinity/_src/kernels/choice.py). All give the same bits; the torch
 code below defines them.
 
-All tensors are contiguous and 1-D; nothing allocates on the CPU, nothing waits on a GPU.
+All tensors are contiguous and 1-D; nothing allocates on the CPU. Nothing waits on a GPU, but for
+the trial before the first use of a form there.
 
 Source: ZeRO++ (Wang et al. 2023), sections 3.1, 3.3; error feedback: 1-bit SGD (Seide et al. 2014).
 """
@@ -50,14 +51,17 @@ from infinity._src.kernels.quantize import (
     GROUP_NUMEL_LEAST,
     GROUP_NUMEL_MOST,
     Quantized,
-    dequantize,
-    quantize,
+    dequantize_torch,
+    quantize_torch,
 )
+from infinity._src.kernels.trial import Trial, sample
 from infinity.aio import GradDtype
 
 ALIGN_BYTES = 64
 DIVISOR_MOST = 1 << 24
 """Up to here every whole number is an fp32."""
+# Not a power of two: a division by one of them rounds nothing but denormals.
+_SAMPLE_RANKS = 3
 _ERROR_DTYPES = (torch.bfloat16, torch.float32)
 _CODES = {
     torch.bfloat16: GradDtype.BF16,
@@ -112,7 +116,10 @@ def encode(
     if key is not None and not 0 <= key < 1 << 64:
         raise ValueError(f"key={key}: use what rounding.rounding_key returns, 0 to 2^64 - 1")
     # Chosen by a fixed rule, never by a measurement of the moment: all give the same bits.
-    which = _implementation("wire_encode", values.device)
+    trial = encode_trial(
+        values.dtype, bits, group_numel, key is not None, None if error is None else error.dtype
+    )
+    which = _implementation("wire_encode", values.device, trial)
     if which == "native":
         lib, cast = native.lib, native.ffi.cast
         lib.inf_wire_encode(
@@ -124,12 +131,7 @@ def encode(
         )  # fmt: skip
         return
     with torch.no_grad():
-        if which == "triton":
-            from infinity._src.kernels.triton.comm_codec import encode_triton
-
-            encode_triton(values, wire, bits, group_numel, key, element, error)
-        else:
-            encode_torch(values, wire, bits, group_numel, key, element, error)
+        _encode(which, values, wire, bits, group_numel, key, element, error)
 
 
 def decode(wire: torch.Tensor, out: torch.Tensor, *, bits: int, group_numel: int) -> None:
@@ -158,7 +160,8 @@ def decode_sum(
     _check_sum(wires, "wires", divisor)
     for wire in wires:
         _check_wire(wire, out, bits, group_numel)
-    which = _implementation("wire_decode", out.device)
+    trial = decode_trial(out.dtype, bits, group_numel, divisor != 1)
+    which = _implementation("wire_decode", out.device, trial)
     if which == "native":
         # Addresses, not one buffer: the pieces come from receive buffers that lie anywhere.
         addresses = native.ffi.new("uint64_t[]", [wire.data_ptr() for wire in wires])
@@ -169,12 +172,7 @@ def decode_sum(
         )  # fmt: skip
         return
     with torch.no_grad():
-        if which == "triton":
-            from infinity._src.kernels.triton.comm_codec import decode_sum_triton
-
-            decode_sum_triton(wires, out, bits, group_numel, divisor)
-        else:
-            decode_sum_torch(wires, out, bits, group_numel, divisor)
+        _decode_sum(which, wires, out, bits, group_numel, divisor)
 
 
 def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: int = 1) -> None:
@@ -197,7 +195,8 @@ def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
                 f"a piece is {_of(piece)}, the first {_of(pieces[0])}, out {_of(out)}: "
                 "use pieces of one dtype and the size of out"
             )
-    which = _implementation("ordered_sum", out.device)
+    trial = sum_trial(pieces[0].dtype, out.dtype, divisor != 1)
+    which = _implementation("ordered_sum", out.device, trial)
     if which == "native":
         addresses = native.ffi.new("uint64_t[]", [piece.data_ptr() for piece in pieces])
         native.lib.inf_sum_in_order(
@@ -207,12 +206,120 @@ def sum_in_order(pieces: Sequence[torch.Tensor], out: torch.Tensor, *, divisor: 
         )  # fmt: skip
         return
     with torch.no_grad():
-        if which == "triton":
-            from infinity._src.kernels.triton.comm_codec import sum_in_order_triton
+        _sum_in_order(which, pieces, out, divisor)
 
-            sum_in_order_triton(pieces, out, divisor)
-        else:
-            sum_in_order_torch(pieces, out, divisor)
+
+# -- torch or Triton, and trials of Triton's kernels -----------------------------------------------
+
+
+def _encode(
+    which: str,
+    values: torch.Tensor,
+    wire: torch.Tensor,
+    bits: int,
+    group_numel: int,
+    key: int | None,
+    element: int,
+    error: torch.Tensor | None,
+) -> None:
+    if which == "torch":
+        encode_torch(values, wire, bits, group_numel, key, element, error)
+        return
+    from infinity._src.kernels.triton.comm_codec import encode_triton
+
+    encode_triton(values, wire, bits, group_numel, key, element, error)
+
+
+def _decode_sum(
+    which: str,
+    wires: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    bits: int,
+    group_numel: int,
+    divisor: int,
+) -> None:
+    if which == "torch":
+        decode_sum_torch(wires, out, bits, group_numel, divisor)
+        return
+    from infinity._src.kernels.triton.comm_codec import decode_sum_triton
+
+    decode_sum_triton(wires, out, bits, group_numel, divisor)
+
+
+def _sum_in_order(
+    which: str, pieces: Sequence[torch.Tensor], out: torch.Tensor, divisor: int
+) -> None:
+    if which == "torch":
+        sum_in_order_torch(pieces, out, divisor)
+        return
+    from infinity._src.kernels.triton.comm_codec import sum_in_order_triton
+
+    sum_in_order_triton(pieces, out, divisor)
+
+
+def encode_trial(
+    dtype: torch.dtype, bits: int, group_numel: int, random: bool, error: torch.dtype | None
+) -> Trial:
+    """Make the trial of `encode`. random: with a key; error: the dtype of its error feedback."""
+    return Trial(_encoded_sample, (dtype, bits, group_numel, random, error))
+
+
+def decode_trial(dtype: torch.dtype, bits: int, group_numel: int, divides: bool) -> Trial:
+    """Make the trial of `decode_sum` into `dtype`."""
+    return Trial(_decoded_sample, (dtype, bits, group_numel, divides))
+
+
+def sum_trial(dtype: torch.dtype, out: torch.dtype, divides: bool) -> Trial:
+    """Make the trial of `sum_in_order`, from pieces of `dtype` into `out`."""
+    return Trial(_summed_sample, (dtype, out, divides))
+
+
+def _encoded_sample(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    group_numel: int,
+    random: bool,
+    error_dtype: torch.dtype | None,
+) -> dict[str, torch.Tensor]:
+    values = sample(dtype, finite=False).to(device)
+    error = None if error_dtype is None else sample(error_dtype, 1).to(device)
+    size_bytes = wire_bytes(values.numel(), bits, group_numel)
+    wire = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    _encode(which, values, wire, bits, group_numel, 7 if random else None, 64, error)
+    return {"bytes": wire, **({} if error is None else {"errors": error})}
+
+
+def _decoded_sample(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    group_numel: int,
+    divides: bool,
+) -> dict[str, torch.Tensor]:
+    wires = []
+    for seed in range(_SAMPLE_RANKS):
+        values = sample(torch.float32, seed, finite=seed > 0)
+        size_bytes = wire_bytes(values.numel(), bits, group_numel)
+        wire = torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
+        encode_torch(values, wire, bits, group_numel, None, 0, None)
+        wires.append(wire.to(device))
+    out = torch.empty(values.numel(), dtype=dtype, device=device)
+    _decode_sum(which, wires, out, bits, group_numel, _SAMPLE_RANKS if divides else 1)
+    return {"sums": out}
+
+
+def _summed_sample(
+    which: str, device: torch.device, dtype: torch.dtype, out_dtype: torch.dtype, divides: bool
+) -> dict[str, torch.Tensor]:
+    pieces = [
+        sample(dtype, seed, finite=seed > 0).to(device) for seed in range(_SAMPLE_RANKS)
+    ]
+    out = torch.empty(pieces[0].numel(), dtype=out_dtype, device=device)
+    _sum_in_order(which, pieces, out, _SAMPLE_RANKS if divides else 1)
+    return {"sums": out}
 
 
 # -- the reference, in torch; arguments as they were checked above ---------------------------------
@@ -227,19 +334,19 @@ def encode_torch(
     element: int,
     error: torch.Tensor | None,
 ) -> None:
-    """Encode as `encode` does, by `quantize`."""
+    """Encode as `encode` does, by `quantize_torch`."""
     # Summed in fp32: the sum of two bf16 numbers is no bf16 number.
     x = values.to(torch.float32)
     if error is not None:
         x = x + error.to(torch.float32)
-    q = quantize(x, bits=bits, group_numel=group_numel, key=key, element=element)
+    q = quantize_torch(x, bits, group_numel, True, key, element)
     # Padding is zero, so that the same values are the same bytes.
     wire.zero_()
     wire[: q.codes.numel()].copy_(q.codes.view(torch.uint8))
     scales = wire[codes_bytes(x.numel(), bits) :]
     scales[: 2 * q.scales.numel()].copy_(q.scales.view(torch.uint8))
     if error is not None:
-        said = dequantize(q, dtype=torch.float32)
+        said = dequantize_torch(q)
         # A group that is not finite decodes to NaN, and has nothing to carry on.
         error.copy_(torch.where(torch.isnan(said), torch.zeros_like(x), x - said))
 
@@ -247,7 +354,7 @@ def encode_torch(
 def decode_sum_torch(
     wires: Sequence[torch.Tensor], out: torch.Tensor, bits: int, group_numel: int, divisor: int
 ) -> None:
-    """`decode_sum` by `dequantize`, one wire after the other."""
+    """`decode_sum` by `dequantize_torch`, one wire after the other."""
     numel = out.numel()
     pieces = []
     for wire in wires:
@@ -257,7 +364,7 @@ def decode_sum_torch(
         )
         codes = codes.view(torch.int8) if bits == 8 else codes
         q = Quantized(codes, scales, None, out.shape, torch.float32, bits, group_numel)
-        pieces.append(dequantize(q, dtype=torch.float32))
+        pieces.append(dequantize_torch(q))
     sum_in_order_torch(pieces, out, divisor)
 
 
@@ -280,9 +387,9 @@ def sum_in_order_torch(pieces: Sequence[torch.Tensor], out: torch.Tensor, diviso
 # -- refusals, and the choice of the implementation ------------------------------------------------
 
 
-def _implementation(name: str, device: torch.device) -> str:
+def _implementation(name: str, device: torch.device, trial: Trial) -> str:
     """Choose "native", "torch" or "triton". On the CPU the extension computes in place of torch."""
-    which = choice.implementation(name, device)
+    which = choice.implementation(name, device, trial)
     return "native" if which == "torch" and device.type == "cpu" else which
 
 

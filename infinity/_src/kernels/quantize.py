@@ -49,6 +49,7 @@ import torch
 
 from infinity._src.kernels import choice
 from infinity._src.kernels.rounding import random_bits, shift_right
+from infinity._src.kernels.trial import Trial, sample
 
 GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST = 64, 1024
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -123,16 +124,25 @@ def quantize(
         raise ValueError(f"element={element}: the index of the first value is not negative")
     values = values.detach()
     with torch.no_grad():
-        if choice.implementation("group_quantize", values.device) == "triton":
-            from infinity._src.kernels.triton.quantize import quantize_triton
+        trial = quantize_trial(values.dtype, bits, group_numel, symmetric, key is not None)
+        which = choice.implementation("group_quantize", values.device, trial)
+        return _quantize(which, values, bits, group_numel, symmetric, key, element)
 
-            codes, scales, zeros = quantize_triton(
-                values, bits, group_numel, symmetric, key, element
-            )
-        else:
-            codes, scales, zeros = _quantize_torch(
-                values, bits, group_numel, symmetric, key, element
-            )
+
+def _quantize(
+    which: str,
+    values: torch.Tensor,
+    bits: int,
+    group_numel: int,
+    symmetric: bool,
+    key: int | None,
+    element: int,
+) -> Quantized:
+    if which == "torch":
+        return quantize_torch(values, bits, group_numel, symmetric, key, element)
+    from infinity._src.kernels.triton.quantize import quantize_triton
+
+    codes, scales, zeros = quantize_triton(values, bits, group_numel, symmetric, key, element)
     return Quantized(codes, scales, zeros, values.shape, values.dtype, bits, group_numel)
 
 
@@ -159,13 +169,21 @@ def dequantize(
             f"on {quantized.codes.device}"
         )
     with torch.no_grad():
-        if choice.implementation("group_dequantize", out.device) == "triton":
-            from infinity._src.kernels.triton.quantize import dequantize_triton
-
-            dequantize_triton(quantized, out)
-        else:
-            out.copy_(_dequantize_torch(quantized).reshape(quantized.shape))
+        trial = dequantize_trial(
+            out.dtype, quantized.bits, quantized.group_numel, quantized.symmetric
+        )
+        which = choice.implementation("group_dequantize", out.device, trial)
+        _dequantize(which, quantized, out)
     return out
+
+
+def _dequantize(which: str, quantized: Quantized, out: torch.Tensor) -> None:
+    if which == "torch":
+        out.copy_(dequantize_torch(quantized).reshape(quantized.shape))
+        return
+    from infinity._src.kernels.triton.quantize import dequantize_triton
+
+    dequantize_triton(quantized, out)
 
 
 def levels_of(bits: int, symmetric: bool) -> int:
@@ -173,18 +191,67 @@ def levels_of(bits: int, symmetric: bool) -> int:
     return (1 << bits - symmetric) - 1
 
 
+# -- trials of Triton's kernels --------------------------------------------------------------------
+
+
+def quantize_trial(
+    dtype: torch.dtype, bits: int, group_numel: int, symmetric: bool, random: bool
+) -> Trial:
+    """Make the trial of `quantize` on contiguous values. random: with a key."""
+    return Trial(_quantized_sample, (dtype, bits, group_numel, symmetric, random))
+
+
+def dequantize_trial(dtype: torch.dtype, bits: int, group_numel: int, symmetric: bool) -> Trial:
+    """Make the trial of `dequantize` into contiguous values of `dtype`."""
+    return Trial(_dequantized_sample, (dtype, bits, group_numel, symmetric))
+
+
+def _quantized_sample(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    group_numel: int,
+    symmetric: bool,
+    random: bool,
+) -> dict[str, torch.Tensor]:
+    values = sample(dtype, finite=False).to(device)
+    q = _quantize(which, values, bits, group_numel, symmetric, 7 if random else None, 64)
+    zeros = {} if q.zeros is None else {"zeros": q.zeros}
+    return {"codes": q.codes, "scales": q.scales, **zeros}
+
+
+def _dequantized_sample(
+    which: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: int,
+    group_numel: int,
+    symmetric: bool,
+) -> dict[str, torch.Tensor]:
+    # Finite: NaN comes back as NaN, with any payload.
+    q = quantize_torch(sample(torch.float32), bits, group_numel, symmetric, None, 0)
+    zeros = None if q.zeros is None else q.zeros.to(device)
+    placed = dataclasses.replace(
+        q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros
+    )
+    out = torch.empty(q.shape, dtype=dtype, device=device)
+    _dequantize(which, placed, out)
+    return {"values": out}
+
+
 # -- the reference, in torch -----------------------------------------------------------------------
 
 
-def _quantize_torch(
+def quantize_torch(
     values: torch.Tensor,
     bits: int,
     group_numel: int,
     symmetric: bool,
     key: int | None,
     element: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Codes, scales, zeros; see `Quantized`."""
+) -> Quantized:
+    """Quantize as `quantize`, which has checked the arguments."""
     numel, levels = values.numel(), float(levels_of(bits, symmetric))
     groups = -(-numel // group_numel)
     # Zeros fill the last group: they raise no maximum, and have no code of their own.
@@ -220,7 +287,8 @@ def _quantize_torch(
     bits16 = scale.view(torch.int32).masked_fill(~finite, _NAN_BITS) >> 16
     scales = bits16.to(torch.int16).view(torch.bfloat16)
     flat = code.reshape(-1)[:numel]
-    return _packed(flat, bits, symmetric), scales, zeros
+    codes = _packed(flat, bits, symmetric)
+    return Quantized(codes, scales, zeros, values.shape, values.dtype, bits, group_numel)
 
 
 def _rounded_scale(exact: torch.Tensor, *, up: bool) -> torch.Tensor:
@@ -254,8 +322,8 @@ def _packed(code: torch.Tensor, bits: int, symmetric: bool) -> torch.Tensor:
     return (nibble[0::2] | nibble[1::2] << 4).to(torch.uint8)
 
 
-def _dequantize_torch(quantized: Quantized) -> torch.Tensor:
-    """fp32 [numel]."""
+def dequantize_torch(quantized: Quantized) -> torch.Tensor:
+    """Dequantize to fp32 [numel]."""
     code = quantized.codes.to(torch.int32)
     if quantized.bits == 4:
         code = torch.stack([code & 15, code >> 4], dim=1).reshape(-1)[: quantized.numel]

@@ -30,9 +30,12 @@ import torch
 
 from infinity._src import native
 from infinity._src.kernels import choice
+from infinity._src.kernels.hyper import hyper_row_adamw, hyper_row_lion, hyper_row_sgd
 from infinity._src.kernels.rounding import sqrt_exact
 from infinity._src.kernels.state_codec import decode_sections, encode_sections
+from infinity._src.kernels.trial import SAMPLE_NUMEL, Trial, sample
 from infinity.aio._records import (
+    HYPER,
     QUANT_GROUP,
     SEG,
     Algorithm,
@@ -109,8 +112,9 @@ class UpdatePlan:
         given; None: each segment says where its gradient lies, in the chunk's `grad` section, or at
         an address that the device can read, and that stays valid until the device has done the
         update. Copies to the device, without waiting for it; on a GPU in the current stream, which
-        that of `run` must wait for. The plan stays until the device is done with it. Raises:
-        ValueError for what the kernels do not know.
+        that of `run` must wait for. The first plan of a format and algorithm on a GPU waits for the
+        trial of its kernel. The plan stays until the device is done with it. Raises: ValueError for
+        what the kernels do not know.
         """
         self.format = Format.of(state_format)
         # Spilled gradients are read by the update, and never written by it.
@@ -127,7 +131,7 @@ class UpdatePlan:
             int((segs["start"] + segs["numel"]).max()) if len(segs) else 0 for segs in self._chunks
         ]
         self._launches = None
-        if choice.implementation("update", self.device) == "triton":
+        if _runs_triton(self.device, self.states, self._chunks, hypers):
             from infinity._src.kernels.triton.update import Launches
 
             self._launches = Launches(self.states, self._chunks, hypers, self.device)
@@ -292,6 +296,93 @@ def _gradient(seg: Any, base: int, device: torch.device) -> torch.Tensor:
         return torch.as_tensor(_Memory(described), device=device).view(dtype)
     memory = (ctypes.c_uint8 * size).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)
+
+
+# -- torch or Triton, and trials of Triton's kernel ------------------------------------------------
+
+
+def _runs_triton(
+    device: torch.device,
+    states: Format,
+    chunks: Sequence[npt.NDArray[np.void]],
+    hypers: npt.NDArray[np.void],
+) -> bool:
+    """Tell whether Triton updates these segments: all of a plan, or none.
+
+    chunks: resolved. Raises: ValueError where Triton is forced and cannot.
+    """
+    forms = {
+        form
+        for segs in chunks
+        for form in zip(
+            hypers["algorithm"][segs["hyper"]].tolist(), segs["grad_dtype"].tolist(), strict=True
+        )
+    }
+    return bool(forms) and all(
+        choice.implementation(
+            "update", device, update_trial(states, Algorithm(algorithm), GradDtype(grad_dtype))
+        )
+        == "triton"
+        for algorithm, grad_dtype in sorted(forms)
+    )
+
+
+def update_trial(states: Format, algorithm: Algorithm, grad_dtype: GradDtype) -> Trial:
+    """Make the trial of an update of chunks in this format, without `grad`."""
+    return Trial(_updated_sample, (states, algorithm, grad_dtype))
+
+
+def _updated_sample(
+    which: str, device: torch.device, states: Format, algorithm: Algorithm, grad_dtype: GradDtype
+) -> dict[str, torch.Tensor]:
+    """Update one chunk with two segments, of whole groups and of a part of one."""
+    master = sample(torch.float32)
+    # Masters half-way between two numbers of bf16, too: a sign says where they are.
+    ties = master.view(torch.int32)[::5]
+    ties.copy_(ties & -0x10000 | 0x8000)
+    moments = [sample(torch.float32, 1 + index) for index in range(states.count)]
+    if algorithm is Algorithm.ADAMW:
+        moments[1].abs_()
+    gradient = sample(GRAD_DTYPES[grad_dtype], 5).to(device)
+    sections = [
+        section.contiguous().view(torch.uint8).to(device, copy=True)
+        for section in encode_sections(states, master, moments)
+    ]
+    hypers = np.array([_sample_row(algorithm, states.count)], HYPER)
+    segs = np.zeros(2, RESOLVED)
+    border = SAMPLE_NUMEL // 2 // QUANT_GROUP * QUANT_GROUP
+    segs["start"], segs["numel"] = (0, border), (border, SAMPLE_NUMEL - border)
+    segs["element"], segs["relative"], segs["grad_dtype"] = segs["start"], True, grad_dtype
+    segs["grad"] = segs["start"] * gradient.element_size()
+    if which == "torch":
+        for seg in segs:
+            start, numel = int(seg["start"]), int(seg["numel"])
+            parts = _parts(states, sections, start, numel)
+            piece = gradient[start : start + numel]
+            _update_torch(states, parts, piece, hypers[0], int(seg["element"]))
+    else:
+        from infinity._src.kernels.triton.update import Launches
+
+        Launches(states, [segs], hypers, device).run(0, sections, gradient.data_ptr())
+    return {
+        f"bytes of {what.name}": section
+        for what, section in zip(states.sections, sections, strict=True)
+    }
+
+
+def _sample_row(algorithm: Algorithm, moments: int) -> npt.NDArray[np.void]:
+    """Make a HYPER record of a step whose gradient was scaled and clipped."""
+    log = (("mul", 0.75), ("div", 3.0))
+    if algorithm is Algorithm.ADAMW:
+        return hyper_row_adamw(
+            lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=5, log=log, key=7
+        )
+    if algorithm is Algorithm.SGD:
+        momentum = 0.9 if moments else 0.0
+        return hyper_row_sgd(
+            lr=1e-3, first=False, momentum=momentum, weight_decay=0.1, log=log, key=7
+        )
+    return hyper_row_lion(lr=1e-3, weight_decay=0.1, log=log, key=7)
 
 
 # -- the torch implementation; the order of operations is native/optimizer_kernels.h's -------------

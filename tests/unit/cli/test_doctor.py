@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from infinity._src import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
+from infinity._src.memory.device import compute_device
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._file_system import DriveLimits
 from infinity.aio._probe import ExecutorProbe, probe_directory, probe_engine
@@ -203,8 +205,40 @@ def test_operations_that_cannot_run_as_forced_are_warned_of(
     assert "there is no operation 'updates'" in doctor._operations().warning
     monkeypatch.setenv(choice.VARIABLE, "triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(doctor, "_version", lambda package: "")
-    assert "which is not installed: pip install triton" in doctor._operations().warning
+    monkeypatch.setattr(choice, "triton_version", lambda: "")
+    assert "Triton cannot be imported" in doctor._operations().warning
+
+
+def test_a_kernel_that_fails_its_trial_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(choice.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(choice, "compiles", lambda device: True)
+    monkeypatch.setattr(choice, "_passed", set())
+    monkeypatch.setattr(choice, "_failed", {})
+    update = doctor.trials_of_usual_forms()["update"]
+    monkeypatch.setattr(choice, "difference", lambda trial, device: "one bit" * (trial == update))
+    found = doctor._operations()
+    lines = found.value.splitlines()
+    assert "group_quantize: triton (the same bits as torch, in one pass)" in lines
+    assert "tile_matmul: torch (not measured on such a device)" in lines
+    (fallen,) = [line for line in lines if line.startswith("update: torch (Triton ")]
+    assert fallen.endswith(": one bit)")
+    assert found.warning.startswith("update on cpu runs on torch")
+
+
+def test_amds_gpus_are_named_as_what_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Instinct")
+    room = types.SimpleNamespace(total_memory=64 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: room)
+    assert "ROCm 7.1" in doctor._gpu().warning
+    assert "models run on the CPU" in doctor._gpu().warning
+    assert "update: torch (the CPU computes)" in doctor._operations().value.splitlines()
+    with pytest.raises(ValueError, match=r"device='cuda': .*ROCm 7.1.*; use device='cpu'"):
+        compute_device(torch.nn.Linear(2, 2), "cuda")
+    assert compute_device(torch.nn.Linear(2, 2), "cpu") == torch.device("cpu")
 
 
 def test_a_gpu_whose_driver_cannot_be_had_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,106 @@
+"""Trial of a Triton kernel on the device that is to run it: the bytes that it writes for a small
+sample, beside those of torch on the CPU.
+
+    Trial(outputs, form)    outputs(which, device, *form) -> the tensors that an operation writes
+
+A form is what a kernel is compiled for: dtypes, bits, groups, formats. Kernels that a compiler or a
+GPU runs otherwise than the CPU differ in few values: sums and quotients below 2^-126 that are
+flushed to zero, products contracted with sums, approximate divisions. The sample has such values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from infinity._src.kernels.launch import on_device
+
+CPU = torch.device("cpu")
+SAMPLE_NUMEL = 3400
+"""Three of the largest groups of any codec, and a part of one, in whole blocks of every kernel and
+a part of one."""
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MESSAGE_MOST = 300
+_RUN = 64
+"""Elements of a sample that have one order of magnitude: the least group of any codec."""
+_GROUP = 1024
+"""The largest group of any codec."""
+
+
+class Trial(NamedTuple):
+    """Comparison to make before an operation runs on Triton.
+
+    outputs: runs an implementation, "torch" or "triton", on a sample that is placed on a device,
+    and returns what it wrote, by name. form: further arguments of it.
+    """
+
+    outputs: Callable[..., Mapping[str, torch.Tensor]]
+    form: tuple[Hashable, ...]
+
+
+def sample(dtype: torch.dtype, seed: int = 0, *, finite: bool = True) -> torch.Tensor:
+    """Make [SAMPLE_NUMEL] values on the CPU, always the same ones: from denormal fp32 to 2^12 in
+    runs of one order of magnitude, a largest group of denormals alone, and zeros of both signs.
+
+    finite: False: infinities and NaN in the first group, too.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    runs = -(-SAMPLE_NUMEL // _RUN)
+    exponents = torch.randint(-144, 10, (runs,), generator=generator, device=CPU)
+    exponents = exponents.repeat_interleave(_RUN)[:SAMPLE_NUMEL]
+    # In a group of several runs the largest values decide, and the others are zeros.
+    exponents[_GROUP : 2 * _GROUP] = -128
+    values = torch.randn(SAMPLE_NUMEL, generator=generator, dtype=torch.float32, device=CPU)
+    # In double: fp32's powers of two end where its denormals begin.
+    values = torch.ldexp(values.double(), exponents).float()
+    values[::97], values[1::97] = 0.0, -0.0
+    if not finite:
+        values[5], values[300], values[700] = float("inf"), float("nan"), float("-inf")
+    return values.to(dtype)
+
+
+def difference(trial: Trial, device: torch.device) -> str:
+    """Run both implementations and say how the bytes of Triton's on `device` differ from torch's on
+    the CPU; empty where they are the same.
+
+    Blocks until the device has done it, on a stream of its own: some milliseconds, and Triton's
+    compilation. A kernel that does not compile or run differs, too.
+    """
+    with torch.no_grad():
+        expected = trial.outputs("torch", CPU, *trial.form)
+        try:
+            with on_device(device), torch.cuda.stream(_stream(device)):
+                found = {
+                    name: values.cpu()
+                    for name, values in trial.outputs("triton", device, *trial.form).items()
+                }
+        # Triton, its C compiler and ptxas raise what they like.
+        except Exception as error:  # noqa: BLE001
+            # A compiler's message quotes the kernel, over many lines.
+            message = " ".join(str(error).split())[:_MESSAGE_MOST]
+            return f"the kernel does not run: {type(error).__name__}: {message}"
+    for name, values in expected.items():
+        theirs, ours = _words(values), _words(found[name])
+        wrong = (theirs != ours).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            width = 2 * theirs.element_size()
+            mask = (1 << 4 * width) - 1
+            return (
+                f"{len(wrong)} of {len(theirs)} {name} differ, the first is "
+                f"0x{int(ours[at]) & mask:0{width}x} where torch on the CPU has "
+                f"0x{int(theirs[at]) & mask:0{width}x}"
+            )
+    return ""
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    # Of its own: the current one may be behind a collective that waits for another rank.
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def _words(values: torch.Tensor) -> torch.Tensor:
+    """The values as integers with their bits: NaN equals NaN, and -0 is not 0."""
+    return values.reshape(-1).view(_WORDS[values.element_size()])
