@@ -32,6 +32,7 @@ import torch
 from infinity._src.kernels import choice
 from infinity._src.kernels import linear_cross_entropy as heads
 from infinity._src.kernels import tile_matmul as tiles
+from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order, wire_bytes
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
 from infinity._src.kernels.update import UpdatePlan
@@ -194,6 +195,75 @@ def group_dequantize(device: torch.device, smoke: bool) -> Iterator[Case]:
         )
 
 
+RANKS = 8
+"""Pieces of a sum: one of each rank of a node."""
+
+
+def pieces_of(device: torch.device, smoke: bool) -> list[torch.Tensor]:
+    """The parts of a large unit's gradient that a rank gets from RANKS of them, in bf16."""
+    numel = 1 << (11 if smoke else 24 if _large(device) else 21)
+    return [torch.randn(numel, device=device).to(torch.bfloat16) for _ in range(RANKS)]
+
+
+def encoded(values: torch.Tensor, *, bits: int, group_numel: int) -> torch.Tensor:
+    size_bytes = wire_bytes(values.numel(), bits, group_numel)
+    wire = torch.empty(size_bytes, dtype=torch.uint8, device=values.device)
+    encode(values, wire, bits=bits, group_numel=group_numel)
+    return wire
+
+
+def wire_encode(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """qwZ's wire of weights, and qgZ's of gradients: rounded at random, with error feedback."""
+    numel = 1 << (14 if smoke else 27 if _large(device) else 24)
+    values = torch.randn(numel, device=device).to(torch.bfloat16)
+    for bits, group_numel, feedback in ((8, 256, False), (4, 128, True)):
+        wire = encoded(values, bits=bits, group_numel=group_numel)
+        error = torch.zeros_like(values) if feedback else None
+
+        def run(
+            wire: torch.Tensor = wire,
+            error: torch.Tensor | None = error,
+            bits: int = bits,
+            group_numel: int = group_numel,
+        ) -> None:
+            key = None if error is None else 7
+            encode(values, wire, bits=bits, group_numel=group_numel, key=key, error=error)
+
+        traffic = 2 * numel + wire.numel() + (4 * numel if feedback else 0)
+        what = f"{numel:,} bf16 to int{bits} in {group_numel}s"
+        what += " with error feedback" if feedback else ""
+        yield Case("wire_encode", what, traffic, both("wire_encode", run))
+
+
+def wire_decode(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """A gathered wire of weights, and the mean of the ranks' wires of gradients."""
+    parts = pieces_of(device, smoke)
+    out = torch.empty_like(parts[0])
+    for bits, group_numel, count in ((8, 256, 1), (4, 128, RANKS)):
+        wires = [encoded(part, bits=bits, group_numel=group_numel) for part in parts[:count]]
+
+        def run(
+            wires: list[torch.Tensor] = wires, bits: int = bits, group_numel: int = group_numel
+        ) -> None:
+            decode_sum(wires, out, bits=bits, group_numel=group_numel, divisor=len(wires))
+
+        traffic = sum(wire.numel() for wire in wires) + 2 * out.numel()
+        what = f"{out.numel():,} bf16 from {count} x int{bits} in {group_numel}s"
+        yield Case("wire_decode", what, traffic, both("wire_decode", run))
+
+
+def ordered_sum(device: torch.device, smoke: bool) -> Iterator[Case]:
+    """The mean of the ranks' gradients, in the order of ranks."""
+    parts = pieces_of(device, smoke)
+    out = torch.empty_like(parts[0])
+
+    def run() -> None:
+        sum_in_order(parts, out, divisor=RANKS)
+
+    what = f"{RANKS} x {out.numel():,} bf16"
+    yield Case("ordered_sum", what, 2 * (RANKS + 1) * out.numel(), both("ordered_sum", run))
+
+
 def update(device: torch.device, smoke: bool) -> Iterator[Case]:
     """AdamW on one chunk, two parameters in it, from a bf16 gradient. torch's arm has the same
     bits, in many passes."""
@@ -236,6 +306,9 @@ CASES: dict[str, Callable[[torch.device, bool], Iterator[Case]]] = {
     "linear_cross_entropy": linear_cross_entropy,
     "group_quantize": group_quantize,
     "group_dequantize": group_dequantize,
+    "wire_encode": wire_encode,
+    "wire_decode": wire_decode,
+    "ordered_sum": ordered_sum,
     "update": update,
 }
 """Operation -> its cases on a device; the second argument asks for tiny ones."""

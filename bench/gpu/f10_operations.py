@@ -11,7 +11,16 @@ from collections.abc import Iterator
 import stage
 
 #: bench_ops.CASES, cheap ones first: matmuls compile and tune the longest.
-OPERATIONS = ("update", "group_quantize", "group_dequantize", "linear_cross_entropy", "tile_matmul")
+OPERATIONS = (
+    "update",
+    "ordered_sum",
+    "wire_encode",
+    "wire_decode",
+    "group_quantize",
+    "group_dequantize",
+    "linear_cross_entropy",
+    "tile_matmul",
+)
 EACH_S = 150.0
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from infinity._src.kernels import choice
 
 pytest.importorskip("transformers")
 
@@ -46,6 +49,19 @@ def bench() -> Iterator[Any]:
 
 
 # -- what is run -----------------------------------------------------------------------------------
+
+
+def test_every_operation_with_two_implementations_is_measured(bench: Any) -> None:
+    ops = bench("bench_ops")
+    assert set(ops.CASES) == set(choice.OPS)
+    assert sorted(bench("f10_operations").OPERATIONS) == sorted(choice.OPS)
+    if not choice.interpreted():
+        return  # on a GPU the command itself runs them
+    flush = torch.empty(1, dtype=torch.uint8)
+    for name in ("wire_encode", "wire_decode", "ordered_sum"):
+        for case in ops.CASES[name](torch.device("cpu"), True):
+            assert case.op == name
+            assert set(ops.measure_case(case, flush, rounds=1)["ms"]) == set(choice.IMPLEMENTATIONS)
 
 
 def test_copies_are_timed_beside_plain_ones_and_their_bytes_are_the_models(bench: Any) -> None:
