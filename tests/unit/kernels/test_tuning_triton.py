@@ -3,10 +3,13 @@ configurations kept between runs."""
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from infinity._src.kernels import choice  # noqa: E402
+from infinity._src.kernels.triton import tuning  # noqa: E402
 from infinity._src.kernels.triton.tuning import precision, rounded, row_sums, shape_key, widened  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -187,3 +191,76 @@ def test_a_configuration_is_measured_once_and_kept_on_disk(tmp_path: Path) -> No
     assert second["counts"] == [1, 2, 3]
     assert first["shared_bytes"] == second["shared_bytes"] > 64 << 10
     assert first["sums"] == second["sums"] == [[6], [6], [5], [5], [4], [4]]
+
+
+@triton.jit(do_not_specialize=["shape_key"])
+def _add(
+    source_ptr: tl.tensor, out_ptr: tl.tensor, shape_key: tl.tensor, BLOCK_M: tl.constexpr
+) -> None:
+    at = tl.arange(0, BLOCK_M)
+    tl.store(out_ptr + at, tl.load(out_ptr + at) + tl.load(source_ptr + at))
+
+
+OUT_OF_MEMORY: dict[str, Callable[[int], Exception]] = {
+    "torch": lambda runs: torch.OutOfMemoryError(f"CUDA out of memory after {runs}.\nMore."),
+    "the driver": lambda runs: RuntimeError(f"Triton Error [CUDA]: out of memory, {runs}"),
+}
+
+
+@pytest.mark.parametrize("kind", OUT_OF_MEMORY)
+@pytest.mark.parametrize("runs", [0, 1, 4])
+def test_without_memory_to_measure_the_first_configuration_runs_once(
+    kind: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurement fails before its first run, or after some of two configurations."""
+    if not choice.interpreted():
+        pytest.skip("a launch of the interpreter stands for one on a GPU")
+    done: list[int] = []
+
+    def benchmark(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+        for _ in range(3):
+            if len(done) == runs:
+                raise OUT_OF_MEMORY[kind](runs)
+            call()
+            done.append(1)
+        return [float(len(done))] * 3
+
+    monkeypatch.setattr(triton, "autotune", functools.partial(triton.autotune, do_bench=benchmark))
+    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    sizes = [triton.Config({"BLOCK_M": 16}), triton.Config({"BLOCK_M": 8})]
+    add = tuning.Tuned(_add, sizes, restore=("out_ptr",))
+    source, out = torch.ones(16), torch.zeros(16)
+
+    def run(key: int) -> None:
+        add(lambda meta: (1,), torch.device("cpu"), source, out, key)
+
+    with pytest.warns(UserWarning, match=rf"^_add on cpu: .* out of memory.*{runs}\.?$"):
+        run(1)
+    assert out.tolist() == [1.0] * 16
+    assert len(done) == runs
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(1)  # neither measured again nor warned of
+    assert out.tolist() == [2.0] * 16
+    tuner = add._tuner()
+    assert not tuner.cache
+    assert tuner.nargs is None
+    # Another shape is measured as ever: the smaller block takes 8 of 16.
+    runs = -1
+    run(2)
+    assert out.tolist() == [3.0] * 16
+    assert len(tuner.cache) == 1
+
+
+def test_other_errors_of_a_measurement_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not choice.interpreted():
+        pytest.skip("a launch of the interpreter stands for one on a GPU")
+
+    def benchmark(call: Callable[[], None], quantiles: Sequence[float]) -> list[float]:
+        raise RuntimeError("Triton Error [CUDA]: misaligned address")
+
+    monkeypatch.setattr(triton, "autotune", functools.partial(triton.autotune, do_bench=benchmark))
+    monkeypatch.setattr(choice, "interpreted", lambda: False)
+    add = tuning.Tuned(_add, [triton.Config({"BLOCK_M": 16}), triton.Config({"BLOCK_M": 8})])
+    with pytest.raises(RuntimeError, match="misaligned"):
+        add(lambda meta: (1,), torch.device("cpu"), torch.ones(16), torch.zeros(16), 1)

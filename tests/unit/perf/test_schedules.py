@@ -11,12 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity._src.kernels import choice
 from infinity._src.perf.plan.changes import one_change
 from infinity._src.perf.plan.experts import cut_experts
 from infinity._src.perf.plan.machine import Machine, describe_machine
 from infinity._src.perf.plan.memory import gpu_need
 from infinity._src.perf.plan.predict import Prediction, predict
-from infinity._src.perf.plan.workload import FlatShape, Job, ModelShape, StackShape, UnitShape
+from infinity._src.perf.plan.workload import (
+    FlatShape,
+    Job,
+    LinearShape,
+    ModelShape,
+    StackShape,
+    UnitShape,
+)
 from infinity._src.sizes import GIB, MIB
 from tests.plans import job_of
 
@@ -126,6 +134,40 @@ def test_inputs_of_blocks_of_all_micro_batches_wait_and_move_as_often(tier: str)
     assert (kept, kept_of_one) == (all_of_them, all_of_them / 8)
     assert found.moved.activations == of_one.moved.activations
     assert found.moved.activations.written == (all_of_them if tier == "nvme" else 0)
+
+
+def test_a_plan_counts_what_triton_takes_to_measure_tiles() -> None:
+    """Only where it computes them, and there are any."""
+    linears = (LinearShape("model.layers.0.mlp", 0, 3 * WIDTH, WIDTH),)
+    shape = shape_of_blocks()
+    unit = dataclasses.replace(shape.units[2], linears=linears)
+    shape = dataclasses.replace(shape, units=(*shape.units[:2], unit, *shape.units[3:]))
+    tiled = JOB.replace(tiles=2)
+    name = "tuning of tiles"
+    assert name not in gpu_need(shape, machine(), tiled).parts
+    with choice.forced(tile_matmul="triton"):
+        found = gpu_need(shape, machine(), tiled).parts[name]
+        others = [
+            gpu_need(shape, where, job).parts.get(name)
+            for where, job in ((machine(), JOB), (machine(0), tiled))
+        ]
+    # The output of a tile of 1,536 rows, of the 4,096 tokens of a micro-batch, in fp32.
+    assert found == 256 * MIB + 4 * 4096 * 3 * WIDTH // 2
+    assert others == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("figures", "may"),
+    [({}, False), ({("tile_matmul", (9, 0)): 0.9}, False), ({("tile_matmul", (9, 0)): 1.1}, True)],
+)
+def test_figures_of_any_gpu_may_make_tiles_tritons(
+    figures: dict[tuple[str, tuple[int, int]], float], may: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choice, "MEASURED", figures)
+    assert choice.may_be_triton("tile_matmul") is may
+    assert not choice.may_be_triton("linear_cross_entropy")
+    with choice.forced(tile_matmul="torch"):
+        assert not choice.may_be_triton("tile_matmul")
 
 
 def test_a_device_holds_a_block_its_sums_and_one_boundary_of_all() -> None:

@@ -15,7 +15,10 @@ Measured once per kind of device, dtypes, transposes and shape (dimensions round
 two), kept on disk in Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can
 (`cache_results`, looked up in its signature), else for the life of the process. A measurement runs
 the kernel several times: the output that it adds to is put back (`restore`), which takes a copy of
-it meanwhile. Nothing can be measured while a CUDA graph is captured: run such a step once before.
+it meanwhile, and Triton's benchmark a buffer of 256 MiB (a plan counts both). If a device has no
+room for them, the first configuration runs, with a warning: a step that fits without a measurement
+does not fail for one. Nothing can be measured while a CUDA graph is captured: run such a step once
+before.
 
 In the interpreter the first configuration runs. Its bf16 casts truncate and its dot takes bf16 for
 integers; `widened` and `rounded` do there by bits what the hardware does.
@@ -26,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -195,6 +199,13 @@ def using(index: int) -> Iterator[None]:
         _using.pop()
 
 
+def _constants(config: Any) -> dict[str, Any]:
+    """Make the keyword arguments of a launch with a configuration."""
+    if choice.interpreted():
+        return dict(config.kwargs)
+    return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
 class Tuned:
     """Kernel with its configurations.
 
@@ -210,27 +221,45 @@ class Tuned:
         self._kernel = kernel
         self._restore = list(restore)
         self._autotuner: Any = None
+        self._key_index = list(kernel.arg_names).index("shape_key")
+        self._no_room: set[int] = set()
+        """Shapes that could not be measured for want of memory."""
 
     def __call__(self, grid: Grid, device: torch.device, *args: Any, **kwargs: Any) -> None:
         """Run the kernel. grid: returns the number of programs for the kernel's arguments, block
         sizes among them.
         """
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(on_device(device))
+        with on_device(device):
             if _using or choice.interpreted():
-                config = self.configurations[
-                    (_using[-1] if _using else 0) % len(self.configurations)
-                ]
-                options = (
-                    {}
-                    if choice.interpreted()
-                    else {"num_warps": config.num_warps, "num_stages": config.num_stages}
-                )
-                self._kernel[grid](*args, **kwargs, **config.kwargs, **options)
+                index = (_using[-1] if _using else 0) % len(self.configurations)
+                self._kernel[grid](*args, **kwargs, **_constants(self.configurations[index]))
                 return
             # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
-            stack.enter_context(_lock)
-            self._tuner()[grid](*args, **kwargs)
+            with _lock:
+                # Not tried again in this process: each attempt empties torch's cache, and waits.
+                if args[self._key_index] not in self._no_room:
+                    tuner = self._tuner()
+                    try:
+                        tuner[grid](*args, **kwargs)
+                        return
+                    except RuntimeError as error:
+                        self._without_room(error, device)
+                    # Triton puts what is restored back after each run: nothing has been added yet.
+                    tuner.nargs = None
+                    self._no_room.add(args[self._key_index])
+                self._kernel[grid](*args, **kwargs, **_constants(self.configurations[0]))
+
+    def _without_room(self, error: RuntimeError, device: torch.device) -> None:
+        """Warn that there is no memory for a measurement. Raises: the error, if it is another."""
+        # torch.OutOfMemoryError, or Triton's own error when the driver cannot load a kernel.
+        if "out of memory" not in str(error):
+            raise error
+        warnings.warn(
+            f"{self._kernel.__name__} on {device}: there is no memory to measure its "
+            "configurations (256 MiB and a copy of the output), so the first one runs, to the same "
+            f"bits and perhaps slower: {str(error).splitlines()[0]}",
+            stacklevel=3,
+        )
 
     def _tuner(self) -> Any:
         if self._autotuner is None:

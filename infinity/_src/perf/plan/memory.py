@@ -28,6 +28,8 @@ Device memory is that of one GPU or, where the CPU computes, of the process; the
     or logits and loss   larger, since they come at different times; without checkpointing all
                          blocks, and the logits
     states in update     chunks on their way, with the update on the GPU
+    tuning of tiles      where Triton computes tiles: what it takes to measure a kernel's
+                         configurations, at the first product of a shape
     CUDA and libraries   context, kernels and cuBLAS workspaces; NCCL's buffers where there are
                          several GPUs (assumed)
 
@@ -47,6 +49,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity._src.grads.accumulator import NORM_PIECE_NUMEL
+from infinity._src.kernels import choice
 from infinity._src.memory.constants import (
     AHEAD_CHUNKS,
     HELD_CALLS,
@@ -381,6 +384,11 @@ CUDA_BYTES = 640 * MIB
 NCCL_BYTES = 512 * MIB
 """GPU memory of NCCL besides (assumed)."""
 
+TUNING_BYTES = 256 * MIB
+"""GPU memory that Triton's benchmark writes to before each run, so that the L2 cache holds nothing
+of the run before.
+"""
+
 CHUNKS_IN_UPDATE = 2 * AHEAD_CHUNKS
 """Chunks of states that are on a GPU at once when it updates them: on their way in, in the kernel,
 on their way out.
@@ -445,11 +453,30 @@ def gpu_need(model: ModelShape, machine: Machine, job: Job) -> Need:
             numel = chunk_numel(Format.SPLIT)
             # 12 B of states and 2 B of gradient.
             parts["states in update"] = float(CHUNKS_IN_UPDATE * numel * 14)
+        parts["tuning of tiles"] = _tuning_bytes(shape, job, machine.world)
         parts["CUDA and libraries (assumed)"] = float(
             CUDA_BYTES + (NCCL_BYTES if machine.world > 1 else 0)
         )
     parts = {name: size for name, size in parts.items() if size}
     return Need(sum(parts.values()), machine.gpu_mem_bytes, parts)
+
+
+def _tuning_bytes(shape: JobShape, job: Job, world: int) -> float:
+    """Count what Triton takes while it measures the products of tiles: its buffer, and a copy of
+    the output that a product adds to.
+    """
+    if not any(map(choice.may_be_triton, ("tile_matmul", "linear_cross_entropy"))):
+        return 0.0
+    tokens = job.micro_batch_tokens(world)
+    copies = []
+    for linear in {linear for unit in shape.units for linear in unit.linears}:
+        tiles = shape.tiles_of(linear, tiles=job.tiles, loss_tiles=job.loss_tiles)
+        if tiles > 1:
+            rows = -(-linear.out_features // tiles)
+            # Sums in fp32: of a tile's output, of the input's gradient, and the weight's gradient.
+            output = max(tokens * max(rows, linear.in_features), rows * linear.in_features)
+            copies.append(4.0 * output)
+    return TUNING_BYTES + max(copies) if copies else 0.0
 
 
 def _passes(machine: Machine, job: Job) -> Passes:

@@ -217,17 +217,18 @@ class ModelShape:
             return per_word * self.vocabulary
         return per_word * -(-self.vocabulary // loss_tiles) + 4 * self.width
 
+    def tiles_of(self, linear: LinearShape, *, tiles: int, loss_tiles: int) -> int:
+        """Return the number of tiles of a linear, if linears and the loss have so many."""
+        return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
+
     def unit_bytes(
         self, tiles: int = 1, loss_tiles: int = 1, world: int = 1, *, in_slices: bool = False
     ) -> list[UnitBytes]:
         """Bytes of the units with every linear in so many tiles (`inf.tile_linears`), and the head
         in as many as the loss (`inf.tile_loss`); all along their outputs. world: ranks, each of
         which gathers them. in_slices: blocks, and units outside of blocks, run in slices."""
-
-        def tiles_of(linear: LinearShape) -> int:
-            return max(tiles, loss_tiles) if linear.out_features == self.vocabulary else tiles
-
-        parts = [unit.tiled(tiles_of, world) for unit in self.units]
+        count = functools.partial(self.tiles_of, tiles=tiles, loss_tiles=loss_tiles)
+        parts = [unit.tiled(count, world) for unit in self.units]
         starts = list(itertools.accumulate((1 + len(cut) for _, cut in parts), initial=0))
         numbers: dict[str, int] = {}
         found = []
