@@ -2,7 +2,7 @@
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
 #      campaign | campaign-slice |
 #      integrations | integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle |
-#      kill-campaign | fault-soak | growth | pressure | clean
+#      gpu-dry | kill-campaign | fault-soak | growth | pressure | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
-.PHONY: torch-matrix wheel gpu-bundle clean campaign campaign-slice
+.PHONY: torch-matrix wheel gpu-bundle gpu-dry clean campaign campaign-slice
 
 setup: $(STAMP)
 
@@ -261,6 +261,21 @@ wheel: | $(BIN)/python
 # bench/README.md says how it is used.
 gpu-bundle: wheel
 	$(BIN)/python bench/gpu/bundle.py
+
+# The ten commands without a GPU, in the three calls of bench/README.md: in a copy of what would
+# travel to such a machine, on the simulated device, a few tests of each. GPU_PYTHON runs them: that
+# of build/gpu-image has the versions that an image of October 2026 for GPUs brings, torch with
+# CUDA's libraries among them (it downloads 2.5 GB, takes 5 GB, and wants Python 3.12).
+GPU_IMAGE  := build/gpu-image
+GPU_PYTHON ?= $(BIN)/python
+$(GPU_IMAGE)/bin/python:
+	python3.12 -m venv $(GPU_IMAGE)
+	$@ -m pip install -q --no-compile torch==2.11.0 triton==3.6.0 transformers==5.17.0 \
+	    huggingface_hub==1.33.0 numpy==2.5.2 accelerate==1.15.0 || { rm -r $(GPU_IMAGE); exit 1; }
+
+gpu-dry: $(STAMP) $(GPU_PYTHON)
+	$(BIN)/python bench/gpu/bundle.py --current || $(MAKE) --no-print-directory gpu-bundle
+	$(BIN)/python bench/gpu/rehearse.py --python $(GPU_PYTHON)
 
 clean:
 	rm -rf build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache \

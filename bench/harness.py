@@ -206,11 +206,12 @@ def run_command(
         return output
 
 
-def kill_group(process: subprocess.Popen[str]) -> None:
-    """End whatever of the group that ``process`` leads is still alive, and reap it."""
+def kill_group(process: subprocess.Popen[str], timeout_s: float | None = None) -> None:
+    """End whatever of the group that ``process`` leads is still alive, and reap it. Raises
+    TimeoutExpired when it has not ended by then."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.wait(timeout_s)
 
 
 def last_json_line(output: str) -> dict[str, Any]:

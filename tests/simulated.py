@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from infinity.aio import DeviceDriver
-from native.build_native import compiler_command
 
 _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 
@@ -21,6 +20,9 @@ SOURCE = Path(__file__).with_name("sim_driver.c")
 @functools.cache
 def library() -> str:
     """Path of the compiled driver."""
+    # Here: it needs setuptools, which a machine with a real device may not have.
+    from native.build_native import compiler_command
+
     place = tempfile.TemporaryDirectory(prefix="infinity-sim-")  # goes with the process
     _KEPT.append(place)
     path = Path(place.name) / "sim_driver.so"

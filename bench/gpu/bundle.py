@@ -4,7 +4,9 @@ gpu-bundle`).
     wheels/             of the packages in `prepare.WHEELS`, for each Python, manylinux x86_64
     _native.abi3.so     the extension, from the wheel that `make wheel` has built for every glibc
                         from 2.28 on
-    manifest.json       digests of both, and of the sources that the extension is of
+    manifest.json       digests of both, of the sources that the extension is of, and the packages
+
+Ends with status 1 when tree and bundle together are more than 64 MiB.
 """
 
 from __future__ import annotations
@@ -15,13 +17,16 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import prepare
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 LIMIT_BYTES = 64 << 20
-PINS = prepare.ROOT / ".ci" / "constraints.txt"
+ROOT = prepare.ROOT
+PINS = ROOT / ".ci" / "constraints.txt"
+PACKAGES = [*prepare.WHEELS.values(), *prepare.OLD_PYTHON.values()]
 # pip takes each of these literally: a wheel for an older glibc has to be asked for by name.
 PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 24, 17, 12, 5)),
@@ -58,51 +63,86 @@ def take_extension(wheels: Path, target: Path) -> None:
         (target / prepare.EXTENSION.name).write_bytes(wheel.read("infinity/_native.abi3.so"))
 
 
-def size_bytes(files: list[Path]) -> int:
-    """Bytes of files."""
-    return sum(path.stat().st_size for path in files)
+def files_of(bundle: Path) -> list[Path]:
+    """Every file of a bundle."""
+    return sorted(path for path in bundle.rglob("*") if path.is_file())
 
 
-def tree_bytes() -> int:
-    """Bytes of what git has of the tree, which travels beside the bundle."""
+def tree() -> list[Path]:
+    """The files of the tree that travel beside the bundle: all that git has or does not ignore."""
     listed = subprocess.run(
-        ["git", "-C", str(prepare.ROOT), "ls-files", "-z"],
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         capture_output=True,
         text=True,
         check=True,
     )
-    paths = [prepare.ROOT / name for name in listed.stdout.split("\0") if name]
-    return size_bytes([path for path in paths if path.is_file() and not path.is_symlink()])
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    return [path for path in paths if path.is_symlink() or path.is_file()]
+
+
+def size_bytes(files: Sequence[Path]) -> int:
+    """Bytes of files; links travel as links."""
+    return sum(path.lstat().st_size for path in files)
+
+
+def too_large(files: Sequence[Path], limit_bytes: int = LIMIT_BYTES) -> str:
+    """Why files are too large to travel together, with the largest by name; "" where they are
+    not."""
+    size = size_bytes(files)
+    if size <= limit_bytes:
+        return ""
+    largest = sorted(files, key=lambda one: one.lstat().st_size, reverse=True)[:5]
+    named = ", ".join(f"{one} {one.lstat().st_size / 2**20:.1f}" for one in largest)
+    return (
+        f"tree and bundle are {size / 2**20:.1f} MiB together, more than the "
+        f"{limit_bytes / 2**20:g} MiB that travel. The largest files, in MiB: {named}"
+    )
+
+
+def is_current(bundle: Path) -> bool:
+    """Tell whether a bundle is whole, of these sources and packages."""
+    try:
+        manifest = prepare.read_manifest(bundle)
+    except prepare.Unready:
+        return False
+    return (manifest["native"], manifest.get("packages")) == (prepare.native_digest(), PACKAGES)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--wheels", type=Path, default=prepare.ROOT / "dist", help="(%(default)s)")
+    parser.add_argument("--wheels", type=Path, default=ROOT / "dist", help="(%(default)s)")
     parser.add_argument("--out", type=Path, default=prepare.BUNDLE, help="(%(default)s)")
+    parser.add_argument(
+        "--current", action="store_true", help="make nothing; status 0: the bundle is of this tree"
+    )
     args = parser.parse_args()
+    if args.current:
+        return 0 if is_current(args.out) else 1
     shutil.rmtree(args.out, ignore_errors=True)
     (args.out / "wheels").mkdir(parents=True)
     take_extension(args.wheels, args.out)
     for python in PYTHONS:
         download(python, args.out / "wheels")
-    files = sorted(path for path in args.out.rglob("*") if path.is_file())
     manifest = {
         "native": prepare.native_digest(),
         "pythons": PYTHONS,
-        "files": {str(path.relative_to(args.out)): prepare.file_digest(path) for path in files},
+        "packages": PACKAGES,
+        "files": {
+            str(path.relative_to(args.out)): prepare.file_digest(path)
+            for path in files_of(args.out)
+        },
     }
     (args.out / prepare.MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-    size, tree = size_bytes(files), tree_bytes()
+    made, beside = files_of(args.out), tree()
     sys.stdout.write(
-        f"{args.out}: {len(files)} files, {size / 2**20:.1f} MiB; the tree beside it has "
-        f"{tree / 2**20:.1f} MiB\n"
+        f"{args.out}: {len(made)} files, {size_bytes(made) / 2**20:.1f} MiB; the tree beside it "
+        f"has {size_bytes(beside) / 2**20:.1f} MiB\n"
     )
-    if size + tree > LIMIT_BYTES:
-        sys.stderr.write(f"together they are more than {LIMIT_BYTES >> 20} MiB\n")
-        return 1
-    return 0
+    why = too_large([*made, *beside])
+    sys.stderr.write(f"{why}\n" if why else "")
+    return 1 if why else 0
 
 
 if __name__ == "__main__":

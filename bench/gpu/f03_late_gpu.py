@@ -18,11 +18,11 @@ LATE = ["-p", "pytest_late"]
 def steps(run: stage.Run) -> Iterator[stage.Step]:
     parity = "tests/gpu/test_parity.py"
     yield run.pytest(
-        "control", parity, select=CONTROL, limit_s=60,
+        "control", parity, select=CONTROL, limit_s=90,
         extra=[*LATE, "--unordered", "--must-fail"],
         why_not="" if run.device != "cpu" else "the CPU has no copies that could be unordered",
     )  # fmt: skip
-    yield run.pytest("late", parity, select=SELECT, extra=LATE, limit_s=300)
+    yield run.pytest("late", parity, select=SELECT, extra=LATE, limit_s=270)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from pathlib import Path
 import stage
 
 SELECT = "many_steps and threads"
-PLACES = ("/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer", "/opt/cuda/bin")
+PLACES = ("local/cuda*/bin", "local/cuda*/compute-sanitizer")  # under /usr
 FOUND_ERRORS = 9
+FOUND = "ERROR SUMMARY|Invalid __|Program hit|not supported|Internal Sanitizer Error"
 
 
 def options(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def find(given: str | None) -> str | None:
     if given is not None:
         return given
     name = "compute-sanitizer"
-    beside = [str(Path(place) / name) for place in PLACES if (Path(place) / name).is_file()]
+    beside = [str(one) for place in PLACES for one in Path("/usr").glob(f"{place}/{name}")]
     return shutil.which(name) or next(iter(beside), None)
 
 
@@ -37,7 +38,7 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
         *("--error-exitcode", str(FOUND_ERRORS), *tests.command, "-x"),
     ]
     yield stage.Step(
-        "memcheck", checked, 470, pytest=True, find="ERROR SUMMARY|Invalid __|Program hit",
+        "memcheck", checked, 470, pytest=True, find=FOUND,
         env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         why_not="" if sanitizer else "there is no compute-sanitizer here; --sanitizer names it",
     )  # fmt: skip

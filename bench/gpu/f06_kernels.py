@@ -13,7 +13,9 @@ WORKERS = 12  # Triton compiles on the CPU
 
 
 def steps(run: stage.Run) -> Iterator[stage.Step]:
-    yield run.pytest("kernels", "tests/unit/kernels", workers=WORKERS, limit_s=475)
+    why_not = stage.no_compiler() if run.on_cuda else ""
+    tests = "tests/unit/kernels"
+    yield run.pytest("kernels", tests, workers=WORKERS, limit_s=475, why_not=why_not)
 
 
 if __name__ == "__main__":

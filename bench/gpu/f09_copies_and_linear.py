@@ -15,8 +15,8 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
     yield stage.Step("copies", run.script("copies.py", *common), 200)
     trace = ("--trace", run.out / "trace.json.gz")
     yield stage.Step("profile", run.script("profile_steps.py", *common, *trace), 100)
-    linear = run.script("largest_linear.py", *common, "--seconds", 130)
-    yield stage.Step("linear", linear, 160)
+    linear = run.script("largest_linear.py", *common)
+    yield stage.Step("linear", linear, 160, closing_s=30)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,12 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
     # Without a GPU the kernels run in Triton's interpreter, on tiny sizes: that shows that it runs.
     smoke = () if run.on_cuda else ("--smoke",)
     env = {} if run.on_cuda else {"TRITON_INTERPRET": "1"}
+    why_not = stage.no_compiler() if run.on_cuda else ""
     for name in run.args.ops:
         arguments = ("--ops", name, "--device", device, "--rounds", 10, "--results", run.results)
         command = run.script("bench_ops.py", *arguments, *smoke)
         limit_s = EACH_S if len(run.args.ops) > 1 else run.left_s
-        yield stage.Step(name, command, limit_s, env=env)
+        yield stage.Step(name, command, limit_s, env=env, why_not=why_not)
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python3 bench/gpu/prepare.py        # every command does it where it has not been done
 
 torch, triton and transformers must be there. Of what else is needed, the bundle (`make gpu-bundle`,
-build/gpu-bundle) brings wheels, of which those that this Python lacks go to build/gpu-site, and the
-C extension, which goes where an import finds it. Nothing that the machine has is replaced, nothing
-is fetched. Without a bundle the extension is compiled, where there are a compiler and cffi.
+build/gpu-bundle) brings wheels, of which those that this Python lacks go to a folder of
+build/gpu-site that is named after its version and ABI, and the C extension, which goes where an
+import finds it. Nothing that the machine has is replaced, nothing is fetched. Without a bundle the
+extension is compiled, where there are a compiler and cffi.
 
 Uses the standard library only.
 """
@@ -19,18 +20,22 @@ import importlib.machinery
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = ROOT / "build" / "gpu-site"
+SITES = ROOT / "build" / "gpu-site"
+#: Wheels of one Python hold extensions that no other Python loads.
+SITE = SITES / str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag)
 BUNDLE = ROOT / "build" / "gpu-bundle"
 EXTENSION = ROOT / "infinity" / "_native.abi3.so"
-DIGEST = SITE / "native.digest"
+DIGEST = SITES / "native.digest"
 MANIFEST = "manifest.json"
 PYTHON_MIN = (3, 10)
 
@@ -59,6 +64,8 @@ WHEELS = {
 OLD_PYTHON = {"exceptiongroup": "exceptiongroup", "tomli": "tomli"}  # before 3.11
 GIVEN = ("torch", "numpy", "triton", "transformers")  # too large for a bundle
 USEFUL = ("accelerate", "peft")  # some tests skip without
+#: The oldest releases that the commands have been tried with.
+TRIED = {"torch": (2, 11), "triton": (3, 6), "transformers": (5, 17), "numpy": (2, 4)}
 
 CHECK = """
 import importlib.metadata, json, sys
@@ -94,17 +101,19 @@ def file_digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def has(module: str) -> bool:
-    """Tell whether this Python, with what was installed for it, finds a module."""
-    finder = importlib.machinery.PathFinder
-    # What an earlier look has seen of the folder is from before something was installed there.
-    sys.path_importer_cache.pop(str(SITE), None)
-    return finder.find_spec(module, [*sys.path, str(SITE)]) is not None
+def has(module: str, *sites: Path) -> bool:
+    """Tell whether this Python finds a module, in its own folders or in those given."""
+    for site in sites:
+        # What an earlier look has seen of the folder is from before something was installed there.
+        sys.path_importer_cache.pop(str(site), None)
+    return (
+        importlib.machinery.PathFinder.find_spec(module, [*sys.path, *map(str, sites)]) is not None
+    )
 
 
-def lacking() -> list[str]:
-    """Packages to install."""
-    return [package for module, package in wanted().items() if not has(module)]
+def lacking(*sites: Path) -> list[str]:
+    """Packages that this Python and the folders given lack."""
+    return [package for module, package in wanted().items() if not has(module, *sites)]
 
 
 def extension_is_current() -> bool:
@@ -117,7 +126,7 @@ def extension_is_current() -> bool:
 
 def is_ready() -> bool:
     """Tell whether nothing is left to do. Takes milliseconds."""
-    return not lacking() and extension_is_current()
+    return not lacking(SITE) and extension_is_current()
 
 
 def read_manifest(bundle: Path) -> dict[str, Any]:
@@ -136,23 +145,28 @@ def read_manifest(bundle: Path) -> dict[str, Any]:
 
 
 def install(bundle: Path, packages: Sequence[str]) -> None:
-    """Install packages from the bundle into SITE. Raises: Unready."""
+    """Make SITE anew, of packages from the bundle; it is there whole or not at all. Raises:
+    Unready."""
     read_manifest(bundle)
+    made = SITE.with_name(f"{SITE.name}.part")
+    shutil.rmtree(made, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     command += ["--no-index", "--find-links", str(bundle / "wheels"), "--no-deps", "--no-compile"]
-    command += ["--no-cache-dir", "--upgrade", "--target", str(SITE), *packages]
+    command += ["--no-cache-dir", "--upgrade", "--target", str(made), *packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise Unready(
             f"pip cannot install {', '.join(packages)} from {bundle} for Python "
             f"{platform.python_version()}:\n{(done.stderr + done.stdout)[-2000:]}"
         )
+    shutil.rmtree(SITE, ignore_errors=True)
+    made.rename(SITE)
 
 
 def place_extension(bundle: Path) -> str:
     """Put the extension where an import finds it: the bundle's, if it is of these sources, else one
     that is compiled. Returns where it came from. Raises: Unready."""
-    SITE.mkdir(parents=True, exist_ok=True)
+    DIGEST.parent.mkdir(parents=True, exist_ok=True)
     digest = native_digest()
     manifest = read_manifest(bundle) if (bundle / MANIFEST).is_file() else None
     if manifest is not None and manifest["native"] == digest:
@@ -180,7 +194,7 @@ def place_extension(bundle: Path) -> str:
 
 def check() -> dict[str, str]:
     """Import all of it in a process of its own; returns versions. Raises: Unready."""
-    missing = [module for module in GIVEN if not has(module)]
+    missing = [module for module in GIVEN if not has(module, SITE)]
     if missing:
         raise Unready(
             f"this Python ({sys.executable}) has no {', '.join(missing)}: use one that has"
@@ -198,6 +212,14 @@ def check() -> dict[str, str]:
     return found
 
 
+def untried(name: str, version: str) -> str:
+    """What to say of a release that is older than those that the commands were tried with."""
+    oldest = TRIED.get(name, ())
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= oldest:
+        return ""
+    return f" (older than {'.'.join(map(str, oldest))}, the oldest that was tried)"
+
+
 def prepare(bundle: Path) -> None:
     """Do what is left to do, and check it. Raises: Unready."""
     if sys.version_info < PYTHON_MIN or (platform.system(), platform.machine()) != (
@@ -209,15 +231,15 @@ def prepare(bundle: Path) -> None:
             f"{platform.python_version()} on {platform.system()} {platform.machine()}"
         )
     packages = lacking()
-    if packages:
+    if lacking(SITE):
         install(bundle, packages)
-    sys.stdout.write(f"installed: {', '.join(packages) or 'nothing was missing'}\n")
+    sys.stdout.write(f"from the bundle: {', '.join(packages) or 'nothing was missing'}\n")
     if not extension_is_current():
         sys.stdout.write(f"extension: {place_extension(bundle)}\n")
     for name, version in check().items():
-        sys.stdout.write(f"{name} {version}\n")
+        sys.stdout.write(f"{name} {version}{untried(name, version)}\n")
     for module in USEFUL:
-        if not has(module):
+        if not has(module, SITE):
             sys.stdout.write(f"without {module}: tests that need it are skipped\n")
     sys.stdout.write(f"ready: PYTHONPATH={ROOT}:{SITE}\n")
 

@@ -3,7 +3,7 @@
     versions     torch, CUDA, the driver, NCCL, Triton, numpy
     attributes   of the device, by the driver; 91 must be 1 for updates on the device to read
                  gradients where they are pinned
-    pinning      seconds to pin, and to unpin, 1 and 16 GiB of a slab
+    pinning      seconds to pin, and to unpin, 1 and 16 GiB of a slab, where RAM has twice that left
     pinned read  a kernel reads pinned memory through the interface for foreign memory: bits equal
     copies       the driver's copies of 768 KiB (a chunk of parameters) and 8 MiB, one mark and one
                  event for each as the executor makes them, 1, 8 and 32 in flight, and without
@@ -34,6 +34,7 @@ from typing import Any
 import accelerator
 import torch
 
+from infinity._src.memory.ledger import memory_left_bytes
 from infinity.aio import DeviceDriver, Slab
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
@@ -144,11 +145,11 @@ def pinning(device: str, gpu: Gpu) -> dict[str, Any]:
     """Seconds to pin and to unpin."""
     found = {}
     for size in SIZES[device].pin_bytes:
-        try:
-            slab = Slab(size)
-        except MemoryError as error:
-            found[f"{size / GIB:g} GiB"] = str(error)
+        left = memory_left_bytes()
+        if left < 2 * size:
+            found[f"{size / GIB:g} GiB"] = f"not tried: {left / GIB:.1f} GiB of RAM are left"
             continue
+        slab = Slab(size)
         began = time.perf_counter()
         gpu.driver.pin(slab.address, size)
         pinned = time.perf_counter()
@@ -337,7 +338,7 @@ PARTS: dict[str, Callable[[str, Gpu], dict[str, Any]]] = {
     "waiting": waiting,
     "copies": copies,
     "allocator": allocator,
-    "pinning": pinning,  # last: where memory is short it may take the process with it
+    "pinning": pinning,  # last: a machine whose memory grows as it is used may end the process
 }
 
 

@@ -5,8 +5,12 @@ it learns is appended at once to files of the results folder, so that it is ther
 or the machine, is taken away:
 
     results.jsonl    one JSON line per test, figure and step, as it ends (and as a test begins)
-    log.txt          all output, with the time at which each step began
-    table.md         both for people, made anew by every command
+    log.txt          the output, its first 12 MiB
+    table.md         the lines as tables, made anew by every command
+
+Each step has a share of the command's time: its limit, or less where the limits of all steps are
+more than there is. A step never takes the share of a later one, and leaves to them what it does not
+use.
 
 Exit status: 0 all ran and passed; 1 something failed or ran out of time; 3 nothing failed, but
 something did NOT run, and a line says what and why. A test that was skipped has not run.
@@ -24,6 +28,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +43,10 @@ NOT_RUN = 3
 NOTHING_COLLECTED = 5  # pytest's, and pytest_lines' where every test was skipped
 TIMED_OUT = 124
 COMMAND_S_MAX = 480.0
+PREPARE_S = 90.0
 GRACE_S = 10.0
+KILL_S = 10.0
+LOG_BYTES_MAX = 12 << 20  # a larger file might not be brought back
 DEVICES = ("cuda", "simulated", "cpu")
 TMPFS = ("tmpfs", "ramfs")
 
@@ -47,9 +55,10 @@ TMPFS = ("tmpfs", "ramfs")
 class Step:
     """One process of a command.
 
-    limit_s: seconds that it may take; what is left of the command may be less. why_not: the reason
-    for which it is not run; "" runs it. find: a pattern; lines of output that have it are recorded.
-    pytest: its status 5 says that nothing ran.
+    limit_s: seconds that it may take, its end included; the command may have less. why_not: the
+    reason for which it is not run; "" runs it. find: a pattern; lines of output that have it are
+    recorded. pytest: its status 5 says that nothing ran. closing_s: it takes `--seconds`, after
+    which it begins nothing new, and is told what it may take less this.
     """
 
     name: str
@@ -59,6 +68,7 @@ class Step:
     why_not: str = ""
     find: str = ""
     pytest: bool = False
+    closing_s: float | None = None
 
 
 class Run:
@@ -111,10 +121,18 @@ class Run:
         if select:
             command += ["-k", select]
         paths = tuple(self.args.paths or paths)
-        if workers > 1 and self.on_cuda and prepare.has("xdist"):
+        if workers > 1 and self.on_cuda and prepare.has("xdist", prepare.SITE):
             # `load`, not `loadfile`: references are computed more than once, but all are busy.
             command += ["-n", str(workers), "--dist", "load"]
         return Step(name, [*command, *extra, *paths], pytest=True, **fields)
+
+    def is_ready(self) -> bool:
+        """Make the machine ready, where it is not; tell whether it is. What was cut off in its
+        check, whose first imports may take minutes, is."""
+        if prepare.is_ready():
+            return True
+        self.step(Step("prepare", self.script("prepare.py"), PREPARE_S))
+        return self.statuses[-1] == 0 or (self.statuses[-1] == TIMED_OUT and prepare.is_ready())
 
     def record(self, found: dict[str, Any]) -> None:
         """Append a line to the results at once."""
@@ -139,6 +157,8 @@ class Run:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+        # Without bytecode on disk each step compiles all of torch again.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         if self.on_cuda:
             env.pop("TRITON_INTERPRET", None)  # there Triton compiles
         if file_system(self.swap) in TMPFS:
@@ -157,12 +177,13 @@ class Run:
             self.say(f"NOT RUN: {self.name}/{step.name}: no time is left")
             status = TIMED_OUT
         else:
-            self.say(
-                f"== {self.name}/{step.name} (at most {limit:.0f} s): {' '.join(step.command)}"
-            )
+            command = list(step.command)
+            if step.closing_s is not None:
+                command += ["--seconds", f"{max(limit - step.closing_s, limit / 2):.0f}"]
+            self.say(f"== {self.name}/{step.name} (at most {limit:.0f} s): {' '.join(command)}")
             wanted = re.compile(step.find) if step.find else None
             env = {**self.environment(), **step.env}
-            status = self._run(step.command, env, limit, wanted, lines)
+            status = self._run(command, env, limit, wanted, lines)
             if step.pytest and status == NOTHING_COLLECTED:
                 self.say(f"NOT RUN: {self.name}/{step.name}: no test ran; the log has the reasons")
                 status = NOT_RUN
@@ -174,7 +195,8 @@ class Run:
             "status": status,
             "seconds": round(time.monotonic() - began, 1),
         }
-        self.record({**ended, **({"found": lines} if lines else {})})
+        found = {"found": lines, "why": step.why_not}
+        self.record({**ended, **{name: value for name, value in found.items() if value}})
         self.say(f"== {self.name}/{step.name}: {told(status)} after {ended['seconds']} s")
         self.statuses.append(status)
 
@@ -200,15 +222,25 @@ class Run:
             self.say(f"{command[0]}: {error}")
             return 127
         assert process.stdout is not None
+        grace_s = min(GRACE_S, limit_s / 10)
+        until_s = time.monotonic() + limit_s - grace_s
         try:
             with self.log_file.open("a") as log:
-                over = _listen(process.stdout, time.monotonic() + limit_s, log, wanted, lines)
+                over = _listen(process.stdout, until_s, log, wanted, lines)
             if over:
-                _end(process)
+                end(process, grace_s)
                 return TIMED_OUT
             return process.wait()
         finally:
-            harness.kill_group(process)
+            self.kill(process)
+
+    def kill(self, process: subprocess.Popen[str]) -> None:
+        """End what is left of a step, and wait for that a bounded time: a process in a call of a
+        driver that hangs stays, and the steps after it are worth a try."""
+        try:
+            harness.kill_group(process, timeout_s=KILL_S)
+        except subprocess.TimeoutExpired:
+            self.say(f"process {process.pid} was killed {KILL_S:.0f} s ago and has not ended")
 
 
 def _listen(
@@ -225,7 +257,7 @@ def _listen(
             text = os.read(output.fileno(), 1 << 16).decode(errors="replace")
             if not text:
                 return False
-            for place in (sys.stdout, log):
+            for place in (sys.stdout, *([log] if log.tell() < LOG_BYTES_MAX else [])):
                 place.write(text)
                 place.flush()
             *whole, rest = (rest + text).split("\n")
@@ -233,11 +265,11 @@ def _listen(
     return True
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str], grace_s: float) -> None:
     """Ask a process to end, so that it leaves no scratch files, and end it if it does not."""
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(GRACE_S)
+        process.wait(grace_s)
     except subprocess.TimeoutExpired:
         process.kill()
 
@@ -268,9 +300,18 @@ def no_gpu() -> str:
     return "" if count.value else "CUDA's driver knows no device"
 
 
-def parser(about: str, seconds: float) -> argparse.ArgumentParser:
-    """The arguments that every command takes."""
-    assert seconds <= COMMAND_S_MAX
+def no_compiler() -> str:
+    """Reason for which Triton cannot make what launches its kernels, "" where it can. For that it
+    compiles C, as `triton/runtime/build.py` says."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton launches kernels through C that it compiles; there is no CC, gcc or clang"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme=scheme)["include"]) / "Python.h"
+    return "" if header.is_file() else f"Triton compiles C for this Python; there is no {header}"
+
+
+def base_parser(about: str, seconds: float) -> argparse.ArgumentParser:
+    """The arguments of whatever is run for a time: what computes, where, and for how long."""
     made = argparse.ArgumentParser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,6 +334,13 @@ def parser(about: str, seconds: float) -> argparse.ArgumentParser:
         help="directory for swap files, on a drive (%(default)s)",
     )
     made.add_argument("--seconds", type=float, default=seconds, help="for all of it (%(default)s)")
+    return made
+
+
+def parser(about: str, seconds: float) -> argparse.ArgumentParser:
+    """The arguments that every command takes."""
+    assert seconds <= COMMAND_S_MAX
+    made = base_parser(about, seconds)
     made.add_argument("--select", help="pytest's -k in place of the command's own; '' is all")
     made.add_argument("--paths", nargs="+", help="tests in place of the command's own")
     return made
@@ -332,15 +380,22 @@ def _steps(run: Run, steps: Callable[[Run], Iterable[Step]]) -> int:
             "cpu tries it on tiny sizes"
         )
         return NOT_RUN
-    if not prepare.is_ready():
-        run.step(Step("prepare", run.script("prepare.py"), 90.0))
-        if run.statuses != [0]:
-            return 1
-    for step in _with_cleaning(run, steps(run)):
+    if not run.is_ready():
+        return 1
+    for step in _with_cleaning(run, _in_shares(run, list(steps(run)))):
         run.step(step)
     if set(run.statuses) <= {0}:
         return 0
     return NOT_RUN if set(run.statuses) <= {0, NOT_RUN} else 1
+
+
+def _in_shares(run: Run, steps: Sequence[Step]) -> Iterator[Step]:
+    """The steps, each with what it may take when its turn comes."""
+    limits = [0.0 if step.why_not else step.limit_s for step in steps]
+    scale = min(run.left_s / max(sum(limits), 1.0), 1.0)
+    for number, step in enumerate(steps):
+        kept_s = scale * sum(limits[number + 1 :])
+        yield dataclasses.replace(step, limit_s=min(step.limit_s, run.left_s - kept_s))
 
 
 def _with_cleaning(run: Run, steps: Iterable[Step]) -> Iterator[Step]:

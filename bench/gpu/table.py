@@ -1,5 +1,9 @@
 """Makes one Markdown table of what the commands left in results.jsonl: commands and their steps,
-tests, the probe, copies, operations, training, the largest linear."""
+tests, the probe, copies, operations, training, the largest linear.
+
+    python bench/gpu/table.py FILE              # the table of one results.jsonl, or of its folder
+    python bench/gpu/table.py A B C --out DIR   # adds up several: DIR gets results.jsonl, table.md
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = float(1 << 30)
+FILE, PAGE = "results.jsonl", "table.md"
 Record = dict[str, Any]
 ENDS = {0: "ok", 3: "NOT RUN", 124: "out of time", 137: "out of time"}
 
@@ -27,11 +32,20 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     return [*lines, ""]
 
 
-def read(file: Path) -> list[Record]:
-    """The records of a file of JSON lines, none where there is no file; a line that a killed script
-    broke off is left out."""
+def file_of(results: Path) -> Path:
+    """The file of JSON lines that a folder of results has, or that was named itself."""
+    return results / FILE if results.is_dir() else results
+
+
+def lines_of(places: Sequence[Path]) -> list[str]:
+    """The lines of several results, in their order: where two are of one thing, the later holds."""
+    return [line for place in places for line in file_of(place).read_text().splitlines()]
+
+
+def read(lines: Sequence[str]) -> list[Record]:
+    """The records of JSON lines; a line that a killed script broke off is left out."""
     found = []
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in lines:
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
@@ -77,7 +91,7 @@ def stages(records: Sequence[Record]) -> list[str]:
                 one["name"],
                 ENDS.get(one["status"], f"FAILED ({one['status']})"),
                 str(one["seconds"]),
-                "; ".join(one.get("found", ()))[:300],
+                (one.get("why") or "; ".join(one.get("found", ())))[:300],
             )
             for one in mine
         ],
@@ -312,17 +326,19 @@ def heading(records: Sequence[Record]) -> list[str]:
     if about is None:
         return ["# On a GPU", ""]
     on, machine = about["on"], about["machine"]
-    name = on.get("name", "the CPU: these figures show only that everything runs")
+    names = list(dict.fromkeys(device_of(one["on"]) for one in records if "on" in one))
     cores, memory = machine["cores"], machine["memory_bytes"] / GIB
     rates = next((one for one in records if "peak_flops" in one), None)
     lines = [
-        f"# On {name}",
+        f"# On {', '.join(names)}",
         "",
         (
             f"torch {on['torch']}, {cores} cores, {memory:.0f} GiB of RAM; {about['run']}, "
             f"{about['commit'][:12]}"
         ),
     ]
+    if len(names) > 1:
+        lines.append("Figures are of different devices: compare those of one run only.")
     if rates is not None:
         bus = rates["bus"]
         lines.append(
@@ -333,9 +349,14 @@ def heading(records: Sequence[Record]) -> list[str]:
     return [*lines, ""]
 
 
-def make(results: Path) -> str:
-    """The whole page."""
-    records = read(results)
+def device_of(on: Record) -> str:
+    """The device that a record is of, by name."""
+    return str(on.get("name", "the CPU: these figures show only that everything runs"))
+
+
+def make(lines: Sequence[str]) -> str:
+    """The whole page, of the lines of a results file."""
+    records = read(lines)
     parts = (
         heading(records),
         commands(records),
@@ -352,10 +373,23 @@ def make(results: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path, help="file of JSON lines")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("results", type=Path, nargs="+", help="files of JSON lines, or folders")
+    parser.add_argument("--out", type=Path, help="folder for what several add up to")
     args = parser.parse_args()
-    sys.stdout.write(make(args.results))
+    missing = [place for place in args.results if not file_of(place).is_file()]
+    if missing:
+        sys.stderr.write(f"no results in {', '.join(map(str, missing))}\n")
+        return 1
+    if args.out is None:
+        sys.stdout.write(make(lines_of(args.results)))
+        return 0
+    args.out.mkdir(parents=True, exist_ok=True)
+    lines = lines_of(args.results)
+    (args.out / FILE).write_text("\n".join([*lines, ""]))
+    (args.out / PAGE).write_text(make(lines))
     return 0
 
 

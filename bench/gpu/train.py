@@ -345,7 +345,7 @@ def run(bench: Bench, swap: Path) -> None:
     """Every size, arms in turns where RAM has room for all of them at once."""
     args = bench.args
     for shape in args.sizes:
-        names = ["nvme"] if shape == "largest" else args.arms
+        names = [arm for arm in args.arms if arm == "nvme" or shape != "largest"]
         plans = [plan_arm(name, shape, args.sequence, swap, bench.budget) for name in names]
         for plan in plans:
             if plan.why_not:

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import types
 import zipfile
@@ -28,6 +29,7 @@ GPU = ROOT / "bench" / "gpu"
 COMMANDS = sorted(path.stem for path in GPU.glob("f[0-9][0-9]_*.py"))
 NAMES = (*(path.stem for path in GPU.glob("*.py")), "harness")
 WAIT_S = 60.0
+BUNDLE_BYTES = 16 << 20  # it has 11 MiB
 
 
 @pytest.fixture
@@ -92,6 +94,7 @@ def test_every_step_is_a_script_with_a_limit(
     module, run = run_of(bench, name, tmp_path, device, "--seconds", "480")
     steps = list(module.steps(run))
     assert steps
+    assert len({step.name for step in steps}) == len(steps)
     assert all(0 < step.limit_s <= 480 for step in steps)
     for step in steps:
         files = [word for word in step.command if word.endswith(".py") or word == "tests/gpu"]
@@ -152,19 +155,226 @@ def test_a_command_that_is_killed_leaves_what_it_learned(number: int, tmp_path: 
 
 
 def test_a_step_that_takes_too_long_is_ended_and_the_next_one_runs(
-    bench: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    bench: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, run = run_of(bench, "f02_first_training", tmp_path, "cpu", "--seconds", "30")
     stage = bench("stage")
+    kill_group = bench("harness").kill_group
+
+    def hung(process: Any, timeout_s: float) -> None:
+        kill_group(process)
+        raise subprocess.TimeoutExpired("it", timeout_s)
+
+    with monkeypatch.context() as patch:  # a process in a driver's call that hangs
+        patch.setattr(bench("harness"), "kill_group", hung)
+        run.step(stage.Step("hung", ["sh", "-c", "exec sleep 600"], 1.0))
+    assert "was killed 10 s ago and has not ended" in capfd.readouterr().out
+    monkeypatch.setattr(stage, "LOG_BYTES_MAX", (tmp_path / "log.txt").stat().st_size + 100)
     run.step(stage.Step("long", ["sh", "-c", "echo begun; exec sleep 600"], 1.0))
     run.step(stage.Step("short", ["sh", "-c", "echo 'ERROR SUMMARY: 0'; exit 3"], 5.0, find="ERR"))
     run.step(stage.Step("tests", ["sh", "-c", "exit 5"], 5.0, pytest=True))
     run.step(stage.Step("inside pytest", ["sh", "-c", "exit 3"], 5.0, pytest=True))
     run.step(stage.Step("missing", ["/nowhere/program"], 5.0))
-    assert run.statuses == [124, 3, 3, 1, 127]
-    assert records(tmp_path, "stage")[1]["found"] == ["ERROR SUMMARY: 0"]
-    assert "begun\n" in (tmp_path / "log.txt").read_text()
+    told = ["sh", "-c", "echo TOLD $0 $1"]
+    run.step(stage.Step("told", told, 20.0, find="TOLD", closing_s=8.0))
+    assert run.statuses == [124, 124, 3, 3, 1, 127, 0]
+    steps = records(tmp_path, "stage")
+    assert [one.get("found") for one in steps[2:]] == [
+        ["ERROR SUMMARY: 0"], None, None, None, ["TOLD --seconds 12"],
+    ]  # fmt: skip
+    log = (tmp_path / "log.txt").read_text()
+    assert "begun\n" in log
+    assert "\nTOLD" not in log  # the log was as large as it may become
     assert "NOT RUN: f02_first_training/tests: no test ran" in capfd.readouterr().out
+
+
+# -- the calls -------------------------------------------------------------------------------------
+
+
+def test_three_calls_run_all_ten_each_within_ten_minutes(bench: Any) -> None:
+    call, stage = bench("call"), bench("stage")
+    assert list(call.CALLS) == [1, 2, 3]
+    assert sorted(one.name for number in call.CALLS for one in call.CALLS[number]) == COMMANDS
+    for commands in call.CALLS.values():
+        assert stage.PREPARE_S + sum(one.share_s for one in commands) <= call.CALL_S
+    assert call.CALL_S + stage.GRACE_S <= 590
+
+
+class Clock:
+    """A clock that tests move."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("seconds", "takes", "given"),
+    [
+        (60, (99, 99, 99), (10, 20, 30)),  # each hangs: to its limit, and the next has its own
+        (30, (99, 99, 99), (5, 10, 15)),  # less time than limits: shares of it
+        (30, (1, 99, 99), (5, 14, 15)),  # what one leaves goes to the next,
+        (30, (1, 2, 99), (5, 14, 27)),  # and on
+        (30, (0, 0, 99), (5, 15, 30)),
+    ],
+)
+@pytest.mark.parametrize("what", ["steps", "commands"])
+def test_none_takes_the_share_of_a_later_one(
+    what: str,
+    seconds: float,
+    takes: tuple[float, ...],
+    given: tuple[float, ...],
+    bench: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage, call, clock, found = bench("stage"), bench("call"), Clock(), []
+    for module in (stage, call):
+        monkeypatch.setattr(module, "time", clock)
+
+    def spend(limit_s: float) -> int:
+        found.append(limit_s)
+        clock.now_s += min(limit_s, takes[len(found) - 1])
+        return 0
+
+    if what == "steps":
+        _, run = run_of(bench, "f02_first_training", tmp_path, "cpu", "--seconds", str(seconds))
+        steps = [stage.Step(str(limit), ["true"], limit) for limit in (10, 20, 30)]
+        for step in stage._in_shares(
+            run, [steps[0], stage.Step("no", [], 99, why_not="no"), *steps[1:]]
+        ):
+            if not step.why_not:
+                spend(step.limit_s)
+    else:
+        made = call.Call(call.parse(["1", "--out", str(tmp_path), "--seconds", str(seconds)]))
+        monkeypatch.setattr(
+            made, "command", lambda _, kept_s: spend(made.until_s - clock.now_s - kept_s)
+        )
+        made.commands([call.Command(str(share), share) for share in (10, 20, 30)])
+    assert tuple(found) == pytest.approx(given)
+    assert clock.now_s <= seconds
+
+
+def test_a_command_that_hangs_or_dies_costs_its_own_results_only(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, stage = bench("call"), bench("stage")
+    scripts = {
+        "hangs": "import time; time.sleep(600)",
+        "dies": "import os; os.kill(os.getpid(), 9)",
+        "tells": "import sys; print('TOLD', *sys.argv[1:]); sys.exit(3)",
+    }
+
+    def script(_run: Any, name: str, *arguments: object) -> list[str]:
+        return [sys.executable, "-c", scripts[name.removesuffix(".py")], *map(str, arguments)]
+
+    monkeypatch.setattr(stage.Run, "script", script)
+    made = call.Call(call.parse(["1", "--dry", "--out", str(tmp_path), "--seconds", "8"]))
+    commands = [
+        call.Command(name, share, "a test") for name, share in zip(scripts, (1, 3, 4), strict=True)
+    ]
+    assert made.commands(commands) == [124, -9, 3]
+    assert "hangs did not end in 1 s" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_dry_call_selects_tests_that_exist(number: int, bench: Any) -> None:
+    """Names only: `make gpu-dry` runs them."""
+    for one in bench("call").CALLS[number]:
+        text = (GPU / f"{one.name}.py").read_text()
+        assert bool(one.dry) == ("run.pytest(" in text), one.name
+
+
+def test_without_a_gpu_a_call_says_that_it_did_not_run(tmp_path: Path) -> None:
+    process = command("call", tmp_path, 2, CUDA_VISIBLE_DEVICES="")
+    output, _ = process.communicate(timeout=WAIT_S)
+    assert process.returncode == 3, output
+    assert "NOT RUN: call 2: " in output
+
+
+def test_a_rehearsal_says_what_is_wrong(bench: Any, tmp_path: Path) -> None:
+    rehearse, call, outs = bench("rehearse"), bench("call"), []
+    for number, commands in call.CALLS.items():
+        out = tmp_path / f"call-{number}"
+        outs.append(out)
+        ends: list[dict[str, Any]] = [
+            {"script": "command", "name": one.name, "state": "ended", "status": 0}
+            for one in commands
+        ]
+        ends += [
+            {"script": "tests", "suite": f"{one.name}/a", "test": "t", "outcome": "passed"}
+            for one in commands
+            if one.dry and one.name != "f04_sanitizer"
+        ]
+        ends.append({"script": "stage", "name": "f04_sanitizer/memcheck", "why": "there is none"})
+        out.mkdir()
+        (out / "results.jsonl").write_text("\n".join(map(json.dumps, ends)))
+    assert rehearse.faults(outs, [0, 3, 0]) == []
+    assert rehearse.faults(outs, [0, 1, 124]) == ["call 2 ended with 1", "call 3 ended with 124"]
+    text = (outs[0] / "results.jsonl").read_text()
+    (outs[0] / "results.jsonl").write_text(text.replace('"passed"', '"skipped"'))
+    nothing = rehearse.faults(outs, [0, 3, 0])
+    assert nothing == [
+        f"{name} ran no test: -k 'many_steps and threads' finds none" for name in COMMANDS[1:3]
+    ]
+    (outs[0] / "results.jsonl").write_text(text)
+    (outs[2] / "results.jsonl").write_text("")
+    missing = [f"{one.name} did not end" for one in call.CALLS[3]]
+    assert rehearse.faults(outs, [0, 3, 0]) == missing
+    with (outs[0] / "trace").open("wb") as file:
+        file.truncate(rehearse.FILE_BYTES_MAX + 1)
+    assert f"{outs[0]} has 2 files, of which too large: ['trace']" in rehearse.faults(outs, [0] * 3)
+
+
+# -- what a machine may lack -----------------------------------------------------------------------
+
+
+def test_a_missing_program_is_told_and_fails_nothing(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(bench("f01_smoke"), "BESIDE_THE_DRIVER", str(tmp_path))
+    monkeypatch.setattr(bench("f04_sanitizer"), "PLACES", ())
+    wanted = {
+        "f01_smoke": {"nvidia-smi": "no nvidia-smi", "query": "no nvidia-smi"},
+        "f04_sanitizer": {"memcheck": "no compute-sanitizer"},
+        "f06_kernels": {"kernels": "no CC, gcc or clang"},
+        "f10_operations": {"update": "no CC, gcc or clang"},
+    }
+    for name, reasons in wanted.items():
+        module, run = run_of(bench, name, tmp_path, "cuda")
+        found = {step.name: step.why_not for step in module.steps(run)}
+        assert all(why in found[step] for step, why in reasons.items()), found
+    monkeypatch.setenv("CC", "cc")
+    stage = bench("stage")
+    monkeypatch.setattr(stage.sysconfig, "get_paths", lambda **_: {"include": str(tmp_path)})
+    assert stage.no_compiler().endswith(f"there is no {tmp_path / 'Python.h'}")
+    (tmp_path / "Python.h").touch()
+    assert stage.no_compiler() == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "groups"),
+    [
+        ((), {"ram": "cpu,fsdp2", "drive": "nvme"}),
+        (("--arms", "nvme"), {"drive": "nvme"}),
+        (("--arms", "fsdp2,deepspeed,cpu"), {"ram": "fsdp2,deepspeed,cpu"}),
+        (("--sizes", "largest"), {"drive": "nvme"}),
+    ],
+)
+def test_a_slow_drive_costs_the_arms_in_ram_nothing(
+    arguments: tuple[str, ...], groups: dict[str, str], bench: Any, tmp_path: Path
+) -> None:
+    module, run = run_of(bench, "f08_train", tmp_path, "cuda", "--ram", "99", *arguments)
+    steps = {step.name: list(step.command) for step in module.steps(run)}
+    assert {name: words[words.index("--arms") + 1] for name, words in steps.items()} == groups
+    assert all(words[words.index("--ram") + 1] == "99" for words in steps.values())
 
 
 # -- the plugins -----------------------------------------------------------------------------------
@@ -359,8 +569,8 @@ def test_copies_of_gradients_in_pageable_memory_are_not_timed(
 def bundle(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle with one package and an extension, for a tree in tmp_path."""
     prepare = bench("prepare")
-    monkeypatch.setattr(prepare, "SITE", tmp_path / "site")
-    monkeypatch.setattr(prepare, "DIGEST", tmp_path / "site" / "native.digest")
+    monkeypatch.setattr(prepare, "SITE", tmp_path / "site" / prepare.SITE.name)
+    monkeypatch.setattr(prepare, "DIGEST", tmp_path / "site" / prepare.DIGEST.name)
     monkeypatch.setattr(prepare, "EXTENSION", tmp_path / "tree" / "_native.abi3.so")
     (tmp_path / "tree").mkdir()
     made = tmp_path / "bundle"
@@ -377,6 +587,7 @@ def bundle(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = [path for path in made.rglob("*") if path.is_file()]
     manifest = {
         "native": prepare.native_digest(),
+        "packages": bench("bundle").PACKAGES,
         "files": {str(path.relative_to(made)): prepare.file_digest(path) for path in files},
     }
     (made / "manifest.json").write_text(json.dumps(manifest))
@@ -392,16 +603,88 @@ def test_what_is_missing_is_installed_from_the_bundle_alone(
     monkeypatch.setattr(prepare, "OLD_PYTHON", {})
     monkeypatch.setattr(prepare, "check", dict)
     assert not prepare.is_ready()
-    assert prepare.lacking() == ["infinity_bundled"]
+    assert prepare.lacking(prepare.SITE) == ["infinity_bundled"]
+    # Neither the site of another Python, whose extensions do not load here, nor what was left by an
+    # installation that was cut off.
+    assert prepare.SITE.name == sysconfig.get_config_var("SOABI")
+    mine, other = prepare.SITE, prepare.SITE.with_name("cpython-39-x86_64-linux-gnu")
+    left = mine.with_name(f"{mine.name}.part")
+    for site in (other, left):
+        site.mkdir(parents=True)
+        (site / "infinity_bundled.py").touch()
+    prepare.place_extension(bundle)
+    assert not prepare.is_ready()
     prepare.prepare(bundle)
     assert prepare.is_ready()
-    assert (prepare.SITE / "infinity_bundled.py").read_text() == "there = True\n"
+    assert not left.exists()
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "SITE", other)
+        assert prepare.is_ready()  # each of two Pythons keeps its own
+        assert (other / "infinity_bundled.py").read_text() == ""
+    assert (mine / "infinity_bundled.py").read_text() == "there = True\n"
     assert prepare.EXTENSION.read_bytes() == b"an extension"
     # Sources that change make an extension that came from a bundle old; one built here stays.
     prepare.DIGEST.write_text("of other sources")
     assert not prepare.is_ready()
     prepare.DIGEST.unlink()
     assert prepare.is_ready()
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "older"),
+    [
+        ("torch", "2.11.0+cu130", False), ("torch", "2.10.1", True), ("triton", "3.6.0", False),
+        ("transformers", "5.17.0", False), ("transformers", "4.57.1", True), ("numpy", "2.5.2", False),
+        ("numpy", "2.3.0rc1", True), ("pytest", "7.0", False),
+    ],
+)  # fmt: skip
+def test_a_release_older_than_any_that_was_tried_is_told(
+    name: str, version: str, older: bool, bench: Any
+) -> None:
+    assert bool(bench("prepare").untried(name, version)) == older
+
+
+def test_tree_and_bundle_are_below_what_travels(bench: Any, bundle: Path, tmp_path: Path) -> None:
+    made = bench("bundle")
+    tree = made.tree()
+    assert ROOT / "infinity" / "aio" in tree  # a link, as one
+    assert made.size_bytes(tree) < made.LIMIT_BYTES - BUNDLE_BYTES
+    assert made.too_large(tree) == ""
+    files = made.files_of(bundle)
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(3 << 20)
+    why = made.too_large([*files, tmp_path / "large"], 2 << 20)
+    assert "3.0 MiB together, more than the 2 MiB that travel" in why
+    assert why.partition("in MiB: ")[2].startswith(f"{tmp_path / 'large'} 3.0, ")
+
+
+def test_a_bundle_of_other_sources_or_packages_is_made_anew(
+    bench: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bench("bundle")
+    assert made.is_current(bundle)
+    assert not made.is_current(bundle / "nowhere")
+    monkeypatch.setattr(made, "PACKAGES", [*made.PACKAGES, "one-more"])
+    assert not made.is_current(bundle)
+
+
+@pytest.mark.parametrize(
+    ("status", "there", "ready"), [(0, True, True), (124, True, True), (124, False, False), (1, True, False)]
+)  # fmt: skip
+def test_a_check_that_was_cut_off_costs_nothing_more(
+    status: int,
+    there: bool,
+    ready: bool,
+    bench: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a fresh machine imports first comes from a slow drive."""
+    _, run = run_of(bench, "f02_first_training", tmp_path, "cpu")
+    asked = iter([False, there])
+    monkeypatch.setattr(bench("prepare"), "is_ready", lambda: next(asked))
+    monkeypatch.setattr(run, "step", lambda _step: run.statuses.append(status))
+    assert run.is_ready() == ready
 
 
 def test_a_bundle_that_is_not_whole_is_refused(bench: Any, bundle: Path, tmp_path: Path) -> None:

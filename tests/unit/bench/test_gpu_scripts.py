@@ -146,7 +146,7 @@ def test_training_is_measured_through_a_process_and_recorded(bench: Any, tmp_pat
     assert row["mfu"] == pytest.approx(row["model_flops"] / row["steady_s"] / row["peak_flops"])
     assert [one["failed"] for one in rows if one["arm"] == "deepspeed"] == ["is not installed"]
     assert list(tmp_path.iterdir()) == [results]  # swap is gone
-    page = bench("table").make(results)
+    page = bench("table").make(bench("table").lines_of([tmp_path]))
     assert f"| tiny | 0.00 | cpu | 32 | {row['steady_s']:.2f} |" in page
     assert "is not installed" in page
 
@@ -247,7 +247,7 @@ def test_the_table_names_what_failed_and_survives_a_broken_line(bench: Any, tmp_
     ]
     lines = [json.dumps(record) for record in records]
     results.write_text("\n".join([*lines, '{"script": "copi']))
-    page = bench("table").make(results)
+    page = bench("table").make(bench("table").lines_of([results]))
     for part in (
         "| f01 | cuda | now | ok |",
         "| f02 | cuda | now | CUT OFF |",
@@ -261,6 +261,42 @@ def test_the_table_names_what_failed_and_survives_a_broken_line(bench: Any, tmp_
     ):
         assert part in page, page
     assert page.count("| a/build |") == 1  # the last run of a step
+
+
+def test_several_results_add_up_and_the_later_of_one_thing_holds(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, machine = bench("table"), {"cores": 16, "memory_bytes": 1 << 37}
+    step = {"script": "stage", "name": "a/tests", "seconds": 3}
+    calls: list[list[dict[str, Any]]] = [
+        [
+            {**step, "status": 1},
+            {"script": "tests", "suite": "s", "test": "t", "outcome": "passed"},
+        ],
+        [{**step, "status": 0}, {**step, "name": "b/more", "status": 0}],
+    ]
+    for number, name in enumerate(("H100", "H200")):
+        on = {"name": name, "torch": "2.11.0+cu130"}
+        about = {"on": on, "machine": machine, "run": "now", "commit": "c"}
+        (tmp_path / name).mkdir()
+        lines = [
+            json.dumps(one) for one in [*calls[number], {"script": "probe", "part": "p", **about}]
+        ]
+        (tmp_path / name / "results.jsonl").write_text("\n".join(lines))
+    out = tmp_path / "all"
+    arguments = [*map(str, (tmp_path / "H100", tmp_path / "H200" / "results.jsonl"))]
+    monkeypatch.setattr(sys, "argv", ["table.py", *arguments, "--out", str(out)])
+    assert table.main() == 0
+    page = (out / "table.md").read_text()
+    assert page.startswith("# On H100, H200\n")
+    assert "different devices: compare those of one run only" in page
+    assert "| a/tests | ok |" in page
+    assert "| b/more | ok |" in page
+    assert "| s | 1 | 0 | 0 | 0 |" in page
+    assert table.make(table.lines_of([out])) == page
+    monkeypatch.setattr(sys, "argv", ["table.py", str(tmp_path / "nowhere")])
+    assert table.main() == 1
+    assert capsys.readouterr().err == f"no results in {tmp_path / 'nowhere'}\n"
 
 
 def test_the_entries_of_measured_are_the_least_ratios(bench: Any) -> None:

@@ -1,0 +1,141 @@
+"""One of the three calls that run the ten commands, for a machine that is lent for minutes:
+
+    python3 bench/gpu/call.py 1     # the driver, first trainings and their bits, tokens/s
+    python3 bench/gpu/call.py 2     # all tests that need a GPU
+    python3 bench/gpu/call.py 3     # the bus, the kernels' speed, memcheck
+
+A call ends within ten minutes, with the preparation of the machine in it. Each command has a share
+of that time: it never takes the share of a later one, and leaves to them what it does not use. So
+one that hangs or dies costs its own figures only. Results go to $OUT or --out and are added to as
+they come (stage.py). `table.py` makes one table of those of several calls.
+
+--dry tries the call on the simulated device, with a test or two where there are hundreds.
+
+Exit status: that of the commands together, as stage.py gives it: 1, else 3, else 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+import bench_path
+import harness
+import stage
+import table
+
+CALL_S = 580.0  # ten minutes less what starting, ending and copying back may take
+CLOSING_S = 5.0  # of a command: its table, and what it leaves on the drive
+SHOWN = 10_000  # characters of the table at the end of the output
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command in a call. share_s: seconds that are its own. dry: pytest's -k for a dry run; ""
+    leaves the command its own."""
+
+    name: str
+    share_s: float
+    dry: str = ""
+
+
+ONE_TRAINING = "many_steps and threads"
+CALLS: dict[int, tuple[Command, ...]] = {
+    1: (
+        Command("f01_smoke", 80),
+        Command("f02_first_training", 100, ONE_TRAINING),
+        Command("f03_late_gpu", 150, ONE_TRAINING),
+        Command("f08_train", 160),
+    ),
+    2: (
+        Command("f05_gpu_tests", 170, "out_of_memory_leaves and in_forward"),
+        Command("f06_kernels", 190, "test_ten_steps"),
+        Command("f07_update_on_device", 130, "environment"),
+    ),
+    3: (
+        Command("f09_copies_and_linear", 150),
+        Command("f10_operations", 200),
+        Command("f04_sanitizer", 140, ONE_TRAINING),
+    ),
+}
+
+
+class Call:
+    """One call: its time, and how its commands ended."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.until_s = time.monotonic() + args.seconds
+        self.run = stage.Run(f"call_{args.number}", args)
+
+    def command(self, command: Command, kept_s: float) -> int:
+        """Run a command in what is left, less the shares of later ones; its status."""
+        seconds = self.until_s - time.monotonic() - kept_s
+        args = self.args
+        line = self.run.script(f"{command.name}.py", "--device", args.device, "--out", args.out)
+        line += ["--swap", str(args.swap), "--seconds", f"{seconds - CLOSING_S:.0f}"]
+        if args.dry and command.dry:
+            line += ["--select", command.dry]
+        process = subprocess.Popen(
+            line,
+            cwd=bench_path.ROOT,
+            start_new_session=True,
+            preexec_fn=harness.die_with_parent,  # noqa: PLW1509 - we have one thread
+        )
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.run.say(f"{command.name} did not end in {seconds:.0f} s")
+            return stage.TIMED_OUT
+        finally:
+            if process.poll() is None:
+                stage.end(process, stage.GRACE_S)
+            self.run.kill(process)
+
+    def commands(self, commands: Sequence[Command]) -> list[int]:
+        """Run all, each in its share and what those before it have left."""
+        statuses = []
+        scale = min((self.until_s - time.monotonic()) / sum(one.share_s for one in commands), 1.0)
+        for number, one in enumerate(commands):
+            kept_s = scale * sum(later.share_s for later in commands[number + 1 :])
+            statuses.append(self.command(one, kept_s))
+        return statuses
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    """The arguments."""
+    parser = stage.base_parser(__doc__ or "", CALL_S)
+    parser.add_argument("number", type=int, choices=CALLS, help="which call")
+    parser.add_argument("--dry", action="store_true", help="on the simulated device, a few tests")
+    args = parser.parse_args(words)
+    if args.dry:
+        args.device = "simulated"
+    # Commands run in the tree, wherever we were started.
+    args.out, args.swap = args.out.resolve(), args.swap.resolve()
+    return args
+
+
+def main() -> int:
+    args = parse()
+    harness.clean_up_on_signals()
+    args.out.mkdir(parents=True, exist_ok=True)
+    why_not = stage.no_gpu() if args.device == "cuda" else ""
+    if why_not:
+        sys.stderr.write(f"NOT RUN: call {args.number}: {why_not}. --dry tries it without a GPU\n")
+        return stage.NOT_RUN
+    call = Call(args)
+    if not call.run.is_ready():
+        return 1
+    statuses = call.commands(CALLS[args.number])
+    sys.stdout.write(table.make(table.lines_of([args.out]))[:SHOWN])
+    if set(statuses) <= {0}:
+        return 0
+    return stage.NOT_RUN if set(statuses) <= {0, stage.NOT_RUN} else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
