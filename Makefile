@@ -264,12 +264,13 @@ gpu-bundle: wheel
 
 # The ten commands without a GPU, in the three calls of bench/README.md: in a copy of what would
 # travel to such a machine, on the simulated device, a few tests of each. GPU_PYTHON runs them: that
-# of build/gpu-image has the versions that an image of October 2026 for GPUs brings, torch with
-# CUDA's libraries among them (it downloads 2.5 GB, takes 5 GB, and wants Python 3.12).
+# of build/gpu-image has the versions that images for GPUs bring, torch with CUDA's libraries among
+# them. It is made by PYTHON312, downloads 2.5 GB and takes 5 GB.
 GPU_IMAGE  := build/gpu-image
 GPU_PYTHON ?= $(BIN)/python
+PYTHON312  ?= python3.12
 $(GPU_IMAGE)/bin/python:
-	python3.12 -m venv $(GPU_IMAGE)
+	$(PYTHON312) -m venv $(GPU_IMAGE)
 	$@ -m pip install -q --no-compile torch==2.11.0 triton==3.6.0 transformers==5.17.0 \
 	    huggingface_hub==1.33.0 numpy==2.5.2 accelerate==1.15.0 || { rm -r $(GPU_IMAGE); exit 1; }
 

@@ -86,8 +86,8 @@ def size_bytes(files: Sequence[Path]) -> int:
 
 
 def too_large(files: Sequence[Path], limit_bytes: int = LIMIT_BYTES) -> str:
-    """Why files are too large to travel together, with the largest by name; "" where they are
-    not."""
+    """Reason for which files cannot travel together, with the largest by name; "" where they
+    can."""
     size = size_bytes(files)
     if size <= limit_bytes:
         return ""

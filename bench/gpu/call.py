@@ -128,9 +128,12 @@ def main() -> int:
         sys.stderr.write(f"NOT RUN: call {args.number}: {why_not}. --dry tries it without a GPU\n")
         return stage.NOT_RUN
     call = Call(args)
+    began = {"script": "call", "number": args.number, "device": args.device, "run": harness.now()}
+    call.run.record({**began, "state": "began", "commit": harness.commit()})
     if not call.run.is_ready():
         return 1
     statuses = call.commands(CALLS[args.number])
+    call.run.record({**began, "state": "ended", "statuses": statuses})
     sys.stdout.write(table.make(table.lines_of([args.out]))[:SHOWN])
     if set(statuses) <= {0}:
         return 0

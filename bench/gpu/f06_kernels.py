@@ -14,8 +14,10 @@ WORKERS = 12  # Triton compiles on the CPU
 
 def steps(run: stage.Run) -> Iterator[stage.Step]:
     why_not = stage.no_compiler() if run.on_cuda else ""
-    tests = "tests/unit/kernels"
-    yield run.pytest("kernels", tests, workers=WORKERS, limit_s=475, why_not=why_not)
+    yield run.pytest(
+        "kernels", "tests/unit/kernels", on="cuda" if run.on_cuda else "cpu",
+        workers=WORKERS, limit_s=475, why_not=why_not,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def check() -> dict[str, str]:
 
 
 def untried(name: str, version: str) -> str:
-    """What to say of a release that is older than those that the commands were tried with."""
+    """Words for a release that is older than those that the commands were tried with."""
     oldest = TRIED.get(name, ())
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) >= oldest:
         return ""

@@ -59,7 +59,7 @@ def run_call(python: str, tree: Path, number: int, seconds: float, out: Path) ->
 
 
 def faults(outs: Sequence[Path], statuses: Sequence[int]) -> list[str]:
-    """What is wrong with the calls, each whose results are in a folder of `outs`."""
+    """Faults of the calls, of their statuses and their folders of results."""
     found = [
         f"call {number} ended with {status}"
         for number, status in zip(call.CALLS, statuses, strict=True)
@@ -71,9 +71,12 @@ def faults(outs: Sequence[Path], statuses: Sequence[int]) -> list[str]:
         if len(files) > FILES_MAX or large:
             found.append(f"{out} has {len(files)} files, of which too large: {large or 'none'}")
     records = table.read(table.lines_of(outs))
-    ended = {one["name"]: one["status"] for one in records if one.get("state") == "ended"}
+    ended = {
+        one["name"] for one in records if one.get("script") == "command" and one["state"] == "ended"
+    }
     passed = {one["suite"].split("/")[0] for one in records if one.get("outcome") == "passed"}
-    told = {one["name"].split("/")[0] for one in records if one.get("why")}
+    steps = [one for one in records if one.get("script") == "stage"]
+    told = {one["name"].split("/")[0] for one in steps if one.get("why")}
     for command in (one for commands in call.CALLS.values() for one in commands):
         if command.name not in ended:
             found.append(f"{command.name} did not end")

@@ -102,18 +102,19 @@ class Run:
 
     def pytest(
         self, name: str, *paths: str, select: str = "", workers: int = 0, extra: Sequence[str] = (),
-        **fields: Any,
+        on: str = "", **fields: Any,
     ) -> Step:  # fmt: skip
         """A step that runs tests: those of the device, each recorded as it ends.
 
         select: pytest's -k, unless the command line gives another. workers: processes, on a GPU.
+        on: the device that the tests' parameter names, where it is not the run's.
         """
         select = self.args.select if self.args.select is not None else select
         marks = "gpu" if self.on_cuda else "not gpu and not soak and not ranks and not hosts"
         command = [
             *(sys.executable, "-m", "pytest", "-q", "-m", marks, "-p", "no:cacheprovider"),
             *("-p", "pytest_lines", "--lines", str(self.results)),
-            *("--suite", f"{self.name}/{name}", "--on", self.device),
+            *("--suite", f"{self.name}/{name}", "--on", on or self.device),
             *("-o", "faulthandler_timeout=90", "--basetemp", str(self.swap / "pytest")),
             # A newer numpy or torch warns of what it will take away: to be read, no failure today.
             *("-W", "default::DeprecationWarning", "-W", "default::FutureWarning"),

@@ -221,12 +221,16 @@ class Process:
             raise ArmFailed("ended") from None
         return self.answer(timeout_s)
 
-    def end(self) -> None:
-        """Have it close, or end it when it does not within half a minute; at once where it never
-        answered, and so does not listen."""
+    def let_go(self) -> None:
+        """Have it close, beside the others that do."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+
+    def end(self) -> None:
+        """Have it close, or end it when it does not within half a minute; at once where it never
+        answered, and so does not listen."""
+        self.let_go()
         try:
             self._process.wait(30 if self._ready else 0.1)
         except subprocess.TimeoutExpired:
@@ -297,6 +301,8 @@ class Bench:
         round."""
         with contextlib.ExitStack() as undo:
             alive = [process for plan in plans for process in self._started(plan, undo)]
+            for process in alive:  # all begin to close before one is waited for
+                undo.callback(process.let_go)
             for size in tokens:
                 for number in range(self.args.rounds):
                     for process in list(alive if number % 2 == 0 else reversed(alive)):
