@@ -39,7 +39,7 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
     ]
     yield stage.Step(
         "memcheck", checked, 470, pytest=True, find=FOUND,
-        env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={**tests.env, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         why_not="" if sanitizer else "there is no compute-sanitizer here; --sanitizer names it",
     )  # fmt: skip
 

@@ -49,6 +49,8 @@ KILL_S = 10.0
 LOG_BYTES_MAX = 12 << 20  # a larger file might not be brought back
 DEVICES = ("cuda", "simulated", "cpu")
 TMPFS = ("tmpfs", "ramfs")
+#: Threads of torch's operations, and of its compiler: tests are small, and run beside each other.
+ONE_THREAD = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Run:
 
     def pytest(
         self, name: str, *paths: str, select: str = "", workers: int = 0, extra: Sequence[str] = (),
-        on: str = "", **fields: Any,
+        on: str = "", env: dict[str, str] | None = None, **fields: Any,
     ) -> Step:  # fmt: skip
         """A step that runs tests: those of the device, each recorded as it ends.
 
@@ -125,7 +127,10 @@ class Run:
         if workers > 1 and self.on_cuda and prepare.has("xdist", prepare.SITE):
             # `load`, not `loadfile`: references are computed more than once, but all are busy.
             command += ["-n", str(workers), "--dist", "load"]
-        return Step(name, [*command, *extra, *paths], pytest=True, **fields)
+        given = {one: os.environ.get(one, "1") for one in ONE_THREAD}
+        return Step(
+            name, [*command, *extra, *paths], env={**given, **(env or {})}, pytest=True, **fields
+        )
 
     def is_ready(self) -> bool:
         """Make the machine ready, where it is not; tell whether it is. What was cut off in its

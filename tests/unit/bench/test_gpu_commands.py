@@ -103,6 +103,8 @@ def test_every_step_is_a_script_with_a_limit(
             words = list(step.command)
             on = "cpu" if (name, device) == ("f06_kernels", "simulated") else device
             assert words[words.index("--on") + 1] == on
+            # Eight workers of all cores each would wait for each other.
+            assert set(bench("stage").ONE_THREAD) <= set(step.env)
             marks = words[words.index("-m", words.index("pytest")) + 1]
             assert (marks == "gpu") == (device == "cuda")
 
