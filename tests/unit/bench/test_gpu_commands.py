@@ -286,8 +286,8 @@ def test_a_command_that_hangs_or_dies_costs_its_own_results_only(
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_dry_call_selects_tests_that_exist(number: int, bench: Any) -> None:
-    """Names only: `make gpu-dry` runs them."""
+def test_a_dry_call_selects_a_few_of_the_tests(number: int, bench: Any) -> None:
+    """`make gpu-dry` runs them, and fails where a selection finds none."""
     for one in bench("call").CALLS[number]:
         text = (GPU / f"{one.name}.py").read_text()
         assert bool(one.dry) == ("run.pytest(" in text), one.name
