@@ -267,8 +267,13 @@ def _listen(
                 place.write(text)
                 place.flush()
             *whole, rest = (rest + text).split("\n")
-            lines += [line.strip()[:300] for line in whole if wanted and wanted.search(line)]
+            lines += [_plain(line) for line in whole if wanted and wanted.search(line)]
     return True
+
+
+def _plain(line: str) -> str:
+    """A line, or the row of a table that rich has drawn, without what is only there to be seen."""
+    return " ".join(line.replace("│", " ").split())[:300]
 
 
 def end(process: subprocess.Popen[str], grace_s: float) -> None:
