@@ -74,7 +74,7 @@ class Call:
 
     def command(self, command: Command, kept_s: float) -> int:
         """Run a command in what is left, less the shares of later ones; its status."""
-        seconds = self.until_s - time.monotonic() - kept_s
+        seconds = max(self.until_s - time.monotonic() - kept_s, CLOSING_S + 1)
         args = self.args
         line = self.run.script(f"{command.name}.py", "--device", args.device, "--out", args.out)
         line += ["--swap", str(args.swap), "--seconds", f"{seconds - CLOSING_S:.0f}"]
@@ -135,9 +135,7 @@ def main() -> int:
     statuses = call.commands(CALLS[args.number])
     call.run.record({**began, "state": "ended", "statuses": statuses})
     sys.stdout.write(table.make(table.lines_of([args.out]))[:SHOWN])
-    if set(statuses) <= {0}:
-        return 0
-    return stage.NOT_RUN if set(statuses) <= {0, stage.NOT_RUN} else 1
+    return stage.together(statuses)
 
 
 if __name__ == "__main__":

@@ -285,6 +285,13 @@ def end(process: subprocess.Popen[str], grace_s: float) -> None:
         process.kill()
 
 
+def together(statuses: Sequence[int]) -> int:
+    """The exit status of steps, or commands, that ended so."""
+    if set(statuses) <= {0}:
+        return 0
+    return NOT_RUN if set(statuses) <= {0, NOT_RUN} else 1
+
+
 def told(status: int) -> str:
     """A step's status, for people."""
     names = {0: "ok", NOT_RUN: "NOT RUN", TIMED_OUT: "OUT OF TIME"}
@@ -395,9 +402,7 @@ def _steps(run: Run, steps: Callable[[Run], Iterable[Step]]) -> int:
         return 1
     for step in _with_cleaning(run, _in_shares(run, list(steps(run)))):
         run.step(step)
-    if set(run.statuses) <= {0}:
-        return 0
-    return NOT_RUN if set(run.statuses) <= {0, NOT_RUN} else 1
+    return together(run.statuses)
 
 
 def _in_shares(run: Run, steps: Sequence[Step]) -> Iterator[Step]:

@@ -277,11 +277,13 @@ def test_a_command_that_hangs_or_dies_costs_its_own_results_only(
         return [sys.executable, "-c", scripts[name.removesuffix(".py")], *map(str, arguments)]
 
     monkeypatch.setattr(stage.Run, "script", script)
+    monkeypatch.setattr(call, "CLOSING_S", 0.0)
     made = call.Call(call.parse(["1", "--dry", "--out", str(tmp_path), "--seconds", "8"]))
     commands = [
         call.Command(name, share, "a test") for name, share in zip(scripts, (1, 3, 4), strict=True)
     ]
     assert made.commands(commands) == [124, -9, 3]
+    assert [stage.together(some) for some in ([0], [0, 3], [3, -9], [124, 3])] == [0, 3, 1, 1]
     assert "hangs did not end in 1 s" in (tmp_path / "log.txt").read_text()
 
 
