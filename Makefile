@@ -1,8 +1,8 @@
 # make setup | demo | demo-trainer | test | pytest | lint | types | native | asan | tsan |
 #      portable | soak | bench | convergence | rehearsal | hosts | ranks | slow | fuzz |
 #      campaign | campaign-slice |
-#      integrations | integrations-latest | report-browser | torch-matrix | wheel | gpu-bundle |
-#      gpu-dry | kill-campaign | fault-soak | growth | pressure | clean
+#      integrations | integrations-latest | report-browser | torch-matrix | compile-kernels |
+#      wheel | gpu-bundle | gpu-dry | kill-campaign | fault-soak | growth | pressure | clean
 # Every target does its own set-up. PYTHON picks the interpreter that makes .venv.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 .PHONY: setup demo demo-trainer test pytest lint types native asan tsan portable soak bench
 .PHONY: convergence hosts rehearsal ranks slow fuzz integrations integrations-latest report-browser
-.PHONY: torch-matrix wheel gpu-bundle gpu-dry clean campaign campaign-slice
+.PHONY: torch-matrix compile-kernels wheel gpu-bundle gpu-dry clean campaign campaign-slice
 
 setup: $(STAMP)
 
@@ -243,6 +243,22 @@ report-browser: $(DEMO)
 TORCH_VERSIONS ?= floor pinned newest
 torch-matrix: $(STAMP)
 	$(BIN)/python .ci/torch_matrix.py --types $(if $(KEEP),--keep) $(TORCH_VERSIONS)
+
+# All Triton kernels, in each form and configuration, for GPUs that are not there: by the oldest
+# Triton that pyproject.toml allows, the pinned one, and the registry's newest. Downloads 200 MB a
+# version and takes an hour of a core for each.
+OLDEST_TRITON = $(shell sed -n 's/.*triton>=\([0-9]*\.[0-9]*\).*/triton==\1.0/p' pyproject.toml)
+PINNED_TRITON = $(shell grep '^triton==' $(PINS))
+TRITONS ?= $(sort $(OLDEST_TRITON) $(PINNED_TRITON) triton)
+COMPILING := build/compile-kernels
+compile-kernels: $(STAMP)
+	set -e; for triton in $(TRITONS); do \
+	    rm -rf $(COMPILING); \
+	    $(PIP) install -q --no-compile --no-deps --target $(COMPILING) $$triton; \
+	    ls -d $(COMPILING)/triton-*; \
+	    PYTHONPATH=$(abspath $(COMPILING)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 \
+	        -m "slow or not slow" tests/unit/kernels/test_triton_compiles.py; \
+	done; rm -rf $(COMPILING)
 
 # For every machine with torch's glibc, by zig whatever compiler this machine has: its own would
 # bind the wheel to a glibc as new as its own. What an earlier build left in build/ would be packed

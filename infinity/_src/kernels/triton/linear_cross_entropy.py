@@ -16,6 +16,7 @@ enough programs: 1,024 rows by 8,192 columns are 64 or 128 of them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import triton.language as tl
 
 from infinity._src.kernels import choice
 from infinity._src.kernels.triton.tuning import (
+    MatrixUnit,
     Tuned,
     block_k,
     block_of,
@@ -222,23 +224,27 @@ def _dlogits(
     tl.store(out_ptrs, rounded(found, out_ptr.dtype.element_ty, INTERPRETED), mask=inside)
 
 
-def partials_configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s of the forward kernel, whose columns per block are fixed at 128; the first
-    takes 48 KiB at most.
+def partials_configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
+    """`triton.Config`s of the forward kernel on this unit, whose columns per block are fixed at
+    128; the first takes 48 KiB at most.
     """
-    sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 2)]
-    if dtype != torch.float32:
-        sizes += [(128, 4, 3), (128, 8, 3), (128, 8, 4), (256, 8, 3)]
+    sizes = [(128, 8, 1), (128, 8, 2)]
+    # There all have 128 rows: `configs` says why.
+    if unit is not MatrixUnit.TENSOR_MEMORY:
+        sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 2)]
+    # Where the sums of a warp lie in its registers, these spill 132 bytes and more.
+    if dtype != torch.float32 and unit is not MatrixUnit.WARP:
+        sizes += [(128, 8, 3), (128, 8, 4)]
     return [
         triton.Config({"BLOCK_M": rows}, num_warps=warps, num_stages=stages)
         for rows, warps, stages in sizes
     ]
 
 
-_partials_wide = Tuned(_partials, partials_configs(torch.float32))
-_partials_narrow = Tuned(_partials, partials_configs(torch.bfloat16))
-_dlogits_wide = Tuned(_dlogits, configs(torch.float32))
-_dlogits_narrow = Tuned(_dlogits, configs(torch.bfloat16))
+_partials_wide = Tuned(_partials, partial(partials_configs, torch.float32))
+_partials_narrow = Tuned(_partials, partial(partials_configs, torch.bfloat16))
+_dlogits_wide = Tuned(_dlogits, partial(configs, torch.float32))
+_dlogits_narrow = Tuned(_dlogits, partial(configs, torch.bfloat16))
 
 
 def tile_partials(

@@ -17,6 +17,7 @@ Source: memory-centric tiling, ZeRO-Infinity §5.1.3.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +112,8 @@ def _product(
 
 
 # `out` is put back between measurements: it is the sum that the kernel adds to.
-_wide = Tuned(_product, configs(torch.float32), restore=("out_ptr",))
-_narrow = Tuned(_product, configs(torch.bfloat16), restore=("out_ptr",))
+_wide = Tuned(_product, partial(configs, torch.float32), restore=("out_ptr",))
+_narrow = Tuned(_product, partial(configs, torch.bfloat16), restore=("out_ptr",))
 
 
 def tile_matmul(

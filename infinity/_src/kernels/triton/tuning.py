@@ -1,15 +1,20 @@
 """Common parts of the Triton matmuls: values rounded alike everywhere, sums in a fixed order, block
 sizes tuned on the device.
 
-    product = Tuned(kernel, configs(torch.bfloat16), restore=("out_ptr",))
+    product = Tuned(kernel, partial(configs, torch.bfloat16), restore=("out_ptr",))
     product(grid, device, *arguments, BLOCK_K=block_k(torch.bfloat16))
 
 **Tuning may not change rounding.** Measurements choose between configurations of BLOCK_M, BLOCK_N,
 warps and stages only. The order of a sum is fixed: BLOCK_K by the dtype (`block_k`), sums over
 columns by `row_sums`, and no kernel splits K between programs. Every configuration has 4 or 8 warps
 and at least 64 rows of the first operand, so that all of them compile to the same matrix
-instruction of a device (a test looks). Tests run every configuration on the same operands and
-compare bits.
+instruction of a device, with the same rows and depth. tcgen05.mma, of GPUs of capability 10 and 11
+(B200), has a mode of 64 rows and a mode of 128, and no document says that both add in one order:
+there every configuration has 128 rows. A test compiles every configuration for every `MatrixUnit`
+and compares the instructions, the rows in tcgen05's descriptors among them. Tests run every
+configuration on the same operands and compare bits.
+
+No configuration spills more than 128 bytes per thread: `configs` leaves out what does on a unit.
 
 Measured once per kind of device, dtypes, transposes and shape (dimensions rounded up to powers of
 two), kept on disk in Triton's cache directory (`TRITON_CACHE_DIR`) where this Triton can
@@ -27,6 +32,7 @@ integers; `widened` and `rounded` do there by bits what the hardware does.
 from __future__ import annotations
 
 import contextlib
+import enum
 import inspect
 import threading
 import warnings
@@ -51,6 +57,29 @@ _using: list[int] = []
 
 # Triton's tuner keeps the arguments of a call on itself, and backward runs in threads of its own.
 _lock = threading.RLock()
+
+
+class MatrixUnit(enum.Enum):
+    """How a device multiplies blocks; the value is the instruction."""
+
+    WARP = "mma.sync"
+    """16 rows, by a warp, from registers: Ampere, Ada, Blackwell of workstations (capability 12).
+    Also the interpreter.
+    """
+    WARPGROUP = "wgmma.mma_async"
+    """64 rows, by four warps, from shared memory to registers: Hopper."""
+    TENSOR_MEMORY = "tcgen05.mma"
+    """64 or 128 rows, from shared memory to a memory of its own: Blackwell of data centres."""
+
+    @classmethod
+    def current(cls) -> MatrixUnit:
+        """Return the unit of the thread's current device."""
+        if choice.interpreted():
+            return cls.WARP
+        capability = triton.runtime.driver.active.get_current_target().arch
+        return {9: cls.WARPGROUP, 10: cls.TENSOR_MEMORY, 11: cls.TENSOR_MEMORY}.get(
+            capability // 10, cls.WARP
+        )
 
 
 @triton.jit
@@ -148,22 +177,23 @@ def precision(dtype: torch.dtype) -> str:
     )
 
 
-def configs(dtype: torch.dtype) -> list[Any]:
-    """`triton.Config`s of a product with operands of this dtype; the first takes no more than 48
-    KiB of shared memory.
+def configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
+    """`triton.Config`s of a product with operands of this dtype on this unit; the first takes no
+    more than 48 KiB of shared memory.
 
     fp32 has the small ones only: its products run without matrix units when they are exact, and
     large blocks would spill.
     """
-    sizes = [(64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3)]
+    if unit is MatrixUnit.TENSOR_MEMORY:
+        # 128 rows in all: blocks of 64 take another mode, which may add in another order.
+        sizes = [(128, 64, 4, 1), (128, 64, 4, 3)]
+    else:
+        sizes = [(64, 64, 4, 2), (64, 128, 4, 3), (128, 64, 4, 3)]
     if dtype != torch.float32:
-        sizes += [
-            (128, 128, 4, 3),
-            (128, 128, 8, 3),
-            (128, 128, 8, 4),
-            (128, 256, 8, 3),
-            (256, 128, 8, 3),
-        ]
+        sizes += [(128, 128, 8, 3), (128, 128, 8, 4), (256, 128, 8, 3)]
+        # 188 bytes of spills on Hopper.
+        if unit is not MatrixUnit.WARPGROUP:
+            sizes.append((128, 256, 8, 3))
     return [
         triton.Config({"BLOCK_M": rows, "BLOCK_N": columns}, num_warps=warps, num_stages=stages)
         for rows, columns, warps, stages in sizes
@@ -209,21 +239,31 @@ def _constants(config: Any) -> dict[str, Any]:
 class Tuned:
     """Kernel with its configurations.
 
-    The kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use.
+    configurations: returns those for a unit, the first of which fits any device that has it. The
+    kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use.
     restore: names of arguments that the kernel reads and writes.
     """
 
     def __init__(
-        self, kernel: Any, configurations: Sequence[Any], *, restore: Sequence[str] = ()
+        self,
+        kernel: Any,
+        configurations: Callable[[MatrixUnit], Sequence[Any]],
+        *,
+        restore: Sequence[str] = (),
     ) -> None:
-        self.configurations = list(configurations)
-        assert 0 < len(self.configurations) <= CONFIGS_MAX, len(self.configurations)
+        self._of_unit = {unit: list(configurations(unit)) for unit in MatrixUnit}
+        assert all(0 < len(found) <= CONFIGS_MAX for found in self._of_unit.values()), kernel
         self._kernel = kernel
         self._restore = list(restore)
-        self._autotuner: Any = None
+        self._autotuners: dict[MatrixUnit, Any] = {}
         self._key_index = list(kernel.arg_names).index("shape_key")
         self._no_room: set[int] = set()
         """Shapes that could not be measured for want of memory."""
+
+    @property
+    def configurations(self) -> list[Any]:
+        """The configurations for the thread's current device."""
+        return self._of_unit[MatrixUnit.current()]
 
     def __call__(self, grid: Grid, device: torch.device, *args: Any, **kwargs: Any) -> None:
         """Run the kernel. grid: returns the number of programs for the kernel's arguments, block
@@ -231,8 +271,9 @@ class Tuned:
         """
         with on_device(device):
             if _using or choice.interpreted():
-                index = (_using[-1] if _using else 0) % len(self.configurations)
-                self._kernel[grid](*args, **kwargs, **_constants(self.configurations[index]))
+                configurations = self.configurations
+                index = (_using[-1] if _using else 0) % len(configurations)
+                self._kernel[grid](*args, **kwargs, **_constants(configurations[index]))
                 return
             # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
             with _lock:
@@ -262,7 +303,9 @@ class Tuned:
         )
 
     def _tuner(self) -> Any:
-        if self._autotuner is None:
+        # Devices of one process may differ: a tuner for each kind.
+        unit = MatrixUnit.current()
+        if unit not in self._autotuners:
             cached = (
                 {"cache_results": True}
                 # Kept on disk where this Triton can, so that a new process does not measure again.
@@ -270,17 +313,18 @@ class Tuned:
                 else {}
             )
             make = triton.autotune(
-                self.configurations,
+                self._of_unit[unit],
                 key=["shape_key"],
                 restore_value=self._restore or None,
                 **cached,
             )
-            self._autotuner = make(self._kernel)
-        return self._autotuner
+            self._autotuners[unit] = make(self._kernel)
+        return self._autotuners[unit]
 
 
 __all__ = [
     "CONFIGS_MAX",
+    "MatrixUnit",
     "Tuned",
     "block_k",
     "block_of",
