@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 TARGETS = ("cuda:80", "cuda:89", "cuda:90", "cuda:100", "cuda:120", "hip:gfx942")
-"""Ampere, Ada, Hopper, two Blackwells; AMD for what is bitwise."""
+"""Targets: Ampere, Ada, Hopper, two Blackwells; AMD for bitwise kernels."""
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FLOATS = (BF16, FP16, FP32)
@@ -42,33 +42,33 @@ PAST_INT32 = (1 << 31) + 4096
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """What a launch was compiled to; sequences name instructions."""
+    """Result of a compilation; sequences name instructions."""
 
     target: str
     kernel: str
     form: str = ""
     operands: str = ""
-    """Of a matmul: a key of OPERANDS. Empty: the kernel promises torch's bits."""
+    """Key of OPERANDS for a matmul; empty for a kernel that promises torch's bits."""
     sizes: bool = False
     """The form is about sizes alone: it must compile, and no speed is asked of it."""
     index: int = 0
     """The configuration of a tuned kernel."""
     error: str = ""
-    """The compiler's, where it failed."""
+    """Message of the compiler, if it failed."""
     shared_bytes: int = 0
     spill_bytes: int | None = None
     inexact: Sequence[str] = ()
-    """What flushes denormals or approximates."""
+    """Instructions that flush denormals or approximate."""
     fused: int = 0
     """Products contracted with sums; those of AMD's divisions and square roots do not count."""
     divisions: Sequence[str] = ()
-    """And square roots."""
+    """Divisions and square roots."""
     matrix: Sequence[str] = ()
     """Kind of matrix instruction: what orders its sum. The number of columns does not."""
     load_bytes: int = 0
-    """Of the widest load."""
+    """Bytes of the widest load."""
     expected_load_bytes: int = 0
-    """Where arguments are aligned, as wide as a thread's part of the widest operand."""
+    """Bytes of a thread's part of the widest operand, if arguments are aligned; else 0."""
     atomics: int = 0
 
 
@@ -186,7 +186,7 @@ class Form:
     load_bytes: int = 0
     """`Launch.expected_load_bytes`."""
     sizes: bool = False
-    """About sizes alone: it is compiled in the first configuration."""
+    """True for a form about sizes alone: it is compiled in the first configuration."""
 
 
 def empty(*shape: int, dtype: torch.dtype = FP32) -> torch.Tensor:

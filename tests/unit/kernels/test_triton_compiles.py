@@ -34,7 +34,7 @@ KIB = 1 << 10
 
 
 def complaints(launches: Sequence[Launch]) -> list[str]:
-    """What is wrong with launches, in a line each."""
+    """Return the faults of launches, in a line each."""
     found = [f"{text}: {launch}" for launch in launches for text in _of_one(launch)]
     # A measurement chooses between configurations, and must not choose between orders of a sum.
     kinds: dict[tuple[str, str], set[tuple[str, ...]]] = {}

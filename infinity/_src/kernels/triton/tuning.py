@@ -60,7 +60,7 @@ _lock = threading.RLock()
 
 
 class MatrixUnit(enum.Enum):
-    """How a device multiplies blocks; the value is the instruction."""
+    """Matrix unit of a device; the value is its instruction."""
 
     WARP = "mma.sync"
     """16 rows, by a warp, from registers: Ampere, Ada, Blackwell of workstations (capability 12).
@@ -239,7 +239,7 @@ def _constants(config: Any) -> dict[str, Any]:
 class Tuned:
     """Kernel with its configurations.
 
-    configurations: returns those for a unit, the first of which fits any device that has it. The
+    configurations: returns the list for a unit; the first fits any device that has the unit. The
     kernel takes an int argument `shape_key` (marked do_not_specialize), which it does not use.
     restore: names of arguments that the kernel reads and writes.
     """
