@@ -418,7 +418,8 @@ class Watchdog:
         log.debug("%s: %s", self._name, failure)
         if self._heartbeat is not None:
             # Outside of the lock, which `_wake_thread` takes too.
-            self._heartbeat.publish(failed=(failure.rank, str(failure)))
+            culprit = published_culprit(self.topology.rank, failure)
+            self._heartbeat.publish(failed=(culprit, str(failure)))
             self._wake_thread()
         # Last: whoever wakes by it finds the failure set and published.
         self._failed.set()
@@ -743,6 +744,12 @@ def relayed_error(me: int, teller: int, culprit: int | None, text: str) -> RankF
     if culprit != teller and "(found by rank" not in text:
         text = f"{text} (found by rank {teller})"
     return RankFailed(text, rank=culprit)
+
+
+def published_culprit(me: int, failure: RankFailed) -> int | None:
+    """Return the rank that other ranks shall blame for this rank's failure."""
+    # The rank that gave up on this one is the cause to this rank alone.
+    return me if f"gave up on this rank ({me})" in str(failure) else failure.rank
 
 
 def describe_collective(what: str, number: int | None) -> str:

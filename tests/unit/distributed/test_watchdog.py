@@ -17,6 +17,7 @@ from infinity._src.distributed.topology import Topology
 from infinity._src.distributed.watchdog import (
     Watchdog,
     find_failure,
+    published_culprit,
     relayed_error,
     shorten,
     timeout_error,
@@ -167,6 +168,14 @@ def test_a_culprit_that_another_rank_names_is_kept() -> None:
     broke_off = "this rank (1) broke off (e), and rank 0 went on"
     assert str(relayed_error(0, 1, 1, broke_off)) == "rank 1 broke off (e), and rank 0 went on"
     assert relayed_error(0, 1, None, "a connection broke").rank is None
+    # Rank 2 gives up on rank 1, and rank 0 hears of that from rank 1.
+    told = relayed_error(1, 2, 1, "gather cannot complete: rank 1 broke off before it: e")
+    assert (told.rank, published_culprit(1, told)) == (2, 1)
+    heard = relayed_error(0, 1, published_culprit(1, told), str(told))
+    assert (heard.rank, published_culprit(0, heard)) == (1, 1)
+    assert str(heard) == (
+        "rank 2 gave up on rank 1: gather cannot complete: rank 1 broke off before it: e"
+    )
 
 
 def test_messages_are_bounded_and_failures_can_be_pickled() -> None:
