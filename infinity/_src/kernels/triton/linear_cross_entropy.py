@@ -228,13 +228,13 @@ def partials_configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
     """`triton.Config`s of the forward kernel on this unit, whose columns per block are fixed at
     128; the first takes 48 KiB at most.
     """
-    sizes = [(128, 8, 1), (128, 8, 2)]
     # There all have 128 rows: `configs` says why.
+    sizes = [(128, 8, 1)]
     if unit is not MatrixUnit.TENSOR_MEMORY:
-        sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 2)]
-    # Where the sums of a warp lie in its registers, these spill 132 bytes and more.
+        sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 1)]
+    # Where a warp holds its sums in registers, more stages of 128 rows spill 128 bytes and more.
     if dtype != torch.float32 and unit is not MatrixUnit.WARP:
-        sizes += [(128, 8, 3), (128, 8, 4)]
+        sizes += [(128, 8, 2), (128, 8, 3), (128, 8, 4)]
     return [
         triton.Config({"BLOCK_M": rows}, num_warps=warps, num_stages=stages)
         for rows, warps, stages in sizes
