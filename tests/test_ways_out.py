@@ -464,8 +464,8 @@ class KeptWeight(torch.autograd.Function):
         return x @ weight.t()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grads[0] @ ctx.weight, grads[0].t() @ ctx.x
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return grads[0] @ ctx.weight, grads[0].t() @ ctx.x if ctx.needs_input_grad[1] else None
 
 
 STATE: deque[torch.Tensor] = deque()
@@ -567,21 +567,26 @@ PROGRAMS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["deferred", "speculative"])
+@pytest.mark.parametrize("mode", ["deferred", "speculative", "frozen"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_backwards_over_parts_of_a_graph_have_the_bits_of_the_plain_loop(
     program: Callable[[nn.Module, torch.Tensor, int], None], mode: str, tmp_path: Path
 ) -> None:
+    """frozen: only biases learn, and the graph has the weights as Python objects alone."""
     values = []
     with one_thread():
         for offload in (False, True):
             torch.manual_seed(0)
             model: Any = Branched().to(torch.bfloat16)
-            optimizer: Any = ReferenceAdamW([{"params": list(model.parameters())}], lr=1e-2)
+            if mode == "frozen":
+                for block in model.blocks:
+                    for each in (block.lin.weight, block.lin.bias, block.out.weight):
+                        each.requires_grad_(False)
+            optimizer: Any = ReferenceAdamW([{"params": trained(model)}], lr=1e-2)
             if offload:
                 drive = {"params": "nvme", "optim": "nvme", "nvme": [str(tmp_path)], "ram": "min"}
-                inf.offload(model, inf.Policy(**drive, **MODES[mode]))
-                optimizer = inf.AdamW(model.parameters(), lr=1e-2)
+                inf.offload(model, inf.Policy(**drive, **MODES.get(mode, {})))
+                optimizer = inf.AdamW(trained(model), lr=1e-2)
             for step in range(4):
                 x = x_of(step).requires_grad_()
                 if offload and mode == "speculative":
@@ -616,6 +621,39 @@ def test_forwards_that_wait_for_backward_cost_the_same_however_many_there_are(
     costs = [COSTS["calls"](functools.partial(step, count), on_device=False)[0] for count in counts]
     first, last = (costs[1] - costs[0]) / 10, (costs[3] - costs[2]) / 80
     assert 0 < last <= 1.1 * first
+    inf.handle(model).close()
+
+
+class Kept(nn.Module):
+    """Leaves its result where no hook finds it, and its weight on a `ctx`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(WIDTH) + 0.01, requires_grad=False)
+
+    def forward(self) -> None:
+        STATE.append(KeptWeight.apply(STATE.pop(), self.weight))
+
+
+def test_frozen_weights_that_a_graph_has_as_python_objects_alone_are_gathered(
+    tmp_path: Path,
+) -> None:
+    found = []
+    for offload in (False, True):
+        model: Any = nn.ModuleList([*(Kept() for _ in range(12)), nn.Linear(WIDTH, WIDTH)])
+        model = model.to(torch.bfloat16)
+        if offload:
+            drive = {"params": "nvme", "nvme": [str(tmp_path)], "ram": "min"}
+            inf.offload(model, inf.Policy(**drive))
+        x = x_of(0).requires_grad_()
+        STATE.append(x)
+        for turn in range(200):
+            model[turn % 12]()
+        model[12](torch.zeros(1, WIDTH, dtype=torch.bfloat16))
+        with one_thread():
+            STATE.pop().float().sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
     inf.handle(model).close()
 
 

@@ -208,16 +208,16 @@ class Backward:
             here = threading.current_thread()
             nested = graph_task_id() != NO_TASK
             noted = [calls for calls in self._calls if calls.forget_if_gone()]
-            if nested and self._calls_here().hook_exits(
-                roots, own=True, ends=True, is_ours=self._is_ours
-            ):
+            if nested and self._calls_here().hook_exits(roots, own=True, ends=True):
                 # The graph was made in this thread, inside of the backward: other threads' numbers
                 # say nothing of it.
                 noted = [calls for calls in noted if calls.thread is here]
             for calls in noted:
-                own = calls.thread is here and not self._hooks_all
+                mine = calls.thread is here
+                own = mine and not self._hooks_all
                 ends = own and len(noted) == 1 and not nested
-                calls.hook_exits(roots, own=own, ends=ends, is_ours=self._is_ours)
+                is_ours = None if mine else self._is_ours
+                calls.hook_exits(roots, own=own, ends=ends, is_ours=is_ours)
 
     def _is_ours(self, leaf: Any) -> bool:
         return id(leaf) in self._leaves

@@ -150,11 +150,13 @@ class GraphCalls:
         self._firsts.clear()
 
     def forget_if_gone(self) -> bool:
-        """Forget all calls if no graph has a parameter of their units. Returns whether calls are
-        left."""
+        """Forget all calls if the nodes that had hooks of them are gone, and no graph has a
+        parameter of their units. Returns whether calls are left."""
         looked_at: set[UnitRefs] = set()
         for call in reversed(self._calls):
-            if call.end < 0:
+            # Without hooks `in_graph` says too little: a graph may hold a frozen parameter as a
+            # Python object alone, on a `ctx`.
+            if call.end < 0 or call.is_hooked or not call.was_hooked:
                 return True
             for refs in (*call.held, *call.idle):
                 if refs not in looked_at:
@@ -180,18 +182,24 @@ class GraphCalls:
         return call
 
     def hook_exits(
-        self, roots: Sequence[Any], *, own: bool, ends: bool, is_ours: Callable[[Any], bool]
+        self,
+        roots: Sequence[Any],
+        *,
+        own: bool,
+        ends: bool,
+        is_ours: Callable[[Any], bool] | None = None,
     ) -> bool:
         """Hook the exits through which a backward from these nodes enters calls.
 
-        own: this thread made the graph. ends: also have calls finish where their arguments do not
-        tell when backward is done with them. is_ours: tells whether a leaf is a parameter of the
-        model. Returns whether it enters calls.
+        own: this thread made the graph, so that numbers tell which call a node is in. ends: also
+        have calls finish where their arguments do not tell when backward is done with them.
+        is_ours: tells whether a leaf is a parameter of the model, where the graph may be that of
+        another model. Returns whether it enters calls.
         """
         if not self._calls:
             return False
         walk = _Walk(self, roots, own=own)
-        if not own and not any(map(is_ours, walk.leaves)):
+        if is_ours is not None and not any(map(is_ours, walk.leaves)):
             return False
         for node, number, call in walk.entered:
             if (call.held or call.idle) and not (own and number in call.exits):
@@ -210,14 +218,17 @@ def prune(lists: Iterable[GraphCalls]) -> None:
     def may_live(call: GraphCall) -> bool:
         if call.end < 0:
             return True
-        units = (*call.held, *call.idle)
-        for refs in units:
-            if refs not in in_graph:
-                in_graph[refs] = refs.in_graph
-        if call.first == call.end or not any(in_graph[refs] for refs in units):
+        if call.first == call.end:
             return False
         if call.is_hooked:
             return True
+        if call.was_hooked:
+            units = (*call.held, *call.idle)
+            for refs in units:
+                if refs not in in_graph:
+                    in_graph[refs] = refs.in_graph
+            if not any(in_graph[refs] for refs in units):
+                return False
         unsure[call.module, call.was_hooked] += 1
         most = HOOKED_MAX if call.was_hooked else UNHOOKED_MAX
         return unsure[call.module, call.was_hooked] <= most
