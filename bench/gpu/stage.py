@@ -133,8 +133,8 @@ class Run:
         )
 
     def is_ready(self) -> bool:
-        """Make the machine ready, where it is not; tell whether it is. What was cut off in its
-        check, whose first imports may take minutes, is."""
+        """Make the machine ready, where it is not; tell whether it is. A preparation that ran out
+        of time in its check counts: the first imports may take minutes."""
         if prepare.is_ready():
             return True
         self.step(Step("prepare", self.script("prepare.py"), PREPARE_S))
@@ -236,7 +236,12 @@ class Run:
             if over:
                 end(process, grace_s)
                 return TIMED_OUT
-            return process.wait()
+            try:
+                # It may close its output, and hang in the driver as it ends.
+                return process.wait(max(until_s - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                end(process, grace_s)
+                return TIMED_OUT
         finally:
             self.kill(process)
 

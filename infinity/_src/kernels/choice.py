@@ -89,6 +89,8 @@ _passed: set[tuple[str, torch.device, tuple[Hashable, ...]]] = set()
 """Operations, devices and forms whose trials have passed."""
 _failed: dict[tuple[str, torch.device], str] = {}
 """Difference that the first failed trial of an operation on a device has found."""
+_warned: set[tuple[str, torch.device]] = set()
+"""Operations and devices for which a warning has said that torch runs them."""
 _trying = threading.Lock()
 
 # Innermost last: the latest `forced` block decides.
@@ -157,7 +159,10 @@ def _choose(name: str, device: torch.device, trial: Trial | None) -> tuple[str, 
         better, reason = False, "not measured on such a device"
     if not better:
         return "torch", reason
-    fault = _fault(name, device, trial, warn=True)
+    try:
+        fault = _fault(name, device, trial, warn=True)
+    except torch.OutOfMemoryError:
+        fault = "no memory for the trial; a later use tries again"
     return ("torch", fault) if fault else ("triton", reason)
 
 
@@ -180,17 +185,34 @@ def _check_forced(name: str, device: torch.device, trial: Trial | None) -> None:
 def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) -> str:
     """Say why Triton must not compute an operation in this form; empty if it may.
 
-    trial: None: none is made. warn: if it fails.
+    trial: None: none is made. warn: once for an operation that is about to run. Raises:
+    torch.OutOfMemoryError if a trial has no memory: a later use tries again.
     """
     # First, since it is asked before each use.
     if trial is not None and (name, device, trial.form) in _passed:
         return ""
     fault = _unfit(name) or _failed.get((name, device), "")
-    if fault or trial is None or not OPS[name].bitwise:
+    if trial is None or not OPS[name].bitwise:
         return fault
+    if not fault:
+        fault = _tried(name, device, trial)
+    if fault and warn and (name, device) not in _warned:
+        _warned.add((name, device))
+        on = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
+        warnings.warn(
+            f"{name} on {device}{on} runs on torch, which gives the same bits and is slower: "
+            f"{fault}",
+            stacklevel=2,
+        )
+    return fault
+
+
+def _tried(name: str, device: torch.device, trial: Trial) -> str:
+    """Make a trial, if its form had none. Returns the fault that it, or the first failed trial of
+    the operation, has found."""
     # Threads of lanes and of backward may come at once: one of them compiles and compares.
     with _trying:
-        # Other forms are not tried after one has failed, so that an operation warns once.
+        # Other forms are not tried after one has failed.
         if (name, device) in _failed or (name, device, trial.form) in _passed:
             return _failed.get((name, device), "")
         found = difference(trial, device)
@@ -200,14 +222,7 @@ def _fault(name: str, device: torch.device, trial: Trial | None, *, warn: bool) 
         form = ", ".join(map(str, trial.form))
         fault = f"Triton {triton_version()} failed the trial of the form ({form}): {found}"
         _failed[name, device] = fault
-    if warn:
-        on = f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""
-        warnings.warn(
-            f"{name} on {device}{on} runs on torch, which gives the same bits and is slower: "
-            f"{fault}",
-            stacklevel=2,
-        )
-    return fault
+        return fault
 
 
 def _unfit(name: str) -> str:
@@ -231,7 +246,8 @@ def triton_version() -> str:
     try:
         # Not of the metadata: builds of torch bring Triton under several names.
         import triton
-    except ImportError:
+    # A broken one raises what it likes.
+    except Exception:  # noqa: BLE001  the warning, or the ValueError, says that it does not import
         return ""
     return str(triton.__version__)
 

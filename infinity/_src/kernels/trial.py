@@ -10,6 +10,7 @@ flushed to zero, products contracted with sums, approximate divisions. The sampl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
@@ -18,9 +19,10 @@ import torch
 from infinity._src.kernels.launch import on_device
 
 CPU = torch.device("cpu")
-SAMPLE_NUMEL = 3400
+SAMPLE_NUMEL = 3408
 """Three of the largest groups of any codec, and a part of one, in whole blocks of every kernel and
-a part of one."""
+a part of one. A multiple of 16, as nearly all sizes are: Triton compiles another kernel for others.
+"""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MESSAGE_MOST = 300
 _RUN = 64
@@ -65,17 +67,20 @@ def difference(trial: Trial, device: torch.device) -> str:
     """Run both implementations and say how the bytes of Triton's on `device` differ from torch's on
     the CPU; empty where they are the same.
 
-    Blocks until the device has done it, on a stream of its own: some milliseconds, and Triton's
-    compilation. A kernel that does not compile or run differs, too.
+    Blocks until the device has done it, on a separate stream: some milliseconds, and Triton's
+    compilation. A kernel that does not compile or run differs, too. Raises: torch.OutOfMemoryError
+    if the device has no memory for the sample, also after torch's cache was emptied.
     """
     with torch.no_grad():
         expected = trial.outputs("torch", CPU, *trial.form)
         try:
-            with on_device(device), torch.cuda.stream(_stream(device)):
-                found = {
-                    name: values.cpu()
-                    for name, values in trial.outputs("triton", device, *trial.form).items()
-                }
+            try:
+                found = _on_device(trial, device)
+            except torch.OutOfMemoryError:
+                torch.cuda.empty_cache()
+                found = _on_device(trial, device)
+        except torch.OutOfMemoryError:
+            raise
         # Triton, its C compiler and ptxas raise what they like.
         except Exception as error:  # noqa: BLE001
             # A compiler's message quotes the kernel, over many lines.
@@ -96,8 +101,17 @@ def difference(trial: Trial, device: torch.device) -> str:
     return ""
 
 
+def _on_device(trial: Trial, device: torch.device) -> dict[str, torch.Tensor]:
+    """Run Triton on `device`, and return what it wrote, on the CPU."""
+    with on_device(device), torch.cuda.stream(_stream(device)):
+        outputs = trial.outputs("triton", device, *trial.form)
+        return {name: values.cpu() for name, values in outputs.items()}
+
+
+@functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    # Of its own: the current one may be behind a collective that waits for another rank.
+    """Return one stream for all trials: the current one may wait for a collective of another rank,
+    and torch's streams are few, so that the next ones may be those of collectives."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 

@@ -3,6 +3,8 @@ first use."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import pkgutil
 import re
 import threading
@@ -44,10 +46,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if not choice.interpreted():
         pytest.skip("Triton compiles here; its interpreter needs TRITON_INTERPRET=1")
     monkeypatch.setattr(choice, "compiles", lambda device: True)
-    for known in (choice._passed, choice._failed):
+    for known in (choice._passed, choice._failed, choice._warned):
         known.clear()
     yield
-    for known in (choice._passed, choice._failed):
+    for known in (choice._passed, choice._failed, choice._warned):
         known.clear()
 
 
@@ -289,6 +291,29 @@ def test_threads_that_come_at_once_make_one_trial(
     assert tried == [()]
 
 
+def test_a_trial_without_memory_is_made_again(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = [1, 1]
+
+    def quantize(*arguments: Any) -> Any:
+        if fails and fails.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(*arguments)
+
+    module = importlib.import_module("infinity._src.kernels.triton.quantize")
+    plain = module.quantize_triton
+    monkeypatch.setattr(module, "quantize_triton", quantize)
+    trial = trials_of_usual_forms()["group_quantize"]
+    # Twice without memory: torch, for now. Then it passes.
+    assert choice.implementation("group_quantize", CPU, trial) == "torch"
+    assert choice.implementation("group_quantize", CPU, trial) == "triton"
+    fails.append(1)
+    choice._passed.clear()
+    # Once without memory: torch's cache is emptied, and it passes.
+    assert choice.implementation("group_quantize", CPU, trial) == "triton"
+
+
 @pytest.mark.parametrize(
     ("version", "fault"),
     [
@@ -315,7 +340,14 @@ def test_a_triton_below_the_floor_computes_nothing_bitwise(
             else:
                 assert choice.implementation(name, CPU, trial) == "triton"
         expected = "triton" if op.bitwise and not refused else "torch"
-        assert choice.implementation(name, CPU, trial) == expected
+        warns = pytest.warns(UserWarning, match=re.escape(fault)) if op.bitwise and refused else (
+            contextlib.nullcontext()
+        )  # fmt: skip
+        with warns:
+            assert choice.implementation(name, CPU, trial) == expected
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert choice.implementation(name, CPU, trial) == expected  # said once
         if not op.bitwise:
             assert choice.why(name, CPU) == "not measured on such a device"
         elif refused:
