@@ -9,11 +9,15 @@ from collections.abc import Iterator
 
 import stage
 
+WORKERS = 8
 SELECT = "many_steps or placements_agree or random_delays"
 
 
 def steps(run: stage.Run) -> Iterator[stage.Step]:
-    yield run.pytest("parity", "tests/gpu/test_parity.py", select=SELECT, extra=["-x"], limit_s=290)
+    yield run.pytest(
+        "parity", "tests/gpu/test_parity.py", select=SELECT, extra=["-x"], workers=WORKERS,
+        limit_s=290,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

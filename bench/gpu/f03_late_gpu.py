@@ -12,6 +12,7 @@ import stage
 
 SELECT = "many_steps or other_update_modes or accumulation"
 CONTROL = "many_steps and threads"
+WORKERS = 8
 LATE = ["-p", "pytest_late"]
 
 
@@ -22,7 +23,7 @@ def steps(run: stage.Run) -> Iterator[stage.Step]:
         extra=[*LATE, "--unordered", "--must-fail"],
         why_not="" if run.device != "cpu" else "the CPU has no copies that could be unordered",
     )  # fmt: skip
-    yield run.pytest("late", parity, select=SELECT, extra=LATE, limit_s=270)
+    yield run.pytest("late", parity, select=SELECT, extra=LATE, workers=WORKERS, limit_s=270)
 
 
 if __name__ == "__main__":

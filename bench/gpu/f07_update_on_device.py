@@ -9,13 +9,16 @@ from collections.abc import Iterator
 
 import stage
 
+WORKERS = 8
+
 
 def steps(run: stage.Run) -> Iterator[stage.Step]:
     tests = "tests/gpu/test_update_on_device.py"
-    yield run.pytest("updates", tests, limit_s=170)
-    yield run.pytest("late", tests, extra=["-p", "pytest_late"], limit_s=170)
+    fields = {"workers": WORKERS, "why_not": stage.no_compiler() if run.on_cuda else ""}
+    yield run.pytest("updates", tests, limit_s=170, **fields)
+    yield run.pytest("late", tests, extra=["-p", "pytest_late"], limit_s=170, **fields)
     forced = {"INFINITY_OPS": "update=triton"}
-    yield run.pytest("forced", tests, select="environment", env=forced, limit_s=100)
+    yield run.pytest("forced", tests, select="environment", env=forced, limit_s=100, **fields)
 
 
 if __name__ == "__main__":

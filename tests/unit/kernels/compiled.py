@@ -7,8 +7,8 @@ a compilation (to PTX and, by the ptxas that Triton carries, to machine code; fo
 assembly). One JSON line per launch, a `Launch`.
 
 With `--all` every form of every kernel is compiled, in every configuration of a tuned one. Without
-it, each target takes one form of each kernel, and those of the matmuls that `some` names: targets
-take different forms, so that together they compile many.
+it, each target takes one form of each bitwise kernel, and the configurations of the matmuls that
+SOME names. Targets take different forms, so that together they compile many.
 
 A process of its own, since the interpreter and the compiler do not live in one.
 """
@@ -60,7 +60,7 @@ class Launch:
     inexact: Sequence[str] = ()
     """Instructions that flush denormals or approximate."""
     fused: int = 0
-    """Products contracted with sums; those of AMD's divisions and square roots do not count."""
+    """Products contracted with sums, AMD's divisions and square roots left out."""
     divisions: Sequence[str] = ()
     """Divisions and square roots."""
     matrix: Sequence[str] = ()
@@ -79,8 +79,12 @@ def of_ptx(text: str) -> dict[str, Any]:
     """The fields of a `Launch` that PTX has."""
     widths = re.findall(r"\bld\.global\S*?(?:\.v(\d))?\.[bufs](\d+)\b", text)
     return {
-        "fused": len(re.findall(r"\bfma\.", text)),
-        "inexact": sorted(set(re.findall(r"\S*\.(?:ftz|approx|full)\S*", text))),
+        # ptxas may contract products and sums that do not say how they round.
+        "fused": len(re.findall(r"\bfma\.|\bmad\.\S*f(?:16|32|64)\b", text)),
+        "inexact": sorted({
+            *re.findall(r"\S*\.(?:ftz|approx|full)\S*", text),
+            *re.findall(r"(?<![.\w])(?:mul|add|sub)\.f32\b", text),
+        }),
         "divisions": sorted(set(re.findall(r"\b(?:div|sqrt)\.\S*f(?:16|32|64)\b", text))),
         "matrix": sorted(set(_matrix(text))),
         "load_bytes": max((int(v or 1) * int(bits) // 8 for v, bits in widths), default=0),

@@ -1,8 +1,8 @@
 """The kernels compile for GPUs that are not there: to arithmetic that rounds as the references do,
 and the matmuls to one kind of matrix instruction in all configurations.
 
-In the quick run every kernel is compiled for every target of `compiled.TARGETS` in one form, and
-the matmuls in the first and the last configuration of bf16, once in tf32, and once in exact fp32.
+In the quick run every bitwise kernel is compiled for every target of `compiled.TARGETS` in one
+form, and the matmuls in the configurations of `compiled.SOME`.
 The slow tests (`make compile-kernels`, with the oldest and the newest Triton, too) compile every
 configuration, fp16, and the other forms: constants, strides, addresses, sizes.
 """
@@ -28,6 +28,8 @@ from tests.unit.kernels.compiled import BITWISE, MATMULS, TARGETS, Launch, of_gc
 
 ROOT = Path(__file__).resolve().parents[3]
 KIB = 1 << 10
+SHARED_MAX = {"cuda:80": 163, "cuda:89": 99, "cuda:90": 227, "cuda:100": 227, "cuda:120": 99}
+"""KiB of shared memory that a block may ask for, by target (CUDA's programming guide)."""
 
 
 # -- the judge -------------------------------------------------------------------------------------
@@ -58,6 +60,8 @@ def _of_one(launch: Launch) -> Iterator[str]:
     # 48 KiB are what every device gives a block.
     if not (launch.operands and launch.index) and launch.shared_bytes > 48 * KIB:
         yield "shared memory beyond 48 KiB"
+    elif launch.shared_bytes > SHARED_MAX.get(launch.target, 48) * KIB:
+        yield "shared memory beyond the device's"
     if launch.spill_bytes is None:
         yield "spills are not known"
     elif launch.spill_bytes > (128 if launch.operands else 16) and not launch.sizes:
@@ -190,6 +194,8 @@ def product(ptx: str = HOPPER, **changes: Any) -> Launch:
         (bitwise(PTX.replace("add.rn.f32", "add.rn.ftz.f32")), "flushes"),
         (bitwise(PTX.replace("sqrt.rn", "sqrt.approx")), "approximates"),
         (bitwise(PTX.replace("sqrt.rn", "sqrt.rz")), "approximates"),
+        (bitwise(PTX.replace("mul.rn.f32", "mul.f32")), "approximates"),
+        (bitwise(PTX + "mad.rn.f32 %r1, %r2, %r3, %r4;"), "FMA"),
         (bitwise(PTX.replace("v4", "v2")), "narrow loads"),
         (bitwise(PTX + "atom.global.add.f32 %r1, [%rd1], %r2;"), "atomics"),
         (bitwise(PTX + "red.global.gpu.add.f32 [%rd1], %r2;"), "atomics"),
@@ -202,6 +208,7 @@ def product(ptx: str = HOPPER, **changes: Any) -> Launch:
         (on_amd(GCN + "global_atomic_add_f32 v0, v1, s[0:1]"), "atomics"),
         (product(spill_bytes=132, index=3), "spills"),
         (product(shared_bytes=49 * KIB), "shared memory"),
+        (product(target="cuda:120", index=1, shared_bytes=100 * KIB), "shared memory"),
         (product("add.rn.f32 %r1, %r2, %r3;"), "matrix units"),
         (product(operands="float32"), "matrix units"),
         (product(HOPPER + "red.global.add.f32 [%rd1], %r2;"), "atomics"),

@@ -227,7 +227,7 @@ def test_without_memory_to_measure_the_first_configuration_runs_once(
 
     monkeypatch.setattr(triton, "autotune", functools.partial(triton.autotune, do_bench=benchmark))
     monkeypatch.setattr(choice, "interpreted", lambda: False)
-    monkeypatch.setattr(tuning.MatrixUnit, "current", lambda: tuning.MatrixUnit.WARP)
+    monkeypatch.setattr(tuning, "architecture", lambda: 0)
     sizes = [triton.Config({"BLOCK_M": 16}), triton.Config({"BLOCK_M": 8})]
     add = tuning.Tuned(_add, lambda _unit: sizes, restore=("out_ptr",))
     source, out = torch.ones(16), torch.zeros(16)
@@ -262,7 +262,7 @@ def test_other_errors_of_a_measurement_are_raised(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(triton, "autotune", functools.partial(triton.autotune, do_bench=benchmark))
     monkeypatch.setattr(choice, "interpreted", lambda: False)
-    monkeypatch.setattr(tuning.MatrixUnit, "current", lambda: tuning.MatrixUnit.WARP)
+    monkeypatch.setattr(tuning, "architecture", lambda: 0)
     sizes = [triton.Config({"BLOCK_M": 16}), triton.Config({"BLOCK_M": 8})]
     add = tuning.Tuned(_add, lambda _unit: sizes)
     with pytest.raises(RuntimeError, match="misaligned"):

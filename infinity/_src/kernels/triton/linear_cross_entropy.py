@@ -228,7 +228,7 @@ def partials_configs(dtype: torch.dtype, unit: MatrixUnit) -> list[Any]:
     """`triton.Config`s of the forward kernel on this unit, whose columns per block are fixed at
     128; the first takes 48 KiB at most.
     """
-    # There all have 128 rows: `configs` says why.
+    # In tensor memory every configuration has 128 rows: `configs` says why.
     sizes = [(128, 8, 1)]
     if unit is not MatrixUnit.TENSOR_MEMORY:
         sizes = [(64, 4, 1), (64, 4, 3), (128, 8, 1)]

@@ -71,17 +71,21 @@ class MatrixUnit(enum.Enum):
     WARPGROUP = "wgmma.mma_async"
     """64 rows, by four warps, from shared memory to registers: Hopper."""
     TENSOR_MEMORY = "tcgen05.mma"
-    """64 or 128 rows, from shared memory to a memory of its own: Blackwell of data centres."""
+    """64 or 128 rows, from shared memory to tensor memory: Blackwell of data centres."""
 
     @classmethod
     def current(cls) -> MatrixUnit:
         """Return the unit of the thread's current device."""
-        if choice.interpreted():
-            return cls.WARP
-        capability = triton.runtime.driver.active.get_current_target().arch
         return {9: cls.WARPGROUP, 10: cls.TENSOR_MEMORY, 11: cls.TENSOR_MEMORY}.get(
-            capability // 10, cls.WARP
+            architecture() // 10, cls.WARP
         )
+
+
+def architecture() -> int:
+    """Return ten times the capability of the thread's current device; 0 in the interpreter."""
+    if choice.interpreted():
+        return 0
+    return int(triton.runtime.driver.active.get_current_target().arch)
 
 
 @triton.jit
@@ -258,10 +262,11 @@ class Tuned:
         assert all(0 < len(found) <= CONFIGS_MAX for found in self._of_unit.values()), kernel
         self._kernel = kernel
         self._restore = list(restore)
-        self._autotuners: dict[MatrixUnit, Any] = {}
+        self._autotuners: dict[int, Any] = {}
+        """Tuners by architecture, since devices of one process may differ."""
         self._key_index = list(kernel.arg_names).index("shape_key")
-        self._no_room: set[int] = set()
-        """Shapes that could not be measured for want of memory."""
+        self._no_room: set[tuple[torch.device, int]] = set()
+        """Devices and shapes that could not be measured for want of memory."""
 
     @property
     def configurations(self) -> list[Any]:
@@ -281,7 +286,8 @@ class Tuned:
             # Triton's tuner keeps the arguments on itself, and backward runs in threads of its own.
             with _lock:
                 # Not tried again in this process: each attempt empties torch's cache, and waits.
-                if args[self._key_index] not in self._no_room:
+                place = device, args[self._key_index]
+                if place not in self._no_room:
                     tuner = self._tuner()
                     try:
                         tuner[grid](*args, **kwargs)
@@ -290,7 +296,7 @@ class Tuned:
                         self._without_room(error, device)
                     # Triton puts what is restored back after each run: nothing has been added yet.
                     tuner.nargs = None
-                    self._no_room.add(args[self._key_index])
+                    self._no_room.add(place)
                 self._kernel[grid](*args, **kwargs, **_constants(self.configurations[0]))
 
     def _without_room(self, error: RuntimeError, device: torch.device) -> None:
@@ -306,9 +312,8 @@ class Tuned:
         )
 
     def _tuner(self) -> Any:
-        # Devices of one process may differ: a tuner for each kind.
-        unit = MatrixUnit.current()
-        if unit not in self._autotuners:
+        kind = architecture()
+        if kind not in self._autotuners:
             cached = (
                 {"cache_results": True}
                 # Kept on disk where this Triton can, so that a new process does not measure again.
@@ -316,13 +321,13 @@ class Tuned:
                 else {}
             )
             make = triton.autotune(
-                self._of_unit[unit],
+                self.configurations,
                 key=["shape_key"],
                 restore_value=self._restore or None,
                 **cached,
             )
-            self._autotuners[unit] = make(self._kernel)
-        return self._autotuners[unit]
+            self._autotuners[kind] = make(self._kernel)
+        return self._autotuners[kind]
 
 
 __all__ = [
