@@ -279,9 +279,9 @@ gpu-bundle: wheel
 	$(BIN)/python bench/gpu/bundle.py
 
 # The ten commands without a GPU, in the three calls of bench/README.md: in a copy of what would
-# travel to such a machine, on the simulated device, a few tests of each. GPU_PYTHON runs them: that
-# of build/gpu-image has the versions that images for GPUs bring, torch with CUDA's libraries among
-# them. It is made by PYTHON312, downloads 2.5 GB and takes 5 GB.
+# travel to such a machine, on the simulated device, a few tests of each. GPU_PYTHON runs them.
+# build/gpu-image/bin/python has the versions that images for GPUs bring, torch with CUDA's
+# libraries among them: PYTHON312 makes it, with a download of 2.5 GB, and it takes 5 GB.
 GPU_IMAGE  := build/gpu-image
 GPU_PYTHON ?= $(BIN)/python
 PYTHON312  ?= python3.12

@@ -2,10 +2,10 @@
 
     python3 bench/gpu/prepare.py        # every command does it where it has not been done
 
-torch, triton and transformers must be there. Of what else is needed, the bundle (`make gpu-bundle`,
-build/gpu-bundle) brings wheels, of which those that this Python lacks go to a folder of
-build/gpu-site that is named after its version and ABI, and the C extension, which goes where an
-import finds it. Nothing that the machine has is replaced, nothing is fetched. Without a bundle the
+torch, triton and transformers must be there. The bundle (`make gpu-bundle`, build/gpu-bundle)
+brings wheels and the C extension. The wheels that this Python lacks go to a folder of
+build/gpu-site that is named after its version and ABI; the extension goes where an import finds
+it. Nothing that the machine has is replaced, nothing is fetched. Without a bundle the
 extension is compiled, where there are a compiler and cffi.
 
 Uses the standard library only.

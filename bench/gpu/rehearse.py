@@ -69,7 +69,7 @@ def faults(outs: Sequence[Path], statuses: Sequence[int]) -> list[str]:
         files = [path for path in out.rglob("*") if path.is_file()]
         large = [path.name for path in files if path.stat().st_size > FILE_BYTES_MAX]
         if len(files) > FILES_MAX or large:
-            found.append(f"{out} has {len(files)} files, of which too large: {large or 'none'}")
+            found.append(f"{out} has {len(files)} files; too large: {large or 'none'}")
     records = table.read(table.lines_of(outs))
     ended = {
         one["name"] for one in records if one.get("script") == "command" and one["state"] == "ended"

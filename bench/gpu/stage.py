@@ -59,8 +59,8 @@ class Step:
 
     limit_s: seconds that it may take, its end included; the command may have less. why_not: the
     reason for which it is not run; "" runs it. find: a pattern; lines of output that have it are
-    recorded. pytest: its status 5 says that nothing ran. closing_s: it takes `--seconds`, after
-    which it begins nothing new, and is told what it may take less this.
+    recorded. pytest: its status 5 says that nothing ran. closing_s: seconds that the step needs to
+    end. It gets `--seconds`, its limit less these, and starts nothing after that.
     """
 
     name: str

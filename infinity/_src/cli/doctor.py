@@ -15,7 +15,6 @@ import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -39,9 +38,6 @@ from infinity.aio._probe import (
 )
 from infinity.aio._records import CHUNK_NUMEL
 from infinity.errors import DeviceCopyError
-
-if TYPE_CHECKING:
-    from infinity._src.kernels.trial import Trial
 
 _PACKAGES = ("torch", "numpy", "cffi", "liburing", "safetensors", "transformers", "triton")
 # At 12 B per parameter, the states of a model below a billion parameters.
@@ -373,13 +369,14 @@ def _waiting() -> Finding:
 
 def _operations() -> Finding:
     """List the implementation of each operation of infinity.ops on the device that computes, a line
-    each, and why. On a GPU those that must have the bits of torch are tried.
+    each, and why. On a GPU it tries each bitwise operation.
     """
     try:
         import torch
     except ImportError:
         return Finding("operations", "unknown")  # the line on the GPU says why
     from infinity._src.kernels import choice
+    from infinity._src.kernels.usual_trials import trials_of_usual_forms
     from infinity._src.memory.device import rocm_lacks
 
     device = (
@@ -405,24 +402,6 @@ def _operations() -> Finding:
         lines.append(f"{op.name}: {chosen} ({reason}){other}")
     # The first fault stands for all operations that fail alike: the lines above name each.
     return Finding("operations", "\n".join(lines), faults[0] if faults else "")
-
-
-def trials_of_usual_forms() -> dict[str, Trial]:
-    """Make a trial of each bitwise operation, in the form that most runs use."""
-    import torch
-
-    from infinity._src.kernels import comm_codec, quantize, update
-    from infinity.aio._records import Algorithm, Format, GradDtype
-
-    bf16 = torch.bfloat16
-    return {
-        "group_quantize": quantize.quantize_trial(bf16, 8, 256, True, False),
-        "group_dequantize": quantize.dequantize_trial(bf16, 8, 256, True),
-        "wire_encode": comm_codec.encode_trial(bf16, 4, 128, True, bf16),
-        "wire_decode": comm_codec.decode_trial(bf16, 4, 128, True),
-        "ordered_sum": comm_codec.sum_trial(bf16, bf16, True),
-        "update": update.update_trial(Format.SPLIT, Algorithm.ADAMW, GradDtype.BF16),
-    }
 
 
 def _version(package: str) -> str:

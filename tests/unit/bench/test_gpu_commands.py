@@ -333,7 +333,7 @@ def test_a_rehearsal_says_what_is_wrong(bench: Any, tmp_path: Path) -> None:
     assert rehearse.faults(outs, [0, 3, 0]) == missing
     with (outs[0] / "trace").open("wb") as file:
         file.truncate(rehearse.FILE_BYTES_MAX + 1)
-    assert f"{outs[0]} has 2 files, of which too large: ['trace']" in rehearse.faults(outs, [0] * 3)
+    assert f"{outs[0]} has 2 files; too large: ['trace']" in rehearse.faults(outs, [0] * 3)
 
 
 # -- what a machine may lack -----------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from infinity._src import native
 from infinity._src.cli import doctor
 from infinity._src.kernels import choice
+from infinity._src.kernels.usual_trials import trials_of_usual_forms
 from infinity._src.memory.device import compute_device
 from infinity.aio import _memory_limits as memory_limits
 from infinity.aio._file_system import DriveLimits
@@ -215,7 +216,8 @@ def test_a_kernel_that_fails_its_trial_is_warned_of(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(choice, "compiles", lambda device: True)
     monkeypatch.setattr(choice, "_passed", set())
     monkeypatch.setattr(choice, "_failed", {})
-    update = doctor.trials_of_usual_forms()["update"]
+    monkeypatch.setattr(choice, "_warned", set())
+    update = trials_of_usual_forms()["update"]
     monkeypatch.setattr(choice, "difference", lambda trial, device: "one bit" * (trial == update))
     found = doctor._operations()
     lines = found.value.splitlines()

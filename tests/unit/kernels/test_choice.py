@@ -19,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 
-from infinity._src.cli.doctor import trials_of_usual_forms
 from infinity._src.kernels import choice
 from infinity._src.kernels.comm_codec import (
     decode_sum,
@@ -32,6 +31,7 @@ from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import dequantize, quantize, quantize_torch
 from infinity._src.kernels.trial import CPU, difference, sample
 from infinity._src.kernels.update import UpdatePlan
+from infinity._src.kernels.usual_trials import trials_of_usual_forms
 from infinity.aio._records import HYPER, SEG, Format, GradDtype
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
