@@ -290,7 +290,7 @@ $(GPU_IMAGE)/bin/python:
 	$@ -m pip install -q --no-compile torch==2.11.0 triton==3.6.0 transformers==5.17.0 \
 	    huggingface_hub==1.33.0 numpy==2.5.2 accelerate==1.15.0 || { rm -r $(GPU_IMAGE); exit 1; }
 
-gpu-dry: $(STAMP) $(GPU_PYTHON)
+gpu-dry: $(STAMP) $(filter $(GPU_IMAGE)/bin/python,$(GPU_PYTHON))
 	$(BIN)/python bench/gpu/bundle.py --current || $(MAKE) --no-print-directory gpu-bundle
 	$(BIN)/python bench/gpu/rehearse.py --python $(GPU_PYTHON)
 

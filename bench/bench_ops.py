@@ -360,8 +360,8 @@ def measure_case(case: Case, flush: torch.Tensor, *, rounds: int) -> dict[str, A
 def measure(
     names: Sequence[str], device: torch.device, *, rounds: int, smoke: bool
 ) -> Iterator[dict[str, Any]]:
-    """Each case as a record, as it was measured. A case that fails is recorded as such, and the
-    others go on."""
+    """Each case as a record, as it was measured, and one record as an operation's cases have ended.
+    A case that fails is recorded as such, and the others go on."""
     flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
     for name in names:
         for case in CASES[name](device, smoke):
@@ -372,6 +372,7 @@ def measure(
                 why = f"{type(error).__name__}: {error}"
                 harness.note(f"{case.op}, {case.what}: {why}")
                 yield {"op": case.op, "what": case.what, "failed": why[:2000]}
+        yield {"op": name, "state": "ended"}
 
 
 def about(device: torch.device) -> dict[str, Any]:
@@ -432,7 +433,8 @@ def main() -> int:
     for row in measure(options.ops or list(CASES), device, rounds=rounds, smoke=smoke):
         if options.results is not None:
             harness.append_line(options.results, {**record, **row})
-        rows.append(row)
+        if "what" in row:
+            rows.append(row)
     show(record, rows)
     return 1 if any("failed" in row for row in rows) else 0
 

@@ -100,12 +100,13 @@ def too_large(files: Sequence[Path], limit_bytes: int = LIMIT_BYTES) -> str:
 
 
 def is_current(bundle: Path) -> bool:
-    """Tell whether a bundle is whole, of these sources and packages."""
+    """Tell whether a bundle is whole, and of these sources, Pythons and packages."""
     try:
         manifest = prepare.read_manifest(bundle)
     except prepare.Unready:
         return False
-    return (manifest["native"], manifest.get("packages")) == (prepare.native_digest(), PACKAGES)
+    made_of = {"native": prepare.native_digest(), "pythons": [*PYTHONS], "packages": PACKAGES}
+    return all(manifest.get(name) == value for name, value in made_of.items())
 
 
 def main() -> int:

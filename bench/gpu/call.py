@@ -132,12 +132,11 @@ def main() -> int:
         sys.stderr.write(f"NOT RUN: call {args.number}: {why_not}. --dry tries it without a GPU\n")
         return stage.NOT_RUN
     call = Call(args)
-    began = {"script": "call", "number": args.number, "device": args.device, "run": harness.now()}
+    name = f"call {args.number}"
+    began = {"script": "command", "name": name, "device": args.device, "run": harness.now()}
     call.run.record({**began, "state": "began", "commit": harness.commit()})
-    if not call.run.is_ready():
-        return 1
-    statuses = call.commands(CALLS[args.number])
-    call.run.record({**began, "state": "ended", "statuses": statuses})
+    statuses = call.commands(CALLS[args.number]) if call.run.is_ready() else [1]
+    call.run.record({**began, "state": "ended", "status": stage.together(statuses)})
     sys.stdout.write(table.make(table.lines_of([args.out]))[:SHOWN])
     return stage.together(statuses)
 

@@ -150,7 +150,14 @@ def install(bundle: Path, packages: Sequence[str]) -> None:
     read_manifest(bundle)
     made = SITE.with_name(f"{SITE.name}.part")
     shutil.rmtree(made, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+    if not has("pip"):
+        raise Unready(
+            f"this Python ({sys.executable}) has no pip to install {', '.join(packages)} with: run "
+            f"`{sys.executable} -m ensurepip`, or name a Python that has it"
+        )
+    # Isolated: an index or a target in the machine's configuration is for other packages.
+    command = [sys.executable, "-m", "pip", "--isolated", "install", "-q"]
+    command += ["--disable-pip-version-check"]
     command += ["--no-index", "--find-links", str(bundle / "wheels"), "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--upgrade", "--target", str(made), *packages]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

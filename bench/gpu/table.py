@@ -176,9 +176,9 @@ def copies(records: Sequence[Record]) -> list[str]:
 def operations(records: Sequence[Record]) -> list[str]:
     """Triton's kernels beside torch's best, and what choice.MEASURED is to say of them."""
     rows = []
+    found = [one for one in records if one.get("script") == "bench_ops"]
     mine = newest(
-        [one for one in records if one.get("script") == "bench_ops"],
-        lambda one: (one["op"], one["what"]),
+        [one for one in found if "what" in one], lambda one: (one["op"], one["what"])
     )
     for one in mine:
         if "failed" in one:
@@ -189,20 +189,27 @@ def operations(records: Sequence[Record]) -> list[str]:
         speed = (one["tflop_per_s"] or one["gb_per_s"])["triton"]
         rows.append((one["op"], one["what"], times, f"{speed:.0f} {unit}", f"{one['ratio']:.2f}"))
     columns = ("operation", "case", "ms", "Triton's speed", "torch's best ÷ Triton")
-    entries = measured(mine)
+    entries = measured(found)
     block = ["For `choice.MEASURED` (the least ratio of an operation's cases):", ""]
     block += ["```python", *entries, "```", ""]
     return table("Operations", columns, rows) + (block if entries else [])
 
 
-def measured(mine: Sequence[Record]) -> list[str]:
-    """Entries of choice.MEASURED: of an operation all of whose cases ran on a GPU, the least
-    ratio, since one implementation is chosen for all sizes."""
+def measured(found: Sequence[Record]) -> list[str]:
+    """Entries of choice.MEASURED: the least ratio of an operation's cases in its last run, since
+    one implementation is chosen for all sizes. A run that was cut off, or of which a case failed,
+    gives none."""
+    runs: dict[tuple[str, str], list[Record]] = {}
+    for one in found:
+        if "capability" in one["on"]:
+            runs.setdefault((one["op"], one["run"]), []).append(one)
+    last = {op: mine for (op, _), mine in runs.items()}
     entries = []
-    for op in dict.fromkeys(one["op"] for one in mine if "capability" in one["on"]):
-        cases = [one for one in mine if one["op"] == op]
-        if all("ratio" in one for one in cases):
-            capability = tuple(cases[-1]["on"]["capability"])
+    for op, mine in last.items():
+        cases = [one for one in mine if "what" in one]
+        ended = any(one.get("state") == "ended" for one in mine)
+        if ended and cases and all("ratio" in one for one in cases):
+            capability = tuple(mine[-1]["on"]["capability"])
             least = min(one["ratio"] for one in cases)
             entries.append(f'("{op}", {capability}): {least:.2f},')
     return entries

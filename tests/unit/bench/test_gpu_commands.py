@@ -592,6 +592,7 @@ def bundle(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = [path for path in made.rglob("*") if path.is_file()]
     manifest = {
         "native": prepare.native_digest(),
+        "pythons": bench("bundle").PYTHONS,
         "packages": bench("bundle").PACKAGES,
         "files": {str(path.relative_to(made)): prepare.file_digest(path) for path in files},
     }
@@ -663,14 +664,24 @@ def test_tree_and_bundle_are_below_what_travels(bench: Any, bundle: Path, tmp_pa
     assert why.partition("in MiB: ")[2].startswith(f"{tmp_path / 'large'} 3.0, ")
 
 
-def test_a_bundle_of_other_sources_or_packages_is_made_anew(
-    bench: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["PACKAGES", "PYTHONS"])
+def test_a_bundle_of_other_sources_pythons_or_packages_is_made_anew(
+    name: str, bench: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = bench("bundle")
     assert made.is_current(bundle)
     assert not made.is_current(bundle / "nowhere")
-    monkeypatch.setattr(made, "PACKAGES", [*made.PACKAGES, "one-more"])
+    monkeypatch.setattr(made, name, [*getattr(made, name), "one-more"])
     assert not made.is_current(bundle)
+
+
+def test_a_python_without_pip_is_told_so(
+    bench: Any, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = bench("prepare")
+    monkeypatch.setattr(prepare, "has", lambda module, *_: module != "pip")
+    with pytest.raises(prepare.Unready, match=r"no pip to install bundled.*-m ensurepip"):
+        prepare.install(bundle, ["bundled"])
 
 
 @pytest.mark.parametrize(

@@ -300,15 +300,27 @@ def test_several_results_add_up_and_the_later_of_one_thing_holds(
 
 
 def test_the_entries_of_measured_are_the_least_ratios(bench: Any) -> None:
-    on = {"capability": [9, 0]}
-    rows: list[dict[str, Any]] = [
-        {"op": "update", "on": on, "ratio": 1.5},
-        {"op": "update", "on": on, "ratio": 1.25},
-        {"op": "tile_matmul", "on": on, "ratio": 3.0},
-        {"op": "tile_matmul", "on": on, "failed": "no"},
-        {"op": "group_quantize", "on": {}, "ratio": 2.0},  # the CPU's interpreter
+    """Of an operation's last run, where it was whole."""
+    hopper = {"capability": [9, 0]}
+    ended = {"state": "ended"}
+
+    def run(op: str, at: str, *found: dict[str, Any], on: dict[str, Any]) -> list[dict[str, Any]]:
+        return [{"op": op, "run": at, "on": on, "what": str(each), **each} for each in found]
+
+    rows = [
+        *run("update", "1", {"ratio": 0.5}, ended, on=hopper),
+        *run("update", "2", {"ratio": 1.5}, {"ratio": 1.25}, on=hopper),
+        *run("tile_matmul", "2", {"ratio": 3.0}, {"failed": "no"}, ended, on=hopper),
+        *run("wire_encode", "2", {"ratio": 3.0}, on=hopper),  # cut off
+        *run("group_quantize", "2", {"ratio": 2.0}, ended, on={}),  # the CPU's interpreter
     ]
-    assert bench("table").measured(rows) == ['("update", (9, 0)): 1.25,']
+    for each in rows:
+        if "state" in each:
+            del each["what"]
+    measured = bench("table").measured
+    assert measured(rows) == []
+    end = {"op": "update", "run": "2", "on": hopper, **ended}
+    assert measured([*rows, end]) == ['("update", (9, 0)): 1.25,']
 
 
 def test_ratios_are_taken_round_by_round(bench: Any) -> None:

@@ -397,7 +397,7 @@ def test_too_few_descriptors_are_named_with_their_limit(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted, held = llama(1).lm_head.weight, []
     # Above the highest descriptor, however many other tests of this process keep open.
-    limit = max(int(number) for number in os.listdir("/proc/self/fd")) + 2
+    limit = max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 2
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
     try:
         with contextlib.suppress(OSError):

@@ -28,8 +28,14 @@ from infinity._src.kernels.comm_codec import (
     wire_bytes,
 )
 from infinity._src.kernels.hyper import hyper_row_adamw
-from infinity._src.kernels.quantize import dequantize, quantize, quantize_torch
-from infinity._src.kernels.trial import CPU, difference, sample
+from infinity._src.kernels.quantize import (
+    GROUP_NUMEL_LEAST,
+    GROUP_NUMEL_MOST,
+    dequantize,
+    quantize,
+    quantize_torch,
+)
+from infinity._src.kernels.trial import _GROUP, _RUN, CPU, Trial, difference, sample
 from infinity._src.kernels.update import UpdatePlan
 from infinity._src.kernels.usual_trials import trials_of_usual_forms
 from infinity.aio._records import HYPER, SEG, Format, GradDtype
@@ -158,6 +164,25 @@ def test_triton_passes_its_trial_on_a_gpu(name: str) -> None:
     if choice.interpreted() or not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and TRITON_INTERPRET unset")
     assert difference(trials_of_usual_forms()[name], device) == ""
+
+
+def test_the_sample_has_the_least_and_the_largest_groups() -> None:
+    assert (_RUN, _GROUP) == (GROUP_NUMEL_LEAST, GROUP_NUMEL_MOST)
+
+
+def test_a_trial_in_a_thread_that_flushes_denormals_passes() -> None:
+    """The kernels keep denormals there; that torch on the CPU does not is no fault of them."""
+    outputs, form = trials_of_usual_forms()["ordered_sum"]
+    kept = outputs("torch", CPU, *form)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this CPU cannot flush denormals")
+    try:
+        given = {"torch": lambda: outputs("torch", CPU, *form), "triton": lambda: kept}
+        found = difference(Trial(lambda which, *_: given[which](), ()), CPU)
+        assert float(torch.full((1,), 2.0**-130).mul(1.0)) == 0.0, "the thread's mode was changed"
+    finally:
+        torch.set_flush_denormal(False)
+    assert found == ""
 
 
 @pytest.mark.parametrize("name", sorted(set(BITWISE) - {"group_dequantize"}))

