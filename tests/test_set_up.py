@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -449,17 +450,18 @@ def test_a_torn_journal_is_read_up_to_its_tear(tmp_path: Path) -> None:
     data = (tmp_path / "fill").read_bytes()
     for size in range(0, len(data), 5):
         (tmp_path / "fill").write_bytes(data[:size])
-        again = FillJournal(tmp_path / "fill")
-        taken = [again.take(index) for index in range(3)]
-        kept = [index for index in range(3) if taken[index] is not None]
-        assert kept == list(range(len(kept)))
-        assert len(kept) < 3
-        assert all(taken[index] == (index + 7, bytes(range(index, 99))) for index in kept)
-        # Checksums are the chunks' from then on.
-        assert [again.take(index) for index in kept] == [(index + 7, b"") for index in kept]
-        if kept:
-            assert again.started == start
-            again.add(2, FilledFlat(9, b"nine"))
-            again.flush()
-            assert FillJournal(tmp_path / "fill").take(2) == (9, b"nine")
+        with contextlib.closing(FillJournal(tmp_path / "fill")) as again:
+            taken = [again.take(index) for index in range(3)]
+            kept = [index for index in range(3) if taken[index] is not None]
+            assert kept == list(range(len(kept)))
+            assert len(kept) < 3
+            assert all(taken[index] == (index + 7, bytes(range(index, 99))) for index in kept)
+            # Checksums are the chunks' from then on.
+            assert [again.take(index) for index in kept] == [(index + 7, b"") for index in kept]
+            if kept:
+                assert again.started == start
+                again.add(2, FilledFlat(9, b"nine"))
+                again.flush()
+                with contextlib.closing(FillJournal(tmp_path / "fill")) as last:
+                    assert last.take(2) == (9, b"nine")
     journal.close()
