@@ -77,7 +77,9 @@ def _close_what_a_failed_test_left_open() -> Iterator[None]:
             print(f"closing a model that a test left open: {error}")
 
 
-# A run in the background of a shell starts with SIGINT ignored, and so would the processes that
-# tests interrupt.
+# A run in the background of a shell starts with SIGINT ignored, and one under nohup with SIGHUP. So
+# would the processes that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)

@@ -300,7 +300,7 @@ def test_several_results_add_up_and_the_later_of_one_thing_holds(
 
 
 def test_the_entries_of_measured_are_the_least_ratios(bench: Any) -> None:
-    """Of an operation's last run, where it was whole."""
+    """Entries are of an operation's last run, where it was whole."""
     hopper = {"capability": [9, 0]}
     ended = {"state": "ended"}
 
