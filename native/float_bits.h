@@ -32,20 +32,9 @@ INF_INLINE uint32_t inf_join_bits8(uint16_t hi, int8_t lo) {
     return ((uint32_t)hi << 16) + ((uint32_t)(int32_t)lo << 8);
 }
 
-/* To nearest, halves away from zero. */
-INF_INLINE uint16_t inf_hi_of_bits24(uint32_t bits) {
-    return (uint16_t)((bits + 0x8000u) >> 16);
-}
-
-/* To nearest, halves to even, as torch rounds. */
+/* To nearest, halves away from zero (native/update_codec.h: halves_to_even). */
 INF_INLINE uint16_t inf_hi_of_bits(uint32_t bits) {
-    return (uint16_t)((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
-}
-
-/* 1 where the rest of `bits` after `hi` is 32768, which no int16 says: half-way to the next hi. It
- * is -32768 with a sign elsewhere (adamw_split), or 32767. */
-INF_INLINE uint32_t inf_is_beyond(uint32_t bits) {
-    return (bits & 0x1FFFFu) == 0x8000u;
+    return (uint16_t)((bits + 0x8000u) >> 16);
 }
 
 /* 0x7FFFFFFF would round up into the sign and come back as -0.0, so every NaN is stored as one that

@@ -161,8 +161,9 @@ void inf_split_master(const float *master, uint16_t *hi, int16_t *lo, int64_t nu
     for (int64_t i = 0; i < numel; i++) {
         const uint32_t bits = inf_canonical_bits(master[i]);
         hi[i] = inf_hi_of_bits(bits);
-        lo[i] = (int16_t)(uint16_t)(bits - inf_is_beyond(bits));
+        lo[i] = (int16_t)(uint16_t)bits;
     }
+    halves_to_even_portable(hi, lo, NULL, numel);
 }
 
 void inf_join_master(const uint16_t *hi, const int16_t *lo, float *master, int64_t numel) {

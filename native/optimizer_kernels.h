@@ -85,22 +85,20 @@ static void INF_ISA(adamw)(float *restrict p, float *restrict m, float *restrict
     for (int64_t i = 0; i < numel; i++) p[i] = INF_ISA(adamw_element)(p[i], g[i], &m[i], &v[i], &h);
 }
 
-/* The sign bit of v, which is never negative, is set where the rest after hi is 32768. */
-static void INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
-                                 float *restrict v, const float *restrict g, int64_t numel,
-                                 const inf_hyper *hyper) {
+/* Returns whether a master has a `lo` of -32768. A second loop over `lo` costs more. */
+static int INF_ISA(adamw_split)(uint16_t *restrict hi, int16_t *restrict lo, float *restrict m,
+                                float *restrict v, const float *restrict g, int64_t numel,
+                                const inf_hyper *hyper) {
     const inf_hyper h = *hyper;
+    int16_t least = 0;
     for (int64_t i = 0; i < numel; i++) {
-        const uint32_t v_bits = inf_bits_from_float(v[i]);
-        const uint32_t beyond = (uint32_t)(lo[i] == INT16_MIN) & v_bits >> 31;
-        const float p = inf_float_from_bits(inf_join_bits(hi[i], lo[i]) + (beyond << 16));
-        float v_new = inf_float_from_bits(v_bits ^ beyond << 31);
-        const uint32_t bits =
-            inf_canonical_bits(INF_ISA(adamw_element)(p, g[i], &m[i], &v_new, &h));
+        const float p = inf_float_from_bits(inf_join_bits(hi[i], lo[i]));
+        const uint32_t bits = inf_canonical_bits(INF_ISA(adamw_element)(p, g[i], &m[i], &v[i], &h));
         hi[i] = inf_hi_of_bits(bits);
         lo[i] = (int16_t)(uint16_t)bits;
-        v[i] = inf_float_from_bits(inf_bits_from_float(v_new) | inf_is_beyond(bits) << 31);
+        least = lo[i] < least ? lo[i] : least;
     }
+    return least == INT16_MIN;
 }
 
 /* The states `bf16` and `compact` in one loop each: division and square root take as long as all
@@ -121,7 +119,7 @@ static void INF_ISA(adamw_bf16)(uint16_t *restrict hi, int16_t *restrict lo,
                        v_rounded = (v_new + (random & 0xFFFFu)) >> 16;
         const uint32_t v_least = v_new != 0;
         hi[i] = inf_hi_of_bits(bits);
-        lo[i] = (int16_t)(uint16_t)(bits - inf_is_beyond(bits));
+        lo[i] = (int16_t)(uint16_t)bits;
         m_bits[i] = (uint16_t)((inf_canonical_bits(m) + (random >> 16)) >> 16);
         v_bits[i] = (uint16_t)(v_rounded < v_least ? v_least : v_rounded);
     }
@@ -146,7 +144,7 @@ INF_INLINE void INF_ISA(adamw_compact)(uint16_t *restrict hi, int8_t *restrict l
         const float p_new = INF_ISA(adamw_rooted)(p, g[i], &m, &v, &root, &h);
         const uint32_t random = inf_random(first + (uint32_t)i, keys);
         const uint32_t bits = inf_canonical_bits(p_new) + (random >> 24);
-        hi[i] = inf_hi_of_bits24(bits & 0xFFFFFF00u);
+        hi[i] = inf_hi_of_bits(bits & 0xFFFFFF00u);
         lo[i] = (int8_t)(uint8_t)(bits >> 8);
         m_out[i] = m;
         v_out[i] = v;
@@ -264,13 +262,18 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
     inf_group_bytes(format, group_bytes);
     const int fused_split = format == INF_FORMAT_SPLIT && hyper->algorithm == INF_ADAMW;
     const int fused_fp32 = format == INF_FORMAT_FP32 && hyper->algorithm == INF_ADAMW;
+    const int split = inf_format_master(format) == INF_MASTER_SPLIT;
     for (int64_t start = 0; start < numel; start += INF_BLOCK_NUMEL) {
         const int64_t n = numel - start < INF_BLOCK_NUMEL ? numel - start : INF_BLOCK_NUMEL;
+        uint16_t *const hi = split ? (uint16_t *)section[0] + start : NULL;
+        int16_t *const lo = split ? (int16_t *)section[1] + start : NULL;
+        uint32_t *const v = format == INF_FORMAT_SPLIT ? (uint32_t *)section[3] + start : NULL;
         INF_ISA(load_gradient)(g, grad, grad_dtype, start, n, hyper);
+        if (split) INF_ISA(halves_from_even)(hi, lo, v, n);
+        int halves = 0;
         if (fused_split) {
-            INF_ISA(adamw_split)((uint16_t *)section[0] + start, (int16_t *)section[1] + start,
-                                 (float *)section[2] + start, (float *)section[3] + start, g, n,
-                                 hyper);
+            halves = INF_ISA(adamw_split)(hi, lo, (float *)section[2] + start,
+                                          (float *)section[3] + start, g, n, hyper);
         } else if (fused_fp32) {
             INF_ISA(adamw)((float *)section[0] + start, (float *)section[1] + start,
                            (float *)section[2] + start, g, n, hyper);
@@ -281,6 +284,8 @@ static void INF_ISA(update)(int32_t format, uint8_t *const section[INF_SECTION_M
                     at.section[s] = section[s] + start / INF_QUANT_GROUP * group_bytes[s];
             }
             INF_ISA(update_part)(format, &at, g, hyper);
+            halves = split && INF_ISA(has_halves)(lo, n);
         }
+        if (halves) INF_ISA(halves_to_even)(hi, lo, v, n);
     }
 }

@@ -53,14 +53,51 @@ static void INF_ISA(store_master)(int32_t master, const inf_block *at, const flo
         for (int64_t i = 0; i < n; i++) {
             const uint32_t bits = inf_canonical_bits(p[i]);
             hi[i] = inf_hi_of_bits(bits);
-            lo[i] = (int16_t)(uint16_t)(bits - inf_is_beyond(bits));
+            lo[i] = (int16_t)(uint16_t)bits;
         }
     } else if (master == INF_MASTER_SPLIT8) {
         int8_t *restrict lo = (int8_t *)at->section[1];
         for (int64_t i = 0; i < n; i++) {
             const uint32_t bits = inf_canonical_bits(p[i]) + (random[i] >> 24);
-            hi[i] = inf_hi_of_bits24(bits & 0xFFFFFF00u);
+            hi[i] = inf_hi_of_bits(bits & 0xFFFFFF00u);
             lo[i] = (int8_t)(uint8_t)(bits >> 8);
+        }
+    }
+}
+
+/* The loops round halves away from zero: then (hi, lo) is a bijection, and no element costs more.
+ * At rest `hi` is rounded to even, as torch rounds. The two differ where lo is -32768 and hi is
+ * odd: at rest hi is the one below then, and the sign bit of the second moment, never negative
+ * itself, is set. Without such a moment in fp32 lo becomes 32767, and the master the fp32 before.
+ *
+ * hi, lo: of a block, of which 1 in 256 has such a lo. v: the bits of that second moment, or
+ * NULL. */
+
+static int INF_ISA(has_halves)(const int16_t *restrict lo, int64_t n) {
+    int16_t least = 0; /* one instruction a vector */
+    for (int64_t i = 0; i < n; i++) least = lo[i] < least ? lo[i] : least;
+    return least == INT16_MIN;
+}
+
+static void INF_ISA(halves_from_even)(uint16_t *restrict hi, const int16_t *restrict lo,
+                                      uint32_t *restrict v, int64_t n) {
+    if (v == NULL || !INF_ISA(has_halves)(lo, n)) return;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t below = lo[i] == INT16_MIN ? v[i] >> 31 : 0;
+        hi[i] = (uint16_t)(hi[i] + below);
+        v[i] ^= below << 31;
+    }
+}
+
+static void INF_ISA(halves_to_even)(uint16_t *restrict hi, int16_t *restrict lo,
+                                    uint32_t *restrict v, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t below = lo[i] == INT16_MIN ? hi[i] & 1u : 0;
+        hi[i] = (uint16_t)(hi[i] - below);
+        if (v != NULL) {
+            v[i] |= below << 31;
+        } else {
+            lo[i] = (int16_t)(uint16_t)((uint16_t)lo[i] - below);
         }
     }
 }
