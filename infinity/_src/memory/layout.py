@@ -12,6 +12,7 @@ no quantization group holds two of them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, overload
 
@@ -152,7 +153,7 @@ class FlatLayout:
         """Elements of the whole flat, padding included."""
         return self.shard_numel * self.world
 
-    @property
+    @functools.cached_property
     def size_bytes(self) -> int:
         """Bytes of the whole flat, padding included."""
         return self.numel * self.itemsize

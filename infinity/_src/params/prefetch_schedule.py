@@ -50,6 +50,9 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
     EVAL = "eval"
 
+    # Enum's is a function of Python, and phases are keys that each demand looks up.
+    __hash__ = object.__hash__
+
 
 _NEXT = {Phase.TRAIN: Phase.BACKWARD, Phase.BACKWARD: Phase.TRAIN, Phase.EVAL: Phase.EVAL}
 
@@ -189,9 +192,13 @@ class Schedule:
 
     def distance(self, unit: int) -> int:
         """Demands until the unit is used next; NEVER if the schedule does not use it."""
-        ways = ((self._place_from(way, unit), way) for way in self._ways())
-        found = min((place - way for place, way in ways if place is not None), default=None)
-        if found is not None:
+        # A loop: it is asked several times for each unit of each pass.
+        found = NEVER
+        for way in self._ways():
+            place = self._place_from(way, unit)
+            if place is not None:
+                found = min(found, place - way)
+        if found != NEVER:
             return found
         # Not in the rest of this phase: count on over its end, into the next one.
         then = self._expected(self._trace, self._next_phase).places.get(unit)

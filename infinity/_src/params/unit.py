@@ -55,6 +55,9 @@ class UnitState(enum.Enum):
     UNSHARDED = "unsharded"
     """Memory that holds the values of the unit's generation: modules may use them."""
 
+    # Enum's is a function of Python, and each step of a unit looks up its transition.
+    __hash__ = object.__hash__
+
 
 SHARDED, STALE, PENDING, UNSHARDED = UnitState
 """The states by themselves: on Python 3.10 `UnitState.SHARDED` is a Python call, and hooks read
@@ -213,7 +216,7 @@ class Unit:
     @property
     def size_bytes(self) -> int:
         """Bytes of all its flats, as they are unsharded."""
-        return sum(flat.size_bytes for flat in self.flats)
+        return sum([flat.layout.size_bytes for flat in self.flats])
 
     @property
     def on_device(self) -> UnitBytes:
