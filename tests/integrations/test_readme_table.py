@@ -1,4 +1,4 @@
-"""The table of trainers in README.md: each cell that says yes is held by a test."""
+"""The table of trainers in docs/embedding.md: each cell that says yes is held by a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-README = HERE.parent.parent / "README.md"
+PAGE = HERE.parent.parent / "docs" / "embedding.md"
 COLUMNS = (
     "losses as without",
     "resumes bit for bit",
@@ -104,7 +104,7 @@ TESTS = {
 
 def cells() -> dict[str, list[str]]:
     """The rows of the table by their first cell, without the column of new lines."""
-    section = README.read_text().split("\n## In the trainer that you have\n")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("\n## Trainers that have it\n")[1].split("\n## ")[0]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in section.splitlines()
