@@ -29,14 +29,15 @@ import harness
 import numpy as np
 import torch
 
+from infinity._src.cabi.records import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
 from infinity._src.kernels import choice
 from infinity._src.kernels import linear_cross_entropy as heads
 from infinity._src.kernels import tile_matmul as tiles
-from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order, wire_bytes
+from infinity._src.kernels.comm_codec import decode_sum, encode, sum_in_order
 from infinity._src.kernels.hyper import hyper_row_adamw
 from infinity._src.kernels.quantize import Quantized, dequantize, quantize
 from infinity._src.kernels.update import UpdatePlan
-from infinity.aio._records import HYPER, QUANT_GROUP, SEG, Format, Master, Moments, chunk_numel
+from infinity._src.kernels.wire_layout import wire_bytes
 
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 1 << 10}
 """Written before each measurement: more than the L2 cache of any GPU there is."""
@@ -361,17 +362,24 @@ def measure(
     names: Sequence[str], device: torch.device, *, rounds: int, smoke: bool
 ) -> Iterator[dict[str, Any]]:
     """Each case as a record, as it was measured, and one record as an operation's cases have ended.
-    A case that fails is recorded as such, and the others go on."""
+    A case that fails is recorded as such, and the others go on; one that cannot be made ends its
+    operation."""
     flush = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
     for name in names:
-        for case in CASES[name](device, smoke):
-            harness.note(f"{case.op}: {case.what}")
+        cases, what = CASES[name](device, smoke), "making the first case"
+        while True:
             try:
+                case = next(cases, None)
+                if case is None:
+                    break
+                what = case.what
+                harness.note(f"{name}: {what}")
                 yield measure_case(case, flush, rounds=rounds)
+                what = f"making the case after {case.what}"
             except Exception as error:  # noqa: BLE001 - compilers raise what they like; it is recorded and shown
                 why = f"{type(error).__name__}: {error}"
-                harness.note(f"{case.op}, {case.what}: {why}")
-                yield {"op": case.op, "what": case.what, "failed": why[:2000]}
+                harness.note(f"{name}, {what}: {why}")
+                yield {"op": name, "what": what, "failed": why[:2000]}
         yield {"op": name, "state": "ended"}
 
 

@@ -196,20 +196,20 @@ def operations(records: Sequence[Record]) -> list[str]:
 
 
 def measured(found: Sequence[Record]) -> list[str]:
-    """Entries of choice.MEASURED: the least ratio of an operation's cases in its last run, since
-    one implementation is chosen for all sizes. A run that was cut off, or of which a case failed,
-    gives none."""
-    runs: dict[tuple[str, str], list[Record]] = {}
+    """Entries of choice.MEASURED: the least ratio of an operation's cases in its last run on a kind
+    of device, since one implementation is chosen for all sizes. A run gives none if it was cut off
+    or if a case failed."""
+    runs: dict[tuple[str, tuple[int, ...]], dict[str, list[Record]]] = {}
     for one in found:
         if "capability" in one["on"]:
-            runs.setdefault((one["op"], one["run"]), []).append(one)
-    last = {op: mine for (op, _), mine in runs.items()}
+            kind = one["op"], tuple(one["on"]["capability"])
+            runs.setdefault(kind, {}).setdefault(one["run"], []).append(one)
     entries = []
-    for op, mine in last.items():
+    for (op, capability), by_run in runs.items():
+        mine = by_run[max(by_run)]
         cases = [one for one in mine if "what" in one]
         ended = any(one.get("state") == "ended" for one in mine)
         if ended and cases and all("ratio" in one for one in cases):
-            capability = tuple(mine[-1]["on"]["capability"])
             least = min(one["ratio"] for one in cases)
             entries.append(f'("{op}", {capability}): {least:.2f},')
     return entries

@@ -320,7 +320,29 @@ def test_the_entries_of_measured_are_the_least_ratios(bench: Any) -> None:
     measured = bench("table").measured
     assert measured(rows) == []
     end = {"op": "update", "run": "2", "on": hopper, **ended}
-    assert measured([*rows, end]) == ['("update", (9, 0)): 1.25,']
+    ampere = run("update", "1", {"ratio": 0.5}, on={"capability": [8, 0]})
+    ampere.append({**end, "run": "1", "on": {"capability": [8, 0]}})
+    expected = ['("update", (9, 0)): 1.25,', '("update", (8, 0)): 0.50,']
+    assert measured([*rows, end, *ampere]) == expected
+    # The last run is the latest, in whatever order the files are named.
+    assert measured([*ampere, end, *rows]) == expected[::-1]
+
+
+def test_a_case_that_cannot_be_made_is_recorded_and_others_go_on(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops = bench("bench_ops")
+
+    def cases(*_: Any) -> Iterator[Any]:
+        yield ops.Case("update", "one", 0, dict.fromkeys(choice.IMPLEMENTATIONS, lambda: None))
+        raise ValueError("no Triton here")
+
+    monkeypatch.setattr(ops, "CASES", {"update": cases, "wire_decode": lambda *_: iter(())})
+    found = list(ops.measure(["update", "wire_decode"], torch.device("cpu"), rounds=1, smoke=True))
+    assert [row.get("what", row.get("state")) for row in found] == [
+        "one", "making the case after one", "ended", "ended",
+    ]  # fmt: skip
+    assert found[1]["failed"] == "ValueError: no Triton here"
 
 
 def test_ratios_are_taken_round_by_round(bench: Any) -> None:
